@@ -110,7 +110,7 @@ def _is_usable(line: Line) -> bool:
         return False
     try:
         values_of(line)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False
     return isinstance(identity.get("created_at"), str) and "run_id" in identity
 

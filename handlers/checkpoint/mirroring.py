@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ignite_engine.checkpointing import CheckpointError, CheckpointInfo, SaveOptions
-from ignite_engine.checkpointing.in_use import uploads
 from ignite_engine.checkpointing.layout import named_iteration
 from ignite_engine.checkpointing.store import Checkpoints
 from ignite_engine.errors import shortened
@@ -61,9 +60,7 @@ class Mirroring:
 
     @cached_property
     def _uploader(self) -> Uploader:
-        with uploads(self._directory, alone=True) as is_alone:
-            if is_alone:
-                held.sweep(self._directory)  # of a process that was killed
+        held.sweep(self._directory)
         return Uploader(self._remote, self.options, self._retention, RunNotes(self._remote, self._directory))
 
     def attach(self, trainer: Trainer) -> None:
@@ -166,14 +163,18 @@ class Mirroring:
         uploader, url = self._uploader, self.options.url
         if missing := uploader.missing:
             reason = f" ({uploader.why})" if uploader.why else ""
-            push = f"python -m ignite_engine checkpoints push {self._directory} {url}"
+            which = "--all " if len(missing) > 1 else ""
+            push = f"python -m ignite_engine checkpoints push {which}{self._directory} {url}"
             logger.warning("%s is not in %s%s. To upload it later: %s", shortened(missing), url, reason, push)
         uploader.release()
 
 
 @contextlib.contextmanager
 def _interrupted() -> Iterator[Callable[[], bool]]:
-    """Within it Ctrl-C is only noted; yields whether it came. One that has ended the run may come twice, forwarded."""
+    """Within it Ctrl-C, SIGTERM and SIGHUP are only noted; yields whether one came.
+
+    One that has ended the run may come twice, forwarded.
+    """
     began, came = time.monotonic(), threading.Event()
 
     def note(number: int, frame: Any) -> None:
@@ -182,8 +183,9 @@ def _interrupted() -> Iterator[Callable[[], bool]]:
 
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        for number in {signal.SIGINT, signals.FORWARDED[signal.SIGINT]}:
-            before[number] = signal.signal(number, note)
+        for number in (*signals.STOPS, *(signals.FORWARDED[stop] for stop in signals.STOPS)):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, note)
     try:
         yield came.is_set
     finally:

@@ -115,14 +115,17 @@ def uploads(directory: Path, *, alone: bool, wait_s: float = 0.0) -> Iterator[bo
 
 def _locked_at(path: Path, kind: int, stack: contextlib.ExitStack) -> bool:
     """Whether a file, made if it is missing, is locked until the stack is closed; the last holder deletes it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except PermissionError:  # another user has made it
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     if not _lock(descriptor, kind) or not _is_at(descriptor, path):  # its last holder has just deleted it
         os.close(descriptor)
         return False
 
     def unlock() -> None:
         with contextlib.suppress(OSError):
-            if _lock(descriptor, fcntl.LOCK_EX):
+            if _lock(descriptor, fcntl.LOCK_EX) and _is_at(descriptor, path):
                 path.unlink()
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile would keep it

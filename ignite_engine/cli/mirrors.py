@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ignite_engine.checkpointing import CheckpointError, CheckpointInfo, find_directory, find_source
-from ignite_engine.checkpointing.in_use import uploads
+from ignite_engine.checkpointing.in_use import in_use, uploads
 from ignite_engine.checkpointing.layout import named_iteration, scan
 from ignite_engine.checkpointing.naming import RUNS_FOLDER, is_single, split_name
 from ignite_engine.checkpointing.verification import Verification
@@ -101,15 +101,20 @@ def _pushed(remote: Remote, paths: Sequence[Path]) -> int:
     contents = _answered(remote, lambda _: Contents(remote, None))
     damaged = False
     for path in paths:
-        if problems := Verification().problems(path):
-            print(f"{path.name}  is not uploaded, damaged: {'; '.join(problems)}")
-            damaged = True
-            continue
-        held = hold(path)
+        with in_use(path) as is_there:  # its run may prune
+            if not is_there:
+                print(f"{path.name}  is not uploaded: it was deleted meanwhile")
+                continue
+            if problems := Verification().problems(path):
+                print(f"{path.name}  is not uploaded, damaged: {'; '.join(problems)}")
+                damaged = True
+                continue
+            held = hold(path)
         try:
-            there = contents.complete.get(path.name)
-            if there is not None and there.run_id != held.manifests[path.name].run_id:
-                raise CheckpointError(f"{remote.url} holds {path.name} of another run: push to another URL.")
+            for name, manifest in held.manifests.items():
+                there = contents.complete.get(name)
+                if there is not None and there.run_id != manifest.run_id:
+                    raise CheckpointError(f"{remote.url} holds {name} of another run: push to another URL.")
             sent = _answered(remote, partial(_uploaded, contents, held))
         except Torn as problem:
             print(f"{path.name}  is not uploaded: {problem}")

@@ -162,6 +162,10 @@ class RunNotes:
         if self.status is not None and (is_followed or self.status != self._written):
             self._sign()
 
+    def has_said(self, status: str) -> bool:
+        """Whether that is what the mirror holds, unless another run has said something since."""
+        return self._written == status
+
     def say(self, status: str) -> None:
         """Say how the run is now; what a store raises leaves it as it is."""
         self.status = status

@@ -9,6 +9,7 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ignite_engine.checkpointing.in_use import in_use, unused
 from ignite_engine.checkpointing.layout import manifest_of
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Manifest
 
@@ -27,6 +28,8 @@ class Held:
     """A folder with a link to each file; None: the file system has no hard links, and nothing is held."""
     uploaded: set[str] = field(default_factory=set)
     """Files that need not be sent again."""
+    in_use: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """Holds the lock of the links, which keeps :func:`sweep` from removing them."""
 
     @property
     def name(self) -> str:
@@ -45,6 +48,7 @@ class Held:
         """Let go of it."""
         if self.links is not None:
             shutil.rmtree(self.links, ignore_errors=True)
+            self.in_use.close()
             for empty in (self.links.parent, self.links.parent.parent):
                 with contextlib.suppress(OSError):  # it holds another one
                     empty.rmdir()
@@ -59,21 +63,27 @@ def hold(checkpoint: Path) -> Held:
     manifest = manifest_of(checkpoint)
     names = (*manifest.needed, checkpoint.name)
     manifests = {name: manifest_of(checkpoint.parent / name) for name in names}
-    links = checkpoint.parent / FOLDER / _HELD / secrets.token_hex(4)
+    links, lock = checkpoint.parent / FOLDER / _HELD / secrets.token_hex(4), contextlib.ExitStack()
     try:
+        links.mkdir(parents=True)
+        lock.enter_context(in_use(links))
         for name, needed in manifests.items():
-            (links / name).mkdir(parents=True)
+            (links / name).mkdir()
             for file in (*needed.files, MANIFEST_NAME):
                 os.link(checkpoint.parent / name / file, links / name / file, follow_symlinks=False)
     except OSError:  # a file system without hard links
         shutil.rmtree(links, ignore_errors=True)
+        lock.close()
         return Held(checkpoint, manifests, None)
-    return Held(checkpoint, manifests, links)
+    return Held(checkpoint, manifests, links, in_use=lock)
 
 
 def sweep(directory: Path) -> None:
-    """Remove the links of a process that was killed, or of a run that has ended."""
+    """Remove the links of processes that were killed."""
     folder = directory / FOLDER
-    shutil.rmtree(folder / _HELD, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        folder.rmdir()
+    with contextlib.suppress(OSError), unused((folder / _HELD).iterdir()) as left:
+        for links in left:
+            shutil.rmtree(links, ignore_errors=True)
+    for empty in (folder / _HELD, folder):
+        with contextlib.suppress(OSError):
+            empty.rmdir()

@@ -45,6 +45,8 @@ class Contents:
         self.complete = {checkpoint.path.name: checkpoint.manifest for checkpoint in readable}
         self._names = {*remote.names(), *(name for name, _ in unreadable)}
         """The names of all that may be deleted; what another process uploads later is not among them."""
+        self._whole: set[str] = set()
+        """Those whose files were seen to be there."""
 
     def upload(self, held: Held, moved: Callable[[int], None]) -> None:
         """Put a checkpoint and those that it needs there; nothing, if they are.
@@ -59,19 +61,25 @@ class Contents:
                 text = file.read()
             manifest = parse_manifest(held.manifest(name), text)
             known = self.complete.get(name)
-            if known is not None and known.files == manifest.files:
-                if known != manifest:
-                    self.replace_manifest(name, manifest)
+            if known is not None and known.files == manifest.files and self._is_whole(name, known):
+                self.update_manifest(name, manifest)
                 continue
             if known is not None or (name in self._names and not held.uploaded):
                 self.complete.pop(name, None)
                 self.remote.delete(name)
+                held.uploaded.difference_update(f"{name}/{file}" for file in manifest.files)
             self._names.add(name)
             self._upload_files(held, name, manifest, moved)
             if lost := self.remote.lost(name, manifest.files):  # by a process that took them for a leftover
                 held.uploaded.difference_update(f"{name}/{file}" for file in lost)
                 raise Lost(f"{name}/{lost[0]} was deleted there, or replaced, after its upload")
             self.replace_manifest(name, manifest)
+            self._whole.add(name)
+
+    def _is_whole(self, name: str, manifest: Manifest) -> bool:
+        if name not in self._whole and not self.remote.lost(name, manifest.files):
+            self._whole.add(name)
+        return name in self._whole
 
     def _upload_files(self, held: Held, name: str, manifest: Manifest, moved: Callable[[int], None]) -> None:
         def put(file: str) -> None:
@@ -86,6 +94,12 @@ class Contents:
         """Write the manifest of a checkpoint whose files are there."""
         self.remote.write(f"{name}/{MANIFEST_NAME}", manifest.to_json())
         self.complete[name] = manifest
+
+    def update_manifest(self, name: str, manifest: Manifest) -> None:
+        """As :meth:`replace_manifest`, where it is another one; what a follower has added to it there stays."""
+        known = self.complete[name]
+        if (joined := replace(manifest, metrics={**known.metrics, **manifest.metrics})) != known:
+            self.replace_manifest(name, joined)
 
     def add_measured(self, lines: Iterable[Line]) -> None:
         """Add what a follower has measured to the manifests that lack it."""
@@ -145,6 +159,10 @@ class Uploader:
         self._offered = threading.Event()
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
+        self._runs = False
+        """The thread does, and sees what is offered; by the lock."""
+        self._turn = contextlib.ExitStack()
+        """Holds the right to write beside no push."""
         self._directory: Path
         """Where what is offered is; known before the thread starts."""
         self._current: Held | None = None
@@ -186,10 +204,18 @@ class Uploader:
         self._was_stalled = self.stalled
 
     def _start(self) -> None:
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
-            self._thread.start()
+        with self._lock:
+            if not self._runs:
+                self._runs = True
+                self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
+                self._thread.start()
         self._offered.set()
+
+    def _may_end(self) -> bool:
+        """Whether the thread ends: the run has, and has not gone on since."""
+        with self._lock:
+            self._runs = not self._ending.is_set() or self._waiting is not None
+            return not self._runs
 
     @property
     def stalled(self) -> bool:
@@ -251,9 +277,10 @@ class Uploader:
         for checkpoint in held:
             if checkpoint is not None:
                 checkpoint.release()
+        self._turn.close()  # a thread that waits for a silent store keeps no push from beginning
         if (notes := self._notes) is not None:
             notes.close()
-            if (status := self._ends_as) is not None and not self.wait(0):
+            if (status := self._ends_as) is not None and not notes.has_said(status):
                 with contextlib.suppress(Unreachable):
                     patiently(lambda _: notes.say(status), _BRIEFLY_S)
 
@@ -269,9 +296,11 @@ class Uploader:
             self._throttle(0)  # the time without a byte begins here
             self._sending = True
             if self._current is None and not self._ending.is_set():
-                with contextlib.suppress(Exception), uploads(self._directory, alone=False) as may_write:
-                    if may_write:  # errors are those of the store, which the next upload names
-                        self._look()
+                with contextlib.suppress(BaseException):  # of the store, which the next upload names
+                    self._exchange_notes()
+                    with contextlib.ExitStack() as self._turn:
+                        if self._turn.enter_context(uploads(self._directory, alone=False)):
+                            self._write_manifests()
                 self._sending = False
                 continue
             ending, sent = self._ending.is_set(), self._throttle.moved
@@ -284,19 +313,22 @@ class Uploader:
                             continue
                         self._replace_changed_manifests()  # a failure is tried again before the end is said
                         self._look_last()
-                    return
+                    if self._may_end():
+                        return
+                    continue
                 with self._beside_no_push():
                     if (held := self._current) is not None:  # else it was given up meanwhile
                         self._upload(held)
-            except Exception as error:  # a store may raise anything; training goes on, and the upload is tried again
+            except BaseException as error:  # a store may raise anything, in this thread no interruption comes
                 tries = tries + 1 if ending else 0
                 self._sending = False
                 self._failed(error, sent)
                 if tries >= _LAST_TRIES:
                     self._sending = True
-                    with contextlib.suppress(Exception), self._beside_no_push():  # of the store, which was named
+                    with contextlib.suppress(BaseException), self._beside_no_push():  # of the store, which was named
                         self._look_last()
-                    return
+                    if self._may_end():
+                        return
                 self._pause()
             finally:
                 self._sending = False
@@ -306,8 +338,8 @@ class Uploader:
         """Wait until no other process uploads from the folder: what it has not completed would count as a leftover."""
         has_waited = False
         while True:
-            with uploads(self._directory, alone=False) as may_begin:
-                if may_begin:
+            with contextlib.ExitStack() as self._turn:
+                if self._turn.enter_context(uploads(self._directory, alone=False)):
                     self._throttle(0)  # no byte was expected before
                     self._sending = True
                     yield
@@ -315,7 +347,9 @@ class Uploader:
             if not has_waited:
                 logger.warning("Uploads to %s wait until a push from %s ends.", self._remote.url, self._directory)
             has_waited, self._contents = True, None
-            self._sending = self._ending.is_set()  # the end of the run waits no longer than for a silent store
+            if self._ending.is_set() and not self._sending:  # the end waits no longer than for a silent store
+                self._throttle(0)
+            self._sending = self._ending.is_set()
             time.sleep(_LOOKS_FOR_A_PUSH_S)
 
     def _upload(self, held: Held) -> None:
@@ -331,10 +365,13 @@ class Uploader:
             self._contents.upload(held, self._throttle)
             self._uploaded[held.checkpoint] = before
             self._look()
-            self._contents.prune(held.name, self._notes)
+            if self._current is held:
+                self._contents.prune(held.name, self._notes)
         except (Torn, CheckpointError, FileNotFoundError) as error:
             if isinstance(error, FileNotFoundError) and held.file(held.name, MANIFEST_NAME).exists():
                 raise  # it is there; the store has said so
+            if self._current is not held:
+                return  # it was given up meanwhile
             self._current = None
             self._drop(held, "it was deleted meanwhile" if isinstance(error, FileNotFoundError) else why(error))
             return
@@ -362,8 +399,14 @@ class Uploader:
         self._has_named_others = True
 
     def _look(self) -> None:
+        self._exchange_notes()  # first: how the run has ended is said though the mirror cannot be listed
+        self._write_manifests()
+
+    def _exchange_notes(self) -> None:
         if self._notes is not None:
-            self._notes.look()  # first: how the run has ended is said though the mirror cannot be listed
+            self._notes.look()
+
+    def _write_manifests(self) -> None:
         self._replace_changed_manifests()
         if self._contents is not None:
             lines = [] if self._notes is None else self._notes.lines
@@ -396,10 +439,10 @@ class Uploader:
                 with contextlib.suppress(FileNotFoundError, CheckpointError):
                     manifest = read_manifest(checkpoint)
                     if manifest.files == contents.complete[checkpoint.name].files:
-                        contents.replace_manifest(checkpoint.name, manifest)
+                        contents.update_manifest(checkpoint.name, manifest)
                     self._uploaded[checkpoint] = now
 
-    def _failed(self, error: Exception, sent_before: int) -> None:
+    def _failed(self, error: BaseException, sent_before: int) -> None:
         self._why = why(error)
         self._contents = None  # another process may complete what is left, until the next try
         self._failures += 1

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ignite_engine.checkpointing import CheckpointStore, SaveOptions
+from ignite_engine.checkpointing import CheckpointStore, Retention, SaveOptions
 from ignite_engine.checkpointing.in_use import uploads
+from ignite_engine.checkpointing.manifest import MANIFEST_NAME, read_manifest
+from ignite_engine.checkpointing.verification import Verification
 from ignite_engine.cli import main, mirrors
 from ignite_engine.handlers.checkpoint.mirroring import Mirroring
 from ignite_engine.mirror import upload
 from ignite_engine.mirror.held import hold
 from ignite_engine.mirror.remote import Remote
+from ignite_engine.mirror.upload import Contents
 from tests.checkpointing.states import save
+from tests.mirror.runs import train
 from tests.mirror.test_upload import names, until, uploader_to
 
 
@@ -127,19 +132,19 @@ def test_without_a_file_that_is_deleted_there_meanwhile_it_is_no_checkpoint(
     assert main(["checkpoints", "verify", mirror]) == 0
 
 
-def test_the_start_of_a_run_leaves_what_a_push_holds(store: CheckpointStore, mirror: str) -> None:
+def test_the_start_of_a_run_leaves_what_another_process_uploads(store: CheckpointStore, mirror: str) -> None:
+    """A push, or a run whose mirror fails for a while: then it holds no lock of the folder."""
     held = hold(save(store, 100, run_id="the run"))
     assert held.links is not None
 
     def start() -> None:
         Mirroring(SaveOptions(mirror=mirror), store.directory)._uploader  # noqa: B018  # it is made
 
-    with uploads(store.directory, alone=True) as is_alone:
-        assert is_alone
-        start()
-        assert held.links.exists()
     start()
-    assert not held.links.exists(), "its process has ended"
+    assert (held.links / "iteration_00000100" / MANIFEST_NAME).exists()
+    held.in_use.close()  # its process is killed
+    start()
+    assert not held.links.exists() and [path.name for path in store.directory.iterdir()] == ["iteration_00000100"]
 
 
 def test_the_end_of_a_run_waits_for_a_push_no_longer_than_for_a_silent_store(
@@ -154,6 +159,122 @@ def test_the_end_of_a_run_waits_for_a_push_no_longer_than_for_a_silent_store(
         uploader.end()
         until(lambda: uploader.stalled)
     assert uploader.wait(20) and names(mirror) == ["iteration_00000100"]
+
+
+def test_a_push_before_the_end_of_a_run_does_not_shorten_its_wait(
+    store: CheckpointStore, mirror: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "STALLED_S", 1.0)
+    monkeypatch.setattr(upload, "_LOOKS_FOR_A_PUSH_S", 0.05)
+    path, uploader = save(store, 100, run_id="the run"), uploader_to(mirror)
+    with uploads(store.directory, alone=True):
+        uploader.offer(path)
+        assert not uploader.wait(1.5)
+        uploader.end()
+        assert not uploader.wait(0.5) and not uploader.stalled
+        until(lambda: uploader.stalled)
+    assert uploader.wait(20) and names(mirror) == ["iteration_00000100"]
+
+
+def test_a_push_begins_beside_an_upload_that_was_given_up(
+    store: CheckpointStore,
+    tmp_path: Path,
+    mirror: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(mirrors, "_WAITS_S", 0.1)
+    slow, uploader, elsewhere = Slow(monkeypatch), uploader_to(mirror), tmp_path / "elsewhere"
+    uploader.offer(save(store, 100, run_id="the run"))
+    assert slow.began.wait(20)
+    uploader.end()
+    assert main(["checkpoints", "push", str(store.directory), str(elsewhere)]) == 2
+    uploader.release()
+    assert main(["checkpoints", "push", str(store.directory), str(elsewhere)]) == 0, capsys.readouterr().err
+    slow.goes_on.set()
+    assert uploader.wait(20)
+
+
+@pytest.mark.parametrize("protocol", ["", "memory://"])
+def test_a_push_leaves_what_a_follower_has_added_there(store: CheckpointStore, tmp_path: Path, protocol: str) -> None:
+    mirror = f"{protocol}{tmp_path / 'mirror'}"
+    path = save(store, 100, run_id="the run", metrics={"loss": 1.0})
+    assert main(["checkpoints", "push", str(path), mirror]) == 0
+    contents = Contents(Remote(mirror), None)
+    added = replace(contents.complete[path.name], metrics={"loss": 1.0, "val/loss": 0.25})
+    contents.replace_manifest(path.name, added)
+    store.add_metrics(path, {"val/acc": 0.5})
+
+    def there() -> dict[str, float]:
+        return Remote(mirror).checkpoints()[0][0].manifest.metrics
+
+    assert main(["checkpoints", "push", str(path), mirror]) == 0
+    assert there() == {"loss": 1.0, "val/loss": 0.25, "val/acc": 0.5}
+    uploader = uploader_to(mirror)
+    uploader.offer(path)
+    until(lambda: not uploader.missing)
+    store.add_metrics(path, {"val/f1": 0.75})
+    uploader.end()
+    assert uploader.wait(20) and there() == {"loss": 1.0, "val/loss": 0.25, "val/acc": 0.5, "val/f1": 0.75}
+
+
+@pytest.mark.parametrize("by", ["push", "run"])
+@pytest.mark.parametrize("protocol", ["", "memory://"])
+def test_a_checkpoint_that_lacks_a_file_there_is_uploaded_again(
+    store: CheckpointStore, tmp_path: Path, protocol: str, by: str
+) -> None:
+    mirror = f"{protocol}{tmp_path / by}"
+    path = save(store, 100, run_id="the run")
+    assert main(["checkpoints", "push", str(path), mirror]) == 0
+    Remote(mirror).delete_file(f"{path.name}/rank_0.pt")
+    assert main(["checkpoints", "verify", mirror]) == 1
+    if by == "push":
+        assert main(["checkpoints", "push", str(path), mirror]) == 0
+    else:
+        uploader = uploader_to(mirror)
+        uploader.offer(path)
+        uploader.end()
+        assert uploader.wait(20)
+    assert main(["checkpoints", "verify", mirror]) == 0
+
+
+def test_a_push_replaces_nothing_of_another_run_that_has_the_name_of_a_base(tmp_path: Path, mirror: str) -> None:
+    train(tmp_path / "a", None, iterations=4, delta_rows=["*weight*"], keep_last=9)
+    train(tmp_path / "b", None, iterations=2)
+    assert main(["checkpoints", "push", str(tmp_path / "b" / "iteration_00000002"), mirror]) == 0
+    (before,) = Remote(mirror).checkpoints()[0]
+    path = tmp_path / "a" / "iteration_00000004"
+    assert read_manifest(path).needed == ["iteration_00000002"]
+    assert main(["checkpoints", "push", str(path), mirror]) == 2
+    assert Remote(mirror).checkpoints()[0] == [before]
+
+
+def test_a_push_leaves_out_what_its_run_deletes_meanwhile(
+    store: CheckpointStore, mirror: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for iteration in (100, 200, 300):
+        save(store, iteration, run_id="the run")
+
+    def prune_and_list(*arguments: Any) -> Contents:
+        store.prune(Retention(keep_last=1))
+        return Contents(*arguments)
+
+    monkeypatch.setattr(mirrors, "Contents", prune_and_list)
+    assert main(["checkpoints", "push", "--all", str(store.directory), mirror]) == 0
+    assert names(mirror) == ["iteration_00000300"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [f"iteration_00000{n}  is not uploaded: it was deleted meanwhile" for n in (100, 200)]
+
+    problems = Verification.problems
+
+    def prune_and_verify(*arguments: Any) -> list[str]:
+        store.prune(Retention(keep_last=1))
+        return problems(*arguments)
+
+    save(store, 400, run_id="the run")
+    monkeypatch.setattr(Verification, "problems", prune_and_verify)
+    assert main(["checkpoints", "push", "--all", str(store.directory), mirror]) == 0, "what is verified stays"
+    assert names(mirror) == ["iteration_00000300", "iteration_00000400"]
 
 
 def test_a_run_that_goes_on_while_its_end_waits_for_a_push_uploads_on(

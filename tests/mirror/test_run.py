@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import signal
 import threading
@@ -160,11 +161,14 @@ def test_a_mirror_that_fails_for_a_while_gets_what_is_saved_then(
 
 
 @pytest.mark.slow
-def test_ctrl_c_gives_up_the_last_upload_and_names_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_gives_up_the_last_upload_and_names_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, number: signal.Signals
+) -> None:
     """Until then no other process may begin to save and upload there."""
     began, lock, is_held = time.monotonic(), tmp_path / "run" / LOCK_NAME, list[bool]()
     threading.Timer(3.0, lambda: is_held.append(lock.exists())).start()
-    threading.Timer(4.0, signal.raise_signal, [signal.SIGINT]).start()
+    threading.Timer(4.0, os.kill, [os.getpid(), number]).start()
 
     train(tmp_path / "run", {"url": str(tmp_path / "mirror"), "max_mib_per_s": 1e-4}, 3)
 
@@ -172,7 +176,10 @@ def test_ctrl_c_gives_up_the_last_upload_and_names_it(tmp_path: Path, caplog: py
     assert "Uploading iteration_00000003 to" in caplog.text or "Uploading iteration_00000002" in caplog.text
     assert "left. Ctrl-C gives up." in caplog.text
     assert f"is not in {tmp_path / 'mirror'}" in caplog.text
+    which = "--all " if "iteration_00000002, iteration_00000003 is" in caplog.text else ""
+    assert f"checkpoints push {which}{tmp_path / 'run'} {tmp_path / 'mirror'}" in caplog.text
     assert Remote(str(tmp_path / "mirror")).checkpoints() == ([], [])
+    assert read_note(Remote(str(tmp_path / "mirror")), RUN)["status"] == "completed"
 
 
 @pytest.mark.parametrize("silent", ["put", "write"])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from asyncio import CancelledError
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ignite_engine.checkpointing import CheckpointStore, Retention
+from ignite_engine.checkpointing.in_use import uploads
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME
 from ignite_engine.followed_log import FollowedLog
 from ignite_engine.mirror import MirrorOptions, followed, upload
@@ -107,6 +109,59 @@ def test_a_run_has_ended_for_its_mirror_also_where_that_cannot_be_listed(
     run.save(2, size=1)
     assert run.end() == ["iteration_00000002"]
     assert read_note(Remote(str(tmp_path / "mirror")), RUN)["status"] == "completed"
+
+
+@pytest.mark.parametrize("fails", ["a value that is no number", "what a follower has measured", "the store, oddly"])
+def test_a_run_has_ended_for_its_mirror_also_where_that_answers_badly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """Its thread has ended without that; it is said once more when the run lets go of its mirror."""
+    monkeypatch.setattr(followed, "_BEATS_OF_A_RUN", 1000)
+    remote, run = Remote(str(tmp_path / "mirror")), Beside(tmp_path / "run", tmp_path / "mirror")
+    run.save(1, size=1)
+    until(lambda: not run.uploader.missing)
+    if fails == "a value that is no number":
+        log = FollowedLog(tmp_path / "log.jsonl")
+        log.add(remote.checkpoints()[0][-1], {"val/loss": 3.0})
+        remote.write(MEASURED, log.text().replace(b"3.0", b"1" + b"0" * 400))
+    elif fails == "what a follower has measured":
+        (tmp_path / "mirror" / MEASURED).mkdir(parents=True)
+    else:
+        monkeypatch.setattr(RunNotes, "look", lambda notes: (_ for _ in ()).throw(CancelledError()))
+    run.end()
+    assert read_note(remote, RUN)["status"] == "completed"
+
+
+def test_a_run_that_begins_beside_a_push_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(followed, "_BEATS_OF_A_RUN", 1000)
+    remote, run = Remote(str(tmp_path / "mirror")), Beside(tmp_path / "run", tmp_path / "mirror")
+    run.end()
+    assert read_note(remote, RUN)["status"] == "completed"
+    with uploads(tmp_path / "run", alone=True, wait_s=20):
+        run.uploader.begin()
+        until(lambda: read_note(remote, RUN)["status"] == "running")
+    run.end()
+
+
+def test_a_run_that_goes_on_while_the_end_is_said_uploads_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, look = Beside(tmp_path / "run", tmp_path / "mirror"), RunNotes.look
+    ends, goes_on = threading.Event(), threading.Event()
+
+    def wait_and_look(notes: RunNotes) -> None:
+        if notes.status == "completed" and not ends.is_set():
+            ends.set()
+            assert goes_on.wait(20)
+        look(notes)
+
+    monkeypatch.setattr(RunNotes, "look", wait_and_look)
+    run.uploader.end("completed")
+    assert ends.wait(20)
+    run.uploader.release()  # with Ctrl-C
+    run.uploader.begin()
+    run.save(1, size=1)
+    goes_on.set()
+    until(lambda: not run.uploader.missing)
+    assert run.end() == []
 
 
 def test_a_write_that_fails_once_at_the_end_costs_no_value_that_was_measured_after_the_saves(
