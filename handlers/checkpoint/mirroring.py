@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ignite_engine.checkpointing import CheckpointError, CheckpointInfo, SaveOptions
+from ignite_engine.checkpointing.in_use import uploads
 from ignite_engine.checkpointing.layout import named_iteration
 from ignite_engine.checkpointing.store import Checkpoints
 from ignite_engine.errors import shortened
@@ -60,7 +61,9 @@ class Mirroring:
 
     @cached_property
     def _uploader(self) -> Uploader:
-        held.sweep(self._directory)
+        with uploads(self._directory, alone=True) as is_alone:  # where the locks of links cannot be had, too
+            if is_alone:
+                held.sweep(self._directory)
         return Uploader(self._remote, self.options, self._retention, RunNotes(self._remote, self._directory))
 
     def attach(self, trainer: Trainer) -> None:
@@ -173,7 +176,7 @@ class Mirroring:
 def _interrupted() -> Iterator[Callable[[], bool]]:
     """Within it Ctrl-C, SIGTERM and SIGHUP are only noted; yields whether one came.
 
-    One that has ended the run may come twice, forwarded.
+    One that has ended the run may come twice, forwarded. After a stop all are ignored, of which Ctrl-C is heard again.
     """
     began, came = time.monotonic(), threading.Event()
 
@@ -183,9 +186,10 @@ def _interrupted() -> Iterator[Callable[[], bool]]:
 
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (*signals.STOPS, *(signals.FORWARDED[stop] for stop in signals.STOPS)):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, note)
+        for stop in signals.STOPS:
+            for number in {stop, signals.FORWARDED[stop]}:
+                if stop == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
+                    before[number] = signal.signal(number, note)
     try:
         yield came.is_set
     finally:

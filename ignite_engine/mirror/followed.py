@@ -115,7 +115,7 @@ class RunNotes:
 
     def begin(self) -> None:
         """The run trains from now on, of which a thread gives signs."""
-        self.status = "running"
+        self.status, self._written = "running", None
         self._over.set()
         self._over = threading.Event()
         threading.Thread(target=self._beat, args=(self._over,), name="mirror", daemon=True).start()

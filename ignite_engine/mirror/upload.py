@@ -61,10 +61,13 @@ class Contents:
                 text = file.read()
             manifest = parse_manifest(held.manifest(name), text)
             known = self.complete.get(name)
-            if known is not None and known.files == manifest.files and self._is_whole(name, known):
-                self.update_manifest(name, manifest)
-                continue
-            if known is not None or (name in self._names and not held.uploaded):
+            if known is not None and known.files == manifest.files:
+                if not (lost := self._lost(name, known)):
+                    self.update_manifest(name, manifest)
+                    continue
+                held.uploaded.update(f"{name}/{file}" for file in manifest.files)
+                held.uploaded.difference_update(f"{name}/{file}" for file in lost)
+            elif known is not None or (name in self._names and not held.uploaded):
                 self.complete.pop(name, None)
                 self.remote.delete(name)
                 held.uploaded.difference_update(f"{name}/{file}" for file in manifest.files)
@@ -73,13 +76,18 @@ class Contents:
             if lost := self.remote.lost(name, manifest.files):  # by a process that took them for a leftover
                 held.uploaded.difference_update(f"{name}/{file}" for file in lost)
                 raise Lost(f"{name}/{lost[0]} was deleted there, or replaced, after its upload")
-            self.replace_manifest(name, manifest)
+            if name in self.complete:
+                self.update_manifest(name, manifest)
+            else:
+                self.replace_manifest(name, manifest)
             self._whole.add(name)
 
-    def _is_whole(self, name: str, manifest: Manifest) -> bool:
-        if name not in self._whole and not self.remote.lost(name, manifest.files):
+    def _lost(self, name: str, manifest: Manifest) -> list[str]:
+        """Files of a complete one that are not there; it is asked once."""
+        lost = [] if name in self._whole else self.remote.lost(name, manifest.files)
+        if not lost:
             self._whole.add(name)
-        return name in self._whole
+        return lost
 
     def _upload_files(self, held: Held, name: str, manifest: Manifest, moved: Callable[[int], None]) -> None:
         def put(file: str) -> None:
@@ -206,15 +214,15 @@ class Uploader:
     def _start(self) -> None:
         with self._lock:
             if not self._runs:
-                self._runs = True
                 self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
                 self._thread.start()
+                self._runs = True
         self._offered.set()
 
-    def _may_end(self) -> bool:
-        """Whether the thread ends: the run has, and has not gone on since."""
+    def _may_end(self, *, given_up: bool = False) -> bool:
+        """Whether the thread ends: the run has, and has not gone on since; with what waits given up, too."""
         with self._lock:
-            self._runs = not self._ending.is_set() or self._waiting is not None
+            self._runs = not self._ending.is_set() or (self._waiting is not None and not given_up)
             return not self._runs
 
     @property
@@ -327,7 +335,7 @@ class Uploader:
                     self._sending = True
                     with contextlib.suppress(BaseException), self._beside_no_push():  # of the store, which was named
                         self._look_last()
-                    if self._may_end():
+                    if self._may_end(given_up=True):
                         return
                 self._pause()
             finally:

@@ -22,6 +22,7 @@ from ignite_engine.checkpointing import CheckpointError, CheckpointStore
 from ignite_engine.checkpointing.filesystem import LOCK_NAME
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME, read_manifest
 from ignite_engine.handlers import Checkpoint
+from ignite_engine.handlers.checkpoint import mirroring
 from ignite_engine.mirror.bring import bring
 from ignite_engine.mirror.followed import RUN, read_note
 from ignite_engine.mirror.remote import Remote
@@ -180,6 +181,26 @@ def test_a_signal_gives_up_the_last_upload_and_names_it(
     assert f"checkpoints push {which}{tmp_path / 'run'} {tmp_path / 'mirror'}" in caplog.text
     assert Remote(str(tmp_path / "mirror")).checkpoints() == ([], [])
     assert read_note(Remote(str(tmp_path / "mirror")), RUN)["status"] == "completed"
+
+
+@pytest.mark.parametrize("forwarded", [signals.FORWARDED, {number: number for number in signals.SIGNALS}])
+def test_ctrl_c_gives_up_where_the_stop_of_the_run_has_left_it_ignored(
+    monkeypatch: pytest.MonkeyPatch, forwarded: dict[int, int]
+) -> None:
+    """As GracefulStop does; and the handlers are those of before afterwards, also without signals to forward by."""
+    monkeypatch.setattr(signals, "FORCE_AFTER_S", 0.0)
+    monkeypatch.setattr(signals, "FORWARDED", forwarded)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in signals.STOPS}
+    try:
+        with mirroring._interrupted() as came:
+            signal.raise_signal(signal.SIGTERM)
+            assert not came(), "it has ended the run"
+            signal.raise_signal(signal.SIGINT)
+            assert came()
+        assert {signal.getsignal(number) for number in signals.STOPS} == {signal.SIG_IGN}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("silent", ["put", "write"])

@@ -94,6 +94,24 @@ def test_a_run_has_ended_for_its_mirror_also_where_its_last_checkpoint_could_not
     assert read_note(Remote(str(tmp_path / "mirror")), RUN)["status"] == "completed"
 
 
+def test_a_store_that_breaks_off_each_upload_is_given_up_though_a_newer_one_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, began = Beside(tmp_path / "run", tmp_path / "mirror"), threading.Event()
+
+    def break_off(remote: Remote, source: Path, name: str, record: Any, moved: Any) -> None:
+        moved(1)
+        began.set()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Remote, "put", break_off)
+    run.save(1, size=1)
+    assert began.wait(20)
+    run.save(2, size=1)
+    assert run.end() == ["iteration_00000001", "iteration_00000002"]
+    assert read_note(Remote(str(tmp_path / "mirror")), RUN)["status"] == "completed"
+
+
 def test_a_run_has_ended_for_its_mirror_also_where_that_cannot_be_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -467,10 +467,10 @@ PART_NAMES = {
 
 _RULES: tuple[Callable[[Figures], Verdict | None], ...] = (
     _threads,
-    _detects_anomalies,
     _lack_of_memory,
     _leak,
     _crowded,
+    _detects_anomalies,
     _slow_rank,
     _data,
     _saving,
