@@ -256,7 +256,8 @@ class Saver:
             return
         ((shared, local, taken, facts),) = captured
         facts |= {"metrics": metrics, "reproducibility": [*facts["reproducibility"], *reasons]}
-        taken = replace(taken, writers=self.options.writers, weights="model")
+        models = [name for name, kind in facts["kinds"].items() if kind == "model"]
+        taken = replace(taken, writers=self.options.writers, weights=models)
         write = partial(
             self.store.save, shared, local, iteration=state.iteration, epoch=state.epoch, extracted=taken, **facts
         )

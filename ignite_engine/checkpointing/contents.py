@@ -6,7 +6,7 @@ that knows them all. Whoever writes, commits, verifies and loads knows files by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,8 @@ class Extracted:
     """None: nothing was, and the parts were not checked."""
     tables: Tables = field(default_factory=Tables)
     writers: int | None = None
-    weights: str = ""
-    """Name of the part that must be finite in a healthy checkpoint."""
+    weights: Collection[str] = ()
+    """Names of the parts that must be finite in a healthy checkpoint."""
 
     def copied(self, shared: Parts, local: Parts, copy: Callable[[Any], Any]) -> tuple[Parts, Parts, Extracted]:
         """Copies of the parts and of what was taken out of them; tables are copies already."""
@@ -104,10 +104,10 @@ class Extracted:
         )
 
     def _weights(self, tensors: Sequence[TensorLeaf], shards: Shards) -> list[Tensor]:
-        found = [leaf.value for leaf in tensors if leaf.part == self.weights and not leaf.value.is_meta]
+        found = [leaf.value for leaf in tensors if leaf.part in self.weights and not leaf.value.is_meta]
         if self.shards is not None:  # of them the tensors hold placeholders
-            found += [values for _, values in shards.of_parts.get(self.weights, {}).values()]
-        return [*found, *self.tables.values.get(self.weights, ())]
+            found += [values for part in self.weights for _, values in shards.of_parts.get(part, {}).values()]
+        return [*found, *(table for part in self.weights for table in self.tables.values.get(part, ()))]
 
 
 def tensors_to_save(parts: Parts) -> list[TensorLeaf]:

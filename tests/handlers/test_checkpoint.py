@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,7 +15,7 @@ import pytest
 import torch
 from ignite.engine import Engine, Events
 from ignite.metrics import Average
-from torch import Tensor
+from torch import Tensor, nn
 
 from ignite_engine import Trainer, TrainingEvents, create_evaluator
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, NotExact, StateMismatch, filesystem
@@ -162,6 +163,21 @@ def test_last_healthy_one_stays_beside_the_newest(tmp_path: Path, background: bo
     assert not weights(trainer).isfinite().any()
     healthy = {each.iteration: each.manifest.healthy for each in CheckpointStore(tmp_path).checkpoints()}
     assert healthy == {3: True, 6: False}
+
+
+def test_a_model_of_any_name_must_be_finite(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+
+    def update(engine: Engine, batch: Any) -> float:
+        with torch.no_grad():
+            model.weight.fill_(math.nan if engine.state.iteration > 1 else 1.0)
+        return 0.0
+
+    trainer = Trainer(update)
+    trainer.register("net", model, shared=True)
+    Checkpoint(tmp_path).attach(trainer, Events.ITERATION_COMPLETED)
+    trainer.run([1, 2], max_epochs=1)
+    assert [each.manifest.healthy for each in CheckpointStore(tmp_path).checkpoints()] == [True, False]
 
 
 def test_metrics_of_the_iteration_are_in_the_manifest(tmp_path: Path) -> None:
