@@ -23,14 +23,13 @@ from ignite_engine.follower.follow import follow_with
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.joining import is_launched
 from ignite_engine.recovery.parallel import Parallel
-from ignite_engine.report import NoSuchKey, NotLogged
 from ignite_engine.run_directory import RunDirectory, RunDirectoryInUse, json_values
 from ignite_engine.runs import recipe
 from ignite_engine.runs.followed_loggers import followed_loggers
 from ignite_engine.task import TaskError, find_task
 
 FAILED, USAGE_ERROR = 1, 2
-USER_ERRORS = (ConfigError, StateMismatch, NotExact, NoSuchKey, NotLogged, ReplayError, RunDirectoryInUse)
+USER_ERRORS = (ConfigError, StateMismatch, NotExact, ReplayError, RunDirectoryInUse)
 """What a user can fix, whatever the command: one line and code 2."""
 RUN_ERRORS = (CheckpointError, LaunchError, NotFinite, RanksDiffer)
 """What ends a run and needs no traceback: one line and code 1."""

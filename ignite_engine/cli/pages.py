@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ignite_engine.config import ConfigError
 from ignite_engine.config.load import default_values
-from ignite_engine.report import ordered, read_run, runs_in, sweep_table, write_comparison, write_report
+from ignite_engine.report import read_run, runs_in, write_comparison, write_report
+from ignite_engine.report.pages import RELOAD_S
 
 
 def add_parsers(subparsers: Any) -> None:
@@ -24,60 +25,31 @@ def add_parsers(subparsers: Any) -> None:
         if name == "report":
             command.add_argument("runs", nargs=1, type=Path, metavar="RUN_DIR", help="the directory of a run")
             command.add_argument(
-                "--serve",
+                "--watch",
                 action="store_true",
-                help="show the page live on this machine, with buttons that stop, save and evaluate, until Ctrl-C",
+                help="write the page every 15 s until the run has ended",
             )
-            command.add_argument("--port", type=int, metavar="N", help="of --serve; default: one that is free")
         else:
             command.add_argument(
                 "runs", nargs="+", type=Path, metavar="RUN", help="directories of runs, or a folder of them"
-            )
-            command.add_argument(
-                "--sort", metavar="METRIC", help="print a table of the runs too, the best first; such as val/accuracy"
-            )
-            command.add_argument(
-                "--group-by",
-                metavar="KEY",
-                help="a key of the configs, such as optimizer.lr: runs with the same value are one curve, their mean, "
-                "with a band; default: so are runs that differ in run.seed alone",
-            )
-            command.add_argument(
-                "--mode", choices=["min", "max"], help="which value of --sort is the best; default: as the runs say"
             )
         default = "report.html in the run's directory" if name == "report" else "compare.html"
         command.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"default: {default}")
 
 
 def report(options: argparse.Namespace) -> None:
-    """Write the page of one run and print its path, or serve it."""
-    if options.serve:
-        if options.output is not None:
-            raise ConfigError(f"--output: got '{options.output}', which has no effect with --serve; leave one out.")
-        if options.port is not None and not 0 <= options.port < 65536:
-            raise ConfigError(f"--port: got {options.port}, expected a number from 0 to 65535.")
-        from ignite_engine.report.live import PortInUse, serve
-
-        try:
-            serve(options.runs[0], options.port or 0, default_values())
-        except PortInUse as error:
-            raise ConfigError(str(error)) from None
-        return
-    if options.port is not None:
-        raise ConfigError(f"--port: got {options.port}, which has no effect without --serve.")
-    print(write_report(options.runs[0], _checked(options.output), defaults=default_values()))
+    """Write the page of one run and print its path."""
+    (run,), output = options.runs, _checked(options.output)
+    print(write_report(run, output, defaults=default_values()), flush=True)
+    while options.watch and read_run(run).status == "running":
+        time.sleep(RELOAD_S)
+        write_report(run, output, defaults=default_values())
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Write the page of several runs and print its path, and before it a table if one is asked for."""
-    output, runs = _checked(options.output), [read_run(run) for given in options.runs for run in runs_in(given)]
-    if options.mode is not None and options.sort is None:
-        raise ConfigError(f"--mode: got {options.mode}, which has no effect without --sort METRIC.")
-    if options.sort is not None:
-        runs = ordered(runs, options.sort, options.mode)
-        print("\n".join(sweep_table(runs, options.sort, options.mode)))
-    chosen = {"group_by": options.group_by, "metric": options.sort, "mode": options.mode}
-    print(write_comparison(runs, output or "compare.html", **chosen))
+    """Write the page of several runs and print its path."""
+    runs = [run for given in options.runs for run in runs_in(given)]
+    print(write_comparison(runs, _checked(options.output) or "compare.html"))
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {"report": report, "compare": compare}

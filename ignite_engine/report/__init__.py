@@ -9,34 +9,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ignite_engine.report.groups import NoSuchKey
     from ignite_engine.report.pages import write_comparison, write_report
     from ignite_engine.report.records import NotARun, Record, read_run, runs_in
-    from ignite_engine.report.sweep import NotLogged, ordered, sweep_table
 
 __all__ = [
-    "NoSuchKey",
     "NotARun",
-    "NotLogged",
     "Record",
-    "ordered",
     "read_run",
     "runs_in",
-    "sweep_table",
     "write_comparison",
     "write_report",
 ]
 
 # A run loads the pages when it has ended; the verdict and the ledger, which it loads before, are in this room, too.
 _MODULES = {
-    "NoSuchKey": "ignite_engine.report.groups",
     "NotARun": "ignite_engine.report.records",
-    "NotLogged": "ignite_engine.report.sweep",
     "Record": "ignite_engine.report.records",
-    "ordered": "ignite_engine.report.sweep",
     "read_run": "ignite_engine.report.records",
     "runs_in": "ignite_engine.report.records",
-    "sweep_table": "ignite_engine.report.sweep",
     "write_comparison": "ignite_engine.report.pages",
     "write_report": "ignite_engine.report.pages",
 }

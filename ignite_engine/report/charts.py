@@ -77,7 +77,6 @@ def chart(panel: Panel, number: int) -> tuple[str, dict[str, Any]]:
                 "mark": line.mark % COLOURS,
                 "dashed": line.dashed,
                 "run": line.run,
-                "band": [[_short_number(number) for number in place] for place in line.band],
                 "points": [[_short_number(x), _short_number(y)] for x, y in _thinned(line, panel.stacked)],
             }
             for line in panel.lines

@@ -118,15 +118,6 @@ const draw = figure => {
       },
     };
   });
-  // a mean's band: two lines that are not drawn, and what is between them
-  const banded = chart.stacked ? [] : chart.lines.map((line, index) => index).filter(index => chart.lines[index].band.length);
-  const edges = banded.flatMap(index => [2, 1].map(side => {
-    const { run, band } = chart.lines[index];
-    const [at, values] = table([{ run, points: band.map(place => [place[0], place[side]]) }], asked);
-    const found = new Map(at.map((x, place) => [x, logY && values[place] <= 0 ? null : values[place]]));
-    return xs.map(x => found.get(x) ?? null);
-  }));
-  const ends_of_bands = banded.flatMap(index => [0, 1].map(() => ({ class: "raw", bandOf: chart.lines[index].name, width: 0, spanGaps: true, points: { show: false } })));
   const behind = faint.map((_, index) => ({
     class: "raw", stroke: () => colour("c" + chart.lines[index].mark) + "55", width: 1, spanGaps: true, points: { show: false },
   }));
@@ -154,8 +145,7 @@ const draw = figure => {
       { ...label, grid: { show: false }, size: 28, gap: 4, space: 56, values: (plot, all) => all.map(each => each == null ? "" : axis.show(each)) },
       { ...label, grid, size: 60, gap: 6, values: (plot, all) => all.map(words) },
     ],
-    series: [{ label: axis.title, value: (plot, x) => x == null ? "" : axis.show(x) }, ...ends_of_bands, ...behind, ...series],
-    bands: banded.map((index, place) => ({ series: [1 + 2 * place, 2 + 2 * place], fill: () => colour("c" + chart.lines[index].mark) + "26" })),
+    series: [{ label: axis.title, value: (plot, x) => x == null ? "" : axis.show(x) }, ...behind, ...series],
     hooks: {
       draw: [plot => marks(plot, chart, asked)],
       setScale: [(plot, key) => {
@@ -165,11 +155,11 @@ const draw = figure => {
       setSeries: [(plot, at, change) => {
         if (copying || change.show == null || runs.length < 2) return;
         eachOther(null, other => other.series.forEach((each, index) => {
-          if (index && [each.label, each.bandOf].includes(plot.series[at].label)) other.setSeries(index, { show: change.show });
+          if (index && each.label === plot.series[at].label) other.setSeries(index, { show: change.show });
         }));
       }],
     },
-  }, [xs, ...edges, ...faint, ...order.map(index => columns[index])], field);
+  }, [xs, ...faint, ...order.map(index => columns[index])], field);
   plot.ends = ends;
   fingers(plot);
   return plot;
@@ -216,7 +206,7 @@ const drawAll = () => {
   if (wanted !== "") for (const figure of shown) figure.closest("details:not([open])")?.setAttribute("open", "");
   drawn = shown.filter(figure => !figure.closest("details:not([open])")).map(draw);
   if (runs.length > 1) eachOther(null, plot => plot.series.forEach((each, index) => {
-    if (index && (hidden.has(each.label) || hidden.has(each.bandOf))) plot.setSeries(index, { show: false });
+    if (index && hidden.has(each.label)) plot.setSeries(index, { show: false });
   }));
   const [min, max] = zoom ?? extent();
   eachOther(null, plot => plot.setScale("x", { min, max }));

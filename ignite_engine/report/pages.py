@@ -9,16 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ignite_engine.report.charts import chart, script_data, sparkline
 from ignite_engine.report.goodput.section import goodput_section
-from ignite_engine.report.groups import Group, groups_of, marks_of, summary_of
 from ignite_engine.report.media import media_section
 from ignite_engine.report.panels import COLOURS, OF_ENGINE, Panel, compared_panels, panels_of
 from ignite_engine.report.records import DIFF_SHOWN, Record, read_run
 from ignite_engine.report.scales import Point
-from ignite_engine.report.scatter import scatter_section
 from ignite_engine.report.timeline import iterations_per_epoch, seconds, timeline
 from ignite_engine.run_directory import flat, write_whole
 from ignite_engine.text import short
@@ -37,6 +36,8 @@ class Tile:
     points: Sequence[Point] = ()
 
 
+RELOAD_S = 15
+"""After which the page of a run that goes on is loaded again by the browser."""
 _NOT_SET = object()
 NOTE_LETTERS = 80
 """Most letters of a run's notes in the table."""
@@ -59,30 +60,15 @@ def write_report(
     return path
 
 
-def write_comparison(
-    runs: Sequence[str | Path | Record],
-    output: str | Path = "compare.html",
-    *,
-    group_by: str | None = None,
-    metric: str | None = None,
-    mode: str | None = None,
-) -> Path:
-    """Write the page that compares several runs, given by their directories or as read; returns its path.
-
-    Args:
-        group_by: a dotted key of the configs; runs with the same value are one curve, their mean, with a band from the
-            lowest to the highest. None: so are runs that differ in their seed alone.
-        metric: whose best values are drawn over the settings; None: the one that a run followed, or a loss.
-        mode: ``min`` or ``max``; None: as the runs followed the metric, or else as its name says.
+def write_comparison(runs: Sequence[str | Path], output: str | Path = "compare.html") -> Path:
+    """Write the page that compares several runs, given by their directories; returns its path.
 
     Raises:
         NotARun: a directory does not hold a run.
-        NoSuchKey: no config has the key.
     """
-    records = [run if isinstance(run, Record) else read_run(run) for run in runs]
-    groups = groups_of(records, names_of(records), group_by)
+    records = [read_run(run) for run in runs]
     links = [_link(run.path / "report.html", Path(output)) for run in records]
-    write_whole(Path(output), comparison_page(records, groups, links, metric, mode))
+    write_whole(Path(output), comparison_page(records, links))
     return Path(output)
 
 
@@ -96,100 +82,50 @@ def _link(page: Path, output: Path) -> str | None:
 
 def report_page(run: Record, defaults: Mapping[str, Any]) -> str:
     """The page of one run as HTML; ``defaults`` are the default values of its config."""
-    curves = _curves(panels_of(run), [run], goodput_section(run.ledger))
-    return _page(run.name, [*_head(run), *curves, *media_section(run.path / "media"), *_rest(run, defaults)])
-
-
-def live_page(name: str) -> str:
-    """The page that fetches its content from the server it comes from; ``name`` is the run's."""
     parts = [
-        '<div class="live"><span data-said></span>'
-        '<button type="button" data-ask="evaluate" disabled>Evaluate</button>'
-        '<button type="button" data-ask="save" disabled>Save</button>'
-        '<button type="button" data-ask="stop" disabled>Stop</button></div>',
-        '<div data-part="head"></div><h2>Curves</h2>',
-        _controls([], [{"epoch": 1.0, "hours": [(0, 0.0)]}]),
-        '<div class="charts" data-part="users"></div>',
-        f"<details data-folded hidden><summary>{_FOLDED}</summary>"
-        '<div data-part="goodput"></div><div class="charts" data-part="engines"></div></details>',
-        '<div data-part="media"></div><div data-part="rest"></div>',
-    ]
-    return _page(name, parts, is_live=True)
-
-
-def live_parts(run: Record, defaults: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-    """What :func:`live_page` shows now: HTML by the name of its place, and the values of its script."""
-    panels = panels_of(run)
-    users_own, engines, data = _figures(panels)
-    nothing = "" if panels else "<p>Nothing was logged twice yet, so there are no curves.</p>"
-    goodput = "".join(goodput_section(run.ledger))
-    parts = {
-        "head": "".join(_head(run)),
-        "users": users_own or nothing,
-        "goodput": goodput,
-        "engines": engines,
-        "media": "".join(media_section(run.path / "media")),
-        "rest": "".join(_rest(run, defaults)),
-    }
-    may_ask = run.status in ("running", "unknown")
-    has_folded = bool(engines or goodput)
-    return parts, {"charts": data, "runs": [timeline(run)], "may_ask": may_ask, "has_folded": has_folded}
-
-
-def _head(run: Record) -> list[str]:
-    """What the run is, how it is doing, and its numbers."""
-    return [
         f"<h1>{escape(run.name)}</h1>",
         f'<p class="under">{escape(str(run.path.absolute()))}</p>',
         _outcome(run),
         *_notes(run),
         _tiles(_key_numbers(run)),
+        *_curves(panels_of(run), [run], goodput_section(run.ledger)),
+        *media_section(run.path / "media"),
+        *_config_section(run.config, defaults),
+        *_code(run),
+        *_last_values(run),
+        *_environment(run.environment),
     ]
-
-
-def _rest(run: Record, defaults: Mapping[str, Any]) -> list[str]:
-    """What is below the curves."""
-    parts = [*_config_section(run.config, defaults), *_code(run), *_last_values(run), *_environment(run.environment)]
     if run.log:
         is_open = " open" if run.status == "failed" else ""
         parts.append(f"<details{is_open}><summary>End of the log</summary><pre>{escape(run.log)}</pre></details>")
-    return parts
+    return _page(run.name, parts, reloads=run.status == "running")
 
 
-def comparison_page(
-    runs: Sequence[Record],
-    groups: Sequence[Group],
-    links: Sequence[str | None],
-    metric: str | None = None,
-    mode: str | None = None,
-) -> str:
-    """The page of several runs as HTML; each group has the same colour in all charts."""
-    names, marks, keys = names_of(runs), marks_of(groups), _compared_metrics(runs)
+def comparison_page(runs: Sequence[Record], links: Sequence[str | None]) -> str:
+    """The page of several runs as HTML; each run has the same colour in all charts."""
+    names = names_of(runs)
     parts = [
         f"<h1>{len(runs)} runs compared</h1>",
-        _runs_table(runs, names, keys, marks, links),
-        *_groups_table(runs, groups, keys),
+        _runs_table(runs, names, _compared_metrics(runs), links),
         *_config_differences(runs, names),
-        *scatter_section(runs, names, differing(runs), metric or next(iter(keys), None), mode, marks),
-        *_curves(compared_panels(runs, groups), runs),
+        *_curves(compared_panels(runs, names), runs),
     ]
     return _page("Runs compared", parts)
 
 
-def _page(title: str, parts: Sequence[str], *, is_live: bool = False) -> str:
+def _page(title: str, parts: Sequence[str], *, reloads: bool = False) -> str:
     def asset(name: str) -> str:
         return importlib.resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
     # uPlot's first line is its address, and a page names none; its licence is to go where it goes
     uplot = f"/* uPlot\n{asset('uplot/LICENSE')}*/\n{asset('uplot/uPlot.iife.min.js').partition(chr(10))[2]}"
-    policy = _POLICY + "; connect-src 'self'" * is_live
-    script = asset("page.js") + asset("live.js") * is_live
+    reload = f'<meta http-equiv="refresh" content="{RELOAD_S}">' * reloads
     page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">{reload}'
         f"<title>{escape(title)}</title><style>\n{asset('uplot/uPlot.min.css')}\n{asset('page.css')}</style></head>"
-        "<body><main>\n" + "\n".join(parts) + f"\n</main><script>\n{uplot}\n{script}</script></body></html>\n"
+        "<body><main>\n" + "\n".join(parts) + f"\n</main><script>\n{uplot}\n{asset('page.js')}</script></body></html>\n"
     )
     return page.encode(errors="replace").decode()  # JSON may have half a character, UTF-8 has none
 
@@ -226,7 +162,7 @@ def _key_numbers(run: Record) -> list[Tile]:
         ("", ""),
     )
     if key:
-        tiles.append(Tile("Throughput, mean", short(run.mean(key)), unit))
+        tiles.append(Tile("Throughput, mean", short(fmean(value for _, value in run.series[key])), unit))
     for key, name in (("memory/peak_mib", "Device memory, peak"), ("memory/host_peak_mib", "Host memory, peak")):
         if key in run.series:
             tiles.append(Tile(name, short(max(value for _, value in run.series[key])), "MiB"))
@@ -253,18 +189,18 @@ def _tiles(tiles: Sequence[Tile]) -> str:
     return f'<dl class="tiles">{cells}</dl>' if cells else ""
 
 
-_FOLDED = "Speed, times and memory"
-
-
 def _curves(panels: Sequence[Panel], runs: Sequence[Record], of_engine: Sequence[str] = ()) -> list[str]:
     """The charts; those of the engine's own measurements are folded below the others, after ``of_engine``."""
     if not panels:
         return ["<h2>Curves</h2><p>Nothing was logged twice yet, so there are no curves.</p>", *of_engine]
-    users_own, engines, data = _figures(panels)
+    charts = [(panel.of_engine, *chart(panel, number)) for number, panel in enumerate(panels)]
+    users_own = "\n".join(html for of_engine, html, _ in charts if not of_engine)
+    engines = "\n".join(html for of_engine, html, _ in charts if of_engine)
+    data = [data for _, _, data in charts]
     lines = [timeline(run) for run in runs]
     about = escape(script_data(lines), quote=True)
     folded = [
-        f"<details data-folded{'' if users_own else ' open'}><summary>{_FOLDED}</summary>",
+        f"<details data-folded{'' if users_own else ' open'}><summary>Speed, times and memory</summary>",
         *of_engine,
         f'<div class="charts">\n{engines}\n</div></details>',
     ]
@@ -276,14 +212,6 @@ def _curves(panels: Sequence[Panel], runs: Sequence[Record], of_engine: Sequence
         *(folded if engines or of_engine else []),
         f'<script type="application/json" id="charts" data-runs="{about}">{script_data(data)}</script>',
     ]
-
-
-def _figures(panels: Sequence[Panel]) -> tuple[str, str, list[dict[str, Any]]]:
-    """The places of the charts, those of the engine apart, and what the script draws in all of them."""
-    charts = [(panel.of_engine, *chart(panel, number)) for number, panel in enumerate(panels)]
-    users_own = "\n".join(html for of_engine, html, _ in charts if not of_engine)
-    engines = "\n".join(html for of_engine, html, _ in charts if of_engine)
-    return users_own, engines, [data for _, _, data in charts]
 
 
 def _notes(run: Record) -> list[str]:
@@ -409,31 +337,10 @@ def _compared_metrics(runs: Sequence[Record]) -> list[str]:
     return list(dict.fromkeys([*followed, *losses]))
 
 
-def _groups_table(runs: Sequence[Record], groups: Sequence[Group], keys: Sequence[str]) -> list[str]:
-    """For each group of several runs the mean, lowest and highest of their best values; nothing without one."""
-    if all(len(group.members) == 1 for group in groups):
-        return []
-    rows = []
-    for number, group in enumerate(groups):
-        cells = [str(len(group.members))]
-        for key in keys:
-            best = [point[1] for member in group.members if (point := runs[member].best(key)) is not None]
-            cells.append(summary_of(best) if best else "")
-        numbers = "".join(f'<td class="number">{escape(cell)}</td>' for cell in cells)
-        rows.append(f'<tr><td><span class="swatch c{number % COLOURS}"></span>{escape(group.name)}</td>{numbers}</tr>')
-    titles = ["runs", *(f"{key}, best" for key in keys)]
-    head = "<th>group</th>" + "".join(f'<th class="number">{escape(title)}</th>' for title in titles)
-    return [
-        '<h2>Groups <span class="unit">mean (lowest to highest); a curve is the mean, its band the rest</span></h2>'
-        f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
-    ]
-
-
 def _runs_table(
     runs: Sequence[Record],
     names: Sequence[str],
     keys: Sequence[str],
-    marks: Mapping[int, int],
     links: Sequence[str | None],
 ) -> str:
     titles = ["run", "status", "iteration", *(f"{key}, best" for key in keys), "time"]
@@ -451,7 +358,7 @@ def _runs_table(
         if timed:
             cells.append("" if run.ledger is None else f"{100 * run.ledger.goodput:.0f} %")
         numbers = "".join(f'<td class="number">{escape(cell)}</td>' for cell in cells)
-        swatch = f'<span class="swatch c{marks[index] % COLOURS}"></span>'
+        swatch = f'<span class="swatch c{index % COLOURS}"></span>'
         link = links[index]
         shown = escape(name) if link is None else f'<a href="{escape(link, quote=True)}">{escape(name)}</a>'
         words = {"tags": " ".join(run.tags), "notes": _note(run)}
@@ -471,7 +378,13 @@ def _note(run: Record) -> str:
 
 def _config_differences(runs: Sequence[Record], names: Sequence[str]) -> list[str]:
     """A row for each key whose value differs between the configs."""
-    configs, keys = [flat(run.config) for run in runs], differing(runs)
+    configs = [flat(run.config) for run in runs]
+    keys = [
+        key
+        for key in dict.fromkeys(key for config in configs for key in config)
+        # each run has a folder of its own anyway
+        if key != "run.directory" and len({repr(config.get(key, _NOT_SET)) for config in configs}) > 1
+    ]
     if not keys:
         return ["<h2>Differences of the configs</h2><p>None.</p>"]
     head = "".join(f"<th>{escape(name)}</th>" for name in ("key", *names))
@@ -482,14 +395,6 @@ def _config_differences(runs: Sequence[Record], names: Sequence[str]) -> list[st
         for key in keys
     )
     return [f'<h2>Differences of the configs</h2><div class="scroll"><table><tr>{head}</tr>{rows}</table></div>']
-
-
-def differing(runs: Sequence[Record]) -> list[str]:
-    """The dotted keys whose values differ between the configs; each run has a folder of its own anyway."""
-    configs = [flat(run.config) for run in runs]
-    keys = dict.fromkeys(key for config in configs for key in config)
-    keys.pop("run.directory", None)
-    return [key for key in keys if len({repr(config.get(key, _NOT_SET)) for config in configs}) > 1]
 
 
 def names_of(runs: Sequence[Record]) -> list[str]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ignite_engine.report.groups import Group, mean_and_band
 from ignite_engine.report.records import Record
-from ignite_engine.report.series import Logged
+from ignite_engine.report.scales import Point
 
 TIMES = {
     "data wait": "time/data_wait_ms",
@@ -35,16 +34,14 @@ OF_ENGINE = ("throughput/", "time/", "memory/")
 class Line:
     """A named curve of the page's n-th ``run``.
 
-    ``mark`` selects its colour, ``dashed`` distinguishes it from another of the same colour. ``band``: ``(x, lowest,
-    highest)`` of the curves that it is the mean of.
+    ``mark`` selects its colour, ``dashed`` distinguishes it from another of the same colour.
     """
 
     name: str
-    points: Sequence[tuple[float, float]]
+    points: Sequence[Point]
     mark: int
     dashed: bool = False
     run: int = 0
-    band: Sequence[tuple[float, float, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ def panels_of(run: Record) -> list[Panel]:
     ]
 
 
-def _parts_of_the_loss(series: Mapping[str, Sequence[Logged]]) -> list[tuple[str, dict[str, str]]]:
+def _parts_of_the_loss(series: Mapping[str, Sequence[Point]]) -> list[tuple[str, dict[str, str]]]:
     """Name and lines of each part of a loss of several; what else has the name of one, too."""
     names = [key.removeprefix("loss/") for key in series if key.startswith("loss/")]
     return [(name, _sets(series, name) | _sets(series, f"loss/{name}") | {"train": f"loss/{name}"}) for name in names]
@@ -110,7 +107,7 @@ def _loss_parts(run: Record, parts: Sequence[tuple[str, Mapping[str, str]]]) -> 
     return Panel("Parts of the loss", "", lines, from_zero=False, may_be_log=True, notes=notes) if lines else None
 
 
-def _metric(run: Record, series: Mapping[str, Sequence[Logged]], name: str) -> Panel | None:
+def _metric(run: Record, series: Mapping[str, Sequence[Point]], name: str) -> Panel | None:
     """A metric of all sets; one that never changes, such as a baseline, is only in the table of last values."""
     lines = _sets(series, name)
     return _panel(run, name, "", lines, from_zero=False) if any(_moves(run, key) for key in lines.values()) else None
@@ -125,14 +122,14 @@ def _is_evaluated(key: str) -> bool:
     return "/" in key and not key.startswith(("lr/", "loss/", *OF_ENGINE))
 
 
-def _sets(series: Mapping[str, Sequence[Logged]], metric: str) -> dict[str, str]:
+def _sets(series: Mapping[str, Sequence[Point]], metric: str) -> dict[str, str]:
     """Lines of one metric: of training, and of each evaluated set."""
     own = {"train": metric} if metric in series else {}
     ending = f"/{metric}"
     return own | {key.removesuffix(ending): key for key in series if key.endswith(ending) and _is_evaluated(key)}
 
 
-def _rates(series: Mapping[str, Sequence[Logged]]) -> dict[str, str]:
+def _rates(series: Mapping[str, Sequence[Point]]) -> dict[str, str]:
     """One line for all groups with the same LR."""
     lines: dict[str, str] = {}
     for key in [key for key in series if key == "lr" or key.startswith("lr/")]:
@@ -142,7 +139,7 @@ def _rates(series: Mapping[str, Sequence[Logged]]) -> dict[str, str]:
     return lines
 
 
-def _throughput(run: Record, series: Mapping[str, Sequence[Logged]]) -> list[Panel | None]:
+def _throughput(run: Record, series: Mapping[str, Sequence[Point]]) -> list[Panel | None]:
     """The finest rate available; and the share of time spent waiting for data if no times were logged."""
     units = [unit for unit in ("tokens", "samples", "steps") if f"throughput/{unit}_per_s" in series]
     panels = [
@@ -154,13 +151,13 @@ def _throughput(run: Record, series: Mapping[str, Sequence[Logged]]) -> list[Pan
     return panels
 
 
-def _time_split(run: Record, series: Mapping[str, Sequence[Logged]]) -> Panel | None:
+def _time_split(run: Record, series: Mapping[str, Sequence[Point]]) -> Panel | None:
     """The parts of an iteration's time, stacked up to the whole."""
     if "time/step_ms" not in series:
         return None
-    whole = dict(run.means("time/step_ms"))
+    whole = dict(series["time/step_ms"])
     left_out = "time/forward_backward_ms" if "time/forward_ms" in series else None  # it is the sum of both
-    parts = {name: dict(run.means(key)) for name, key in TIMES.items() if key in series and key != left_out}
+    parts = {name: dict(series[key]) for name, key in TIMES.items() if key in series and key != left_out}
     rest = {at: max(total - sum(part.get(at, 0.0) for part in parts.values()), 0.0) for at, total in whole.items()}
     if left_out is None:  # else the parts are all of it
         parts["other"] = rest
@@ -170,7 +167,7 @@ def _time_split(run: Record, series: Mapping[str, Sequence[Logged]]) -> Panel | 
     return Panel("Time per iteration", "ms, mean over ranks", lines, stacked=True)
 
 
-def _other_times(run: Record, series: Mapping[str, Sequence[Logged]]) -> Panel | None:
+def _other_times(run: Record, series: Mapping[str, Sequence[Point]]) -> Panel | None:
     """Times that are no part of an iteration, such as those of handlers and sinks."""
     known = {"time/step_ms", *TIMES.values(), *STEPS.values()}
     keys = [key for key in series if key.startswith("time/") and key.endswith("_ms") and key not in known]
@@ -178,7 +175,7 @@ def _other_times(run: Record, series: Mapping[str, Sequence[Logged]]) -> Panel |
     return _panel(run, "Other times", "ms", lines)
 
 
-def _memory_panels(run: Record, series: Mapping[str, Sequence[Logged]]) -> list[Panel | None]:
+def _memory_panels(run: Record, series: Mapping[str, Sequence[Point]]) -> list[Panel | None]:
     names = {key: key.removeprefix("memory/") for key in series if key.endswith("_mib")}
     of_others = ("memory/host_limit_mib", "memory/host_headroom_mib")  # the scale of the machine
     keys = [key for key in names if key.startswith("memory/") and key not in of_others]
@@ -227,40 +224,24 @@ def _not_finite(name: str, iterations: Sequence[int]) -> str:
     return f"{name} is not finite at iteration {first}{more}"
 
 
-def compared_panels(runs: Sequence[Record], groups: Sequence[Group]) -> list[Panel]:
-    """One panel for each series, with a line for each group of runs; the loss first."""
+def compared_panels(runs: Sequence[Record], names: Sequence[str]) -> list[Panel]:
+    """One panel for each series, with a line for each run; the loss first."""
     left_out = {"epoch", "throughput/steps_per_s", "throughput/data_wait_share"}
     if any("throughput/tokens_per_s" in run.series for run in runs):
         left_out.add("throughput/samples_per_s")
     keys = [key for key in dict.fromkeys(key for run in runs for key in run.series) if key not in left_out]
     made = []
     for key in sorted(keys, key=_order_on_page):  # stable: otherwise in the order of the files
-        lines = [line for mark, group in enumerate(groups) if (line := _line_of(runs, group, mark, key)) is not None]
+        logged = {n: run.series[key] for n, run in enumerate(runs) if len(run.series.get(key, ())) > 1}
+        lines = [Line(names[n], points, n, dashed=n >= COLOURS, run=n) for n, points in logged.items()]
         if not lines or _is_a_copy(key, runs) or (_is_evaluated(key) and not any(_moves(run, key) for run in runs)):
             continue
-        notes = [
-            _not_finite(group.name, runs[member].not_finite[key])
-            for group in groups
-            for member in group.members
-            if key in runs[member].not_finite and len(runs[member].series.get(key, ())) > 1
-        ]
+        notes = [_not_finite(names[n], runs[n].not_finite[key]) for n in logged if key in runs[n].not_finite]
         may_be_log = key == "grad_norm" or key.rpartition("/")[2] == "loss"
         exact = key == "lr" or key.startswith("lr/")
         from_zero, of_engine = _order_on_page(key) > _METRICS_UNTIL, key.startswith(OF_ENGINE)
         made.append(Panel(key, "", lines, from_zero, may_be_log, exact=exact, notes=notes, of_engine=of_engine))
     return made
-
-
-def _line_of(runs: Sequence[Record], group: Group, mark: int, key: str) -> Line | None:
-    """The curve of a run, or of several the mean of those that have one."""
-    members = [member for member in group.members if len(runs[member].series.get(key, ())) > 1]
-    if not members:
-        return None
-    dashed = mark >= COLOURS
-    if len(members) == 1:
-        return Line(group.name, runs[members[0]].series[key], mark, dashed=dashed, run=members[0])
-    points, band = mean_and_band([runs[member].means(key) for member in members])
-    return Line(group.name, points, mark, dashed=dashed, run=members[0], band=band) if points else None
 
 
 _METRICS_UNTIL = 2

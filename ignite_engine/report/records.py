@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,6 @@ import yaml
 from ignite_engine.checkpointing.retention import usual_mode
 from ignite_engine.errors import shortened
 from ignite_engine.report.goodput import Ledger, read_ledger
-from ignite_engine.report.series import EXACT, Logged, Series
 from ignite_engine.run_directory import RunDirectory, read_yaml
 
 LOG_LINES = 40
@@ -41,8 +39,7 @@ class Record:
 
     Attributes:
         path: its directory, as given.
-        series: the finite points ``(iteration, value)`` of everything logged, by name, in order; of a long log those
-            that a chart needs, see :class:`Series`.
+        series: the finite points ``(iteration, value)`` of everything logged, by name, in order.
         not_finite: the iterations at which a series was NaN or infinite.
         config, summary, environment: empty where the file is missing; the config may be that of the newest checkpoint.
         history: how the run was started and ended each time, see ``RunDirectory.note``.
@@ -55,7 +52,7 @@ class Record:
     """
 
     path: Path
-    series: Mapping[str, Sequence[Logged]]
+    series: Mapping[str, Sequence[tuple[int, float]]]
     not_finite: Mapping[str, Sequence[int]] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
@@ -106,16 +103,6 @@ class Record:
             return None
         return min(points, key=lambda point: point[1] if mode == "min" else -point[1])
 
-    def means(self, key: str) -> list[tuple[float, float]]:
-        """The points of a series; of a long log the mean points of equal parts, the same for all series."""
-        points = self.series.get(key, ())
-        return points.means if isinstance(points, Series) else list(points)
-
-    def mean(self, key: str) -> float:
-        """The mean of all values of a series."""
-        points = self.series[key]
-        return points.mean if isinstance(points, Series) else sum(value for _, value in points) / len(points)
-
     def last(self, key: str) -> float | None:
         """The newest value of a series."""
         points = self._of_whole_intervals(key)
@@ -124,7 +111,7 @@ class Record:
     def _of_whole_intervals(self, key: str) -> Sequence[tuple[int, float]]:
         """The points of a series; of the training loss without the mean over a last interval that is a rest."""
         points = self.series.get(key, ())
-        if not (key == "loss" or key.startswith("loss/")) or not 3 <= len(points) <= EXACT:
+        if not (key == "loss" or key.startswith("loss/")) or len(points) < 3:
             return points
         before, usual_end, end = (iteration for iteration, _ in points[-3:])
         return points[:-1] if 2 * (end - usual_end) < usual_end - before else points
@@ -201,7 +188,7 @@ def _usable(summary: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in summary.items() if fits(key, value)}
 
 
-def _newest(series: Mapping[str, Series]) -> dict[str, Any]:
+def _newest(series: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, Any]:
     """Iteration and epoch of the last line of the log."""
     newest = {"iteration": max((points[-1][0] for points in series.values()), default=None)}
     if "epoch" in series and abs(epoch := series["epoch"][-1][1]) < _LARGEST:
@@ -233,9 +220,9 @@ def _newest_manifest(run: RunDirectory) -> dict[str, Any]:
     )
 
 
-def _read_metrics(run: RunDirectory) -> tuple[dict[str, Series], dict[str, Sequence[int]]]:
-    series: dict[str, Series] = {}
-    not_finite: dict[str, array[int]] = {}
+def _read_metrics(run: RunDirectory) -> tuple[dict[str, list[tuple[int, float]]], dict[str, list[int]]]:
+    series: dict[str, list[tuple[int, float]]] = {}
+    not_finite: dict[str, list[int]] = {}
     for row in run.logged():
         iteration = row.pop("iteration", None)
         if not isinstance(iteration, int) or not 0 <= iteration <= _LAST_ITERATION:
@@ -250,15 +237,10 @@ def _read_metrics(run: RunDirectory) -> tuple[dict[str, Series], dict[str, Seque
             except OverflowError:
                 number = math.inf
             if math.isfinite(number):
-                if name not in series:
-                    series[name] = Series()
-                series[name].add(iteration, number)
+                series.setdefault(name, []).append((iteration, number))
             else:
-                not_finite.setdefault(name, array("q")).append(iteration)
-    widest = max((points.finish() for points in series.values()), default=0)
-    for points in series.values():
-        points.finish(widest)
-    return series, {**not_finite}
+                not_finite.setdefault(name, []).append(iteration)
+    return series, not_finite
 
 
 def _mapping(path: Path, parse: Any) -> dict[str, Any]:

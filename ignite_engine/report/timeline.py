@@ -29,9 +29,9 @@ def iterations_per_epoch(run: Record) -> float | None:
 
 def hours(run: Record) -> list[tuple[float, float]]:
     """Hours of training, without evaluations, at some iterations; empty where no speed was logged."""
-    pace = [(at, ms / 3.6e6) for at, ms in run.means("time/step_ms")]
+    pace = [(at, ms / 3.6e6) for at, ms in run.series.get("time/step_ms", ())]
     if not pace:
-        pace = [(at, 1 / rate / 3600) for at, rate in run.means("throughput/steps_per_s") if rate > 0]
+        pace = [(at, 1 / rate / 3600) for at, rate in run.series.get("throughput/steps_per_s", ()) if rate > 0]
     total, before = 0.0, 0.0
     found: list[tuple[float, float]] = [(0, 0.0)]
     for iteration, hours_each in pace:

@@ -268,17 +268,6 @@ def test_report_and_compare_write_a_page_and_print_its_path(folder: Path, capsys
     assert (folder / "page.html").read_bytes() == (folder / "run" / "report.html").read_bytes()
     assert "optimizer.lr</td><td>0.001</td><td>0.5" in (folder / "compare.html").read_text()
 
-    assert main(["compare", "run", "other", "--sort", "val/loss"]) == 0
-    titles, first, second, path = capsys.readouterr().out.splitlines()
-    assert titles.split()[:5] == ["run", "lr", "report", "val/loss", "(min)"] and path == "compare.html"
-    assert {first.split()[0], second.split()[0]} == {"run", "other"}
-    assert float(first.split()[3]) <= float(second.split()[3])
-    assert main(["compare", "run", "--sort", "val/los"]) == 2
-    assert (
-        capsys.readouterr().err == "error: --sort: got 'val/los', which no run has logged; did you mean 'val/loss'?\n"
-    )
-    assert main(["compare", "run", "--mode", "max"]) == 2
-
 
 def test_train_then_the_same_command_then_evaluate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "my_config.yaml"]) == 0

@@ -217,6 +217,7 @@ def test_page_says_how_the_run_ended(tmp_path: Path, summary: Any, said: str) ->
     page = Page(write_report(run_directory(tmp_path / "run", ROWS, summary=summary)))
 
     assert said in " ".join(page.words["p"])
+    assert ('http-equiv="refresh"' in page.text) == (summary is not None and summary["status"] == "running")
 
 
 def test_failed_run_shows_the_end_of_its_log(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ignite_engine.report.groups import Group
 from ignite_engine.report.panels import Panel, compared_panels, panels_of
 from ignite_engine.report.records import Record
 
@@ -46,7 +45,7 @@ def test_what_the_engine_measures_of_itself_comes_last() -> None:
     assert titles([panel for panel in panels if not panel.of_engine]) == ["Loss", "Learning rate", "mine"]
     assert titles(panels[3:]) == ["Throughput", "Time per iteration", "Memory of the device"]
     assert all(panel.of_engine for panel in panels[3:])
-    (lr, time) = compared_panels([run(lr=points(1, 2), time__step_ms=points(1, 2))], [Group("a", [0])])
+    (lr, time) = compared_panels([run(lr=points(1, 2), time__step_ms=points(1, 2))], ["a"])
     assert (lr.of_engine, time.of_engine) == (False, True)
 
 
@@ -86,7 +85,7 @@ def test_what_is_not_finite_is_a_note() -> None:
 def test_runs_are_compared_by_series_with_a_line_for_each() -> None:
     one = run(grad_norm=points(1, 2), loss=points(1, 2), lr=points(1, 2), lr__0=points(1, 2), val__loss=points(1, 2))
     other = run(loss=points(2, 3), val__loss=points(2, 2))
-    panels = compared_panels([one, other], [Group("a", [0]), Group("b", [1])])
+    panels = compared_panels([one, other], ["a", "b"])
     assert titles(panels) == ["loss", "val/loss", "lr", "grad_norm"]
     assert [line.name for line in panels[0].lines] == ["a", "b"] and [line.mark for line in panels[0].lines] == [0, 1]
     assert [line.name for line in panels[2].lines] == ["a"]
