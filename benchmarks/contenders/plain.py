@@ -1,46 +1,42 @@
-"""The plain loop, the baseline: what `eject` makes of the settings, with the benchmark's model and batches in it."""
+"""The plain loop, the baseline: as it is written by hand, with a mean of the losses for each line of the log."""
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-from typing import Any
+import torch
+from torch.nn.functional import cross_entropy
 
-from benchmarks.workload import ACCUMULATION, Batch, Workload
-
-EJECTED = Path(__file__).with_name("ejected")
+from benchmarks.contenders.schedule import lr_factor
+from benchmarks.workload import ACCUMULATION, CLIP_NORM, LEARNING_RATE, LOG_EVERY, Workload
 
 
 def bare(work: Workload) -> None:
-    _run("bare", work, updates=work.epochs * len(work.batches))
+    model, optimizer = work.model.train(), work.optimizer
+    for _ in range(work.epochs):
+        for inputs, targets in work.batches:
+            cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def full(work: Workload) -> None:
-    _run("full", work, updates=work.epochs * len(work.batches) // ACCUMULATION)
-
-
-def _run(setting: str, work: Workload, *, updates: int) -> None:
-    """Run the program; what it reads, and where it prints, is replaced, as for every contender."""
-
-    class Epoch:
-        """A pass over the batches in memory."""
-
-        def __init__(self, data: Any, number: int) -> None:
-            work.batches.gate()
-            self.batches = work.batches.batches
-
-        def __len__(self) -> int:
-            return len(self.batches)
-
-        def __getitem__(self, number: int) -> Batch:
-            return self.batches[number]
-
-    def log(text: str, flush: bool = False) -> None:
-        if setting == "full" and "loss" in text:
-            work.log.append(float(text.rpartition(" ")[2]))
-
-    names = runpy.run_path(str(EJECTED / f"{setting}.py"))
-    main = names["main"]
-    parts = {"model": work.model, "loss_fn": names["loss_fn"], "train_set": None, "optimizer": lambda _: work.optimizer}
-    main.__globals__.update(build=lambda options: parts, Epoch=Epoch, ITERATIONS=updates, print=log)
-    main()
+    model, optimizer = work.model.train(), work.optimizer
+    losses: list[torch.Tensor] = []
+    updates = 0
+    for _ in range(work.epochs):
+        stream = iter(work.batches)
+        # the same iterator four times: zip yields groups
+        for micro_batches in zip(*[stream] * ACCUMULATION, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = LEARNING_RATE * lr_factor(updates)
+            for inputs, targets in micro_batches:
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = cross_entropy(model(inputs), targets)
+                losses.append(loss.detach())
+                (loss / ACCUMULATION).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+            updates += 1
+            if len(losses) == LOG_EVERY:
+                work.log.append(torch.stack(losses).mean().item())
+                losses.clear()

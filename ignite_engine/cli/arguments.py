@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ignite_engine import __version__
-from ignite_engine.cli import checkpoints, commands, doctor, eject, pages, time_travel, verify_resume
+from ignite_engine.cli import checkpoints, commands, doctor, pages, time_travel, verify_resume
 from ignite_engine.config import ConfigWarning
 from ignite_engine.errors import did_you_mean
 from ignite_engine.ranks import signals
@@ -138,7 +138,6 @@ def make_parser() -> tuple[Parser, Mapping[str, Parser]]:
                 metavar="SECONDS",
                 help="with --follow: for a run that has not begun, or was killed; default: 300",
             )
-    eject.add_parser(subparsers)
     _add_forget(subparsers)
     doctor.add_parser(subparsers)
     pages.add_parsers(subparsers)

@@ -14,7 +14,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from ignite_engine import devices
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, NotExact
 from ignite_engine.checkpointing.naming import followed
-from ignite_engine.cli import checkpoints, doctor, eject, pages, time_travel
+from ignite_engine.cli import checkpoints, doctor, pages, time_travel
 from ignite_engine.cli import verify_resume as resume_verification
 from ignite_engine.config import Config, ConfigError, load_config
 from ignite_engine.config.load import default_values
@@ -114,7 +114,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "verify-resume": verify_resume,
     "doctor": doctor.doctor,
     "forget": forget,
-    **eject.COMMANDS,
     **pages.COMMANDS,
     **checkpoints.COMMANDS,
     **time_travel.COMMANDS,

@@ -14,11 +14,9 @@ from ignite.engine import Engine
 from benchmarks import overhead
 from benchmarks.contenders import CONTENDERS
 from benchmarks.contenders.ignite_engines import add_quiet_handlers
-from benchmarks.contenders.plain import EJECTED
 from benchmarks.ratios import TARGETS, Ratio, Target, ratio_of_medians
 from benchmarks.rounds import Measured
 from benchmarks.workload import ACCUMULATION, HANDLER_PERIOD, LOG_EVERY, Workload, build, weights_digest
-from ignite_engine.replay.eject import eject
 
 EPOCHS = 2
 
@@ -51,12 +49,6 @@ def test_contender_logs_the_losses_of_the_plain_loop(plain: dict[str, Workload],
     assert len(lines) == len(expected) == EPOCHS
     for line, other in zip(lines, expected, strict=True):
         assert math.isclose(line, other, rel_tol=1e-5)  # the means are summed in another order
-
-
-@pytest.mark.parametrize("setting", CONTENDERS)
-def test_plain_loop_is_the_program_that_is_ejected(setting: str) -> None:
-    config, program = (EJECTED / f"{setting}.{kind}" for kind in ("yaml", "py"))
-    assert program.read_text() == eject(config), f"look at: python -m ignite_engine eject {config} > {program}"
 
 
 def test_plain_loops_step_as_often_as_their_setting_says(plain: dict[str, Workload]) -> None:
