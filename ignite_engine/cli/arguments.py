@@ -67,7 +67,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"got {word!r}, and doctor takes nothing")
         if options.command in pages.COMMANDS:
             parser.error(f"got {word!r}, which {options.command} does not take; it takes directories and --output")
-        if options.command in {*time_travel.COMMANDS, "forget"} and not word.startswith("-"):
+        if options.command in time_travel.COMMANDS and not word.startswith("-"):
             parser.error(f"got {word!r}, which {options.command} does not take; --help says what it does")
         if options.command in checkpoints.COMMANDS:
             parser.error(f"got {word!r}, which checkpoints {options.action} does not take; --help says what it does")
@@ -138,7 +138,6 @@ def make_parser() -> tuple[Parser, Mapping[str, Parser]]:
                 metavar="SECONDS",
                 help="with --follow: for a run that has not begun, or was killed; default: 300",
             )
-    _add_forget(subparsers)
     doctor.add_parser(subparsers)
     pages.add_parsers(subparsers)
     checkpoints.add_parser(subparsers)
@@ -165,17 +164,6 @@ def _add_restarts(command: argparse.ArgumentParser) -> None:
         metavar="K",
         help="leave out a rank that cannot come back while K ranks are left; for update.rank_invariant",
     )
-
-
-def _add_forget(subparsers: Any) -> None:
-    text = "train a run again as if it had never seen some samples, to the bit; its own folder is only read"
-    command = subparsers.add_parser("forget", help=text, description=text, allow_abbrev=False)
-    command.set_defaults(overrides=[], traceback=False, backend=None)
-    command.add_argument("run", type=Path, metavar="RUN_DIR", help="the directory of a run")
-    command.add_argument("--samples", type=Path, required=True, metavar="FILE", help="their indices, one in a line")
-    command.add_argument("--directory", type=Path, required=True, metavar="NEW", help="the directory of the new run")
-    command.add_argument("--build", metavar="FILE:FUNCTION", help="for a run of fit(): function(directory) calls it")
-    command.add_argument("--nproc-per-node", type=_count, metavar="N", help="processes; as many as the run had")
 
 
 def _count(text: str) -> int:

@@ -82,38 +82,12 @@ def verify_resume(options: argparse.Namespace) -> None:
         _on_ranks(options, resume_verification.run_phase)
 
 
-def forget(options: argparse.Namespace) -> None:
-    """Train a run again without some of its samples, from the checkpoint before their first use."""
-    from ignite_engine.replay.forget import begin_to_forget, plan_to_forget
-
-    build = _function(options.build)
-    forgetting = plan_to_forget(options.run, options.samples, options.directory, options.nproc_per_node, build)
-    print(forgetting, flush=True)
-    if forgetting.first_use is not None:
-        options.config, options.nproc_per_node = begin_to_forget(forgetting), forgetting.ranks
-        _on_ranks(options, _train_without)
-
-
-def _train_without(config: Config, options: argparse.Namespace) -> None:
-    from ignite_engine.replay.forget import train_without
-
-    train_without(config, _function(options.build))
-
-
-def _function(name: str | None) -> Any:
-    try:
-        return None if name is None else find_task(name)
-    except TaskError as error:
-        raise ConfigError(f"--build: {error}.") from error.__cause__
-
-
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "train": train,
     "evaluate": evaluate,
     "describe": describe,
     "verify-resume": verify_resume,
     "doctor": doctor.doctor,
-    "forget": forget,
     **pages.COMMANDS,
     **checkpoints.COMMANDS,
     **time_travel.COMMANDS,

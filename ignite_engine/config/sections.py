@@ -107,7 +107,6 @@ class DataSection(Section):
     eval_batch_size: Count | None = None  # default: batch_size
     shuffle: bool = True  # the training set, in a new order each epoch
     drop_last: bool = False  # leave out an epoch's last, smaller batch
-    exclude: Annotated[str, Field(min_length=1)] | None = None  # a file of indices that training leaves out, one a line
     max_read_errors: Annotated[int, Field(ge=0)] = 0  # batches that a run leaves out because they cannot be read
     num_workers: Annotated[int, Field(ge=0)] = 0  # loader processes per rank; 0 loads in this one
     prefetch_factor: Count | None = None  # batches ahead per worker

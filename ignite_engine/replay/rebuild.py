@@ -13,18 +13,19 @@ from typing import Any
 import torch
 import yaml
 from ignite.engine import Events
+from pydantic import ValidationError
 
 from ignite_engine import rng
 from ignite_engine.checkpointing import read_manifest
 from ignite_engine.config import Config
 from ignite_engine.config.load import config_from_dict
+from ignite_engine.config.sections import OptimizerSection, ScheduleSection, Section
 from ignite_engine.data.workers import end_workers
 from ignite_engine.errors import ReplayError
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.ranks import agreement
 from ignite_engine.replay.logged import Lines
 from ignite_engine.replay.quiet import Quieted
-from ignite_engine.replay.stored import loadable
 from ignite_engine.run_directory import RunDirectory, read_yaml
 from ignite_engine.runs import recipe
 from ignite_engine.runs.fit import only_building
@@ -182,15 +183,27 @@ def _quiet_config(directory: Path, stored: Mapping[str, Any]) -> Config:
         raise ReplayError(
             f"{directory} was made by fit() in Python: give the function that calls it (build, --build FILE:FUNCTION)."
         )
-    values = loadable(stored)
+    values = _loadable(stored)
     for section, settings in _OFF.items():
         values.setdefault(section, {}).update(settings)
     values["run"]["directory"] = str(directory)
-    values["task"] = where_it_was(values["task"], directory)
+    values["task"] = _where_it_was(values["task"], directory)
     return config_from_dict(values)
 
 
-def where_it_was(task: str, directory: Path) -> str:
+def _loadable(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy without the sections in whose place is what the task has made, a scheduler of its own say."""
+    values = {key: dict(value) if isinstance(value, Mapping) else value for key, value in stored.items()}
+    models: dict[str, type[Section]] = {"optimizer": OptimizerSection, "schedule": ScheduleSection}
+    for section, model in models.items():
+        try:
+            model.model_validate(values.get(section, {}))
+        except ValidationError:
+            del values[section]
+    return values
+
+
+def _where_it_was(task: str, directory: Path) -> str:
     """A task's file with its whole path, where it was found when the run was started."""
     file, _, function = task.rpartition(":")
     if not file.endswith(".py") or Path(file).is_absolute():

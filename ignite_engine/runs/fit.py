@@ -6,7 +6,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
@@ -106,11 +106,6 @@ def changed(settings: Mapping[str, Values], train: Callable[[Run], object] = Run
         yield
     finally:
         _CHANGES.reset(token)
-
-
-def excluding(path: Path) -> AbstractContextManager[None]:
-    """Within it :func:`fit` leaves out the samples of this file, as with ``data={"exclude": path}``."""
-    return changed({"data": {"exclude": str(path)}})
 
 
 @readable

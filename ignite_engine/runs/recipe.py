@@ -48,7 +48,6 @@ from ignite_engine.runs.components import (
     settings_of,
     steps_per_epoch,
 )
-from ignite_engine.runs.exclusion import UpdateOfKept, record_from_start, without_excluded
 from ignite_engine.runs.loaders import data_loader, epochs_of, is_loader, say_how_it_resumes, updates_of
 from ignite_engine.runs.mean_loss import mean_loss
 from ignite_engine.runs.run import Run
@@ -98,7 +97,6 @@ def build_run(config: Config, task: Task | None = None) -> Run:
         seed_everything(config.run.seed)
         task = task or agreed_task(config)
         check_fit(config, task)
-        task = without_excluded(config, task)
     with startup("model"):
         task = wrap(config, task, arranged)
         model = task.model
@@ -108,7 +106,7 @@ def build_run(config: Config, task: Task | None = None) -> Run:
         total = updates_of(config, train_loader)
     with startup("trainer"):
         optimizers = make_optimizers(config, task, model)
-        update = (Update if config.data.exclude is None else UpdateOfKept)(
+        update = Update(
             model,
             optimizers,
             task.loss_fn,
@@ -328,8 +326,6 @@ def _attach(
     log_point = interval_event(logging.every or _log_interval(run.total), task)
     trainer.add_event_handler(Events.STARTED, run.log_length)
     trainer.add_event_handler(Events.EPOCH_STARTED, run.keep_record)
-    if config.data.exclude is not None:
-        record_from_start(config, task, trainer)
     say_how_it_resumes(run.loader)
     metric_logger = _metric_logger(config, task, run)
     if evaluation.sanity_batches and evaluations:
