@@ -16,7 +16,7 @@ unexport PYTHONPATH PYTHONHOME
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test device ignite check lint types imports format campaign search bench goodput docs house clean
+.PHONY: help install train test device ignite check lint types imports format search bench goodput docs house clean
 
 help:  ## print the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -62,13 +62,10 @@ format: $(STAMP)  ## rewrite the files as check expects them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-campaign: $(STAMP)  ## kill and resume runs in every way and the long tests (an hour on 2 cores), except what passed at this commit; docs/campaign.md
-	$(BIN)/python -m tests.campaign $(ARGS)
-
-search: $(STAMP)  ## compare random updates, calls of fit and resumed runs, also of several ranks, with references, MINUTES=20 each; docs/search.md
+search: $(STAMP)  ## compare random updates and resumed runs, also of several ranks, with references, MINUTES=20 each
 	$(BIN)/python -m tests.search all --minutes $(MINUTES) $(ARGS)
 
-bench: $(STAMP)  ## run every benchmark (20 idle minutes) and write docs/benchmarks.md; ARGS="--quick", ARGS="--only overhead,ddp"
+bench: $(STAMP)  ## run every benchmark (20 idle minutes) and write runs/benchmarks/results.md; ARGS="--quick", ARGS="--only overhead,ddp"
 	$(BIN)/python -m benchmarks $(ARGS)
 
 goodput: $(STAMP)  ## kill a run on 2 ranks every 15 s for MINUTES=10, and say how much of the time it trained; ARGS="--write"
@@ -77,7 +74,7 @@ goodput: $(STAMP)  ## kill a run on 2 ranks every 15 s for MINUTES=10, and say h
 docs: $(STAMP)  ## build the site into site/, where a broken link or docstring is an error; open site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-house: $(STAMP)  ## measure size and coupling, and write the table in docs/architecture.md
+house: $(STAMP)  ## print the size of each room, and the totals
 	$(BIN)/python docs/tools/house.py
 
 clean:  ## remove .venv, builds and caches, but no runs

@@ -2,8 +2,8 @@
 
     python -m benchmarks [--only a,b] [--quick] [--reports DIR] [--page PATH]
 
-Each one runs in a process of its own. Its report stays in ``--reports``, and the page (``docs/benchmarks.md``) is made
-of all reports there: with ``--only`` some are measured again. The exit code is 1 if a benchmark failed, whether or not
+Each one runs in a process of its own. Its report stays in ``--reports``, and the page (``results.md`` there) is made of
+all reports there: with ``--only`` some are measured again. The exit code is 1 if a benchmark failed, whether or not
 goals are met.
 """
 
@@ -93,12 +93,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", type=lambda text: text.split(","), default=names, help=f"of {','.join(names)}")
     parser.add_argument("--quick", action="store_true", help="check in a few minutes that all run; writes no page")
     parser.add_argument("--reports", type=Path, help="folder for what each one found (runs/benchmarks)")
-    parser.add_argument("--page", type=Path, help="the results (docs/benchmarks.md)")
+    parser.add_argument("--page", type=Path, help="the results (results.md among the reports)")
     options = parser.parse_args(arguments)
     if unknown := set(options.only) - set(names):
         parser.error(f"--only must be of {','.join(names)}, got {','.join(sorted(unknown))}.")
     reports = options.reports or (Path(tempfile.mkdtemp()) if options.quick else ROOT / "runs" / "benchmarks")
-    page = options.page or (reports / "quick.md" if options.quick else ROOT / "docs" / "benchmarks.md")
+    page = options.page or reports / "results.md"
     reports.mkdir(parents=True, exist_ok=True)
     failed = []
     began = time.perf_counter()

@@ -304,45 +304,11 @@ def ranks(folder: Path) -> Any:
     return figure
 
 
-# -- what the loop costs ----------------------------------------------------------------------------------------------
-
-
-def cost(folder: Path) -> Any:
-    """The report of the overhead in docs/benchmarks.md: ratios to the plain loop, of a whole measurement."""
-    _, found, text = (ROOT / "docs" / "benchmarks.md").read_text().partition("\n## overhead")
-    assert found, "docs/benchmarks.md has no overhead: make bench writes it"
-    report = text.partition("\n## ")[0]
-    settings = {}
-    for title, lines in re.findall(r"^(bare|full) .*weights\n((?:\S.*\n)+)", report, re.MULTILINE):
-        found_rows = re.findall(r"^(\S.*?) +[\d.]+ +([\d.]+) \[([\d.]+), ([\d.]+)\]", lines, re.MULTILINE)
-        settings[title] = [row for row in found_rows if row[0] != "plain"]
-    assert list(settings) == ["bare", "full"], "a check of the overhead is no measurement of both settings"
-    day, commit = re.search(r"(\d{4}-\d\d-\d\d) ", report), re.search(r"commit ([\w-]+)", report)
-    assert day and commit
-    names = list(dict.fromkeys(row[0] for rows in settings.values() for row in rows))
-    figure, axes = plt.subplots(1, 2, figsize=(7.6, 2.6), sharey=True)
-    for axis, (title, rows) in zip(axes, settings.items()):
-        for name, *figures in rows:
-            ratio, low, high = (float(each) for each in figures)
-            place, color = names.index(name), FIRE if name.startswith("ours") else PALE
-            error = [[max(ratio - low, 0)], [max(high - ratio, 0)]]
-            axis.barh(-place, ratio, color=color, xerr=error, error_kw={"elinewidth": 1, "ecolor": INK}, height=0.7)
-            axis.text(0.02, -place, f"{ratio:.3f}", va="center", fontsize=7.5, color=INK)
-        axis.axvline(1, color=INK, linewidth=1, linestyle="--")
-        axis.set_title(f"{title}: ratio to the plain loop", fontsize=9)
-        axis.set_xlim(0, 1.25)
-    axes[0].set_yticks(range(0, -len(names), -1), names)
-    figure.text(0.01, -0.04, f"{day[1]}, commit {commit[1]}, one CPU thread", fontsize=7.5, color=INK)
-    figure.tight_layout()
-    return figure
-
-
 PICTURES: dict[str, Callable[[Path], Any]] = {
     "resume": resume,
     "stop": stop,
     "kill": kill,
     "ranks": ranks,
-    "cost": cost,
 }
 
 if __name__ == "__main__":

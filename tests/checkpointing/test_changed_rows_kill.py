@@ -11,7 +11,7 @@ from tests.checkpointing.states import left_over
 from tests.checkpointing.tables import Saving, holds
 from tests.checkpointing.test_kill import kill_everywhere
 
-# slow: section `changed rows` of the campaign has it, and test_kill.py that of other saves
+# slow: test_kill.py has that of other saves
 pytestmark = [pytest.mark.faults, pytest.mark.long]
 
 

@@ -201,7 +201,7 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"ignite-engine {ignite_engine.__version__}\n"
 
 
-# slow: section `failures` of the campaign has a full disk on either rank
+# slow: two ranks and a full disk
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=[pytest.mark.distributed, pytest.mark.slow])])
 @pytest.mark.faults
 def test_last_checkpoint_that_cannot_be_saved_is_one_line_and_code_1(folder: Path, ranks: int) -> None:

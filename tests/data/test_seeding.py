@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,30 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ignite_engine import StopRequested, loader, rng
 from ignite_engine.data import SeededDataset
-from tests.search.seeding_search import SeededInFull, everything
 
 WATCHED = 64
+
+
+class SeededInFull(SeededDataset):
+    """All generators seeded for each call, as the numbers are defined."""
+
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Any:
+        with rng.isolated():
+            (pass_number, first), samples = keys[0], []
+            if self.reads_batches:
+                rng.seed_host(rng.mix(self.seed, pass_number, first))
+                samples = self.dataset.__getitems__([index for _, index in keys])
+            else:
+                for pass_number, index in keys:
+                    rng.seed_host(rng.mix(self.seed, pass_number, index))
+                    samples.append(self.dataset[index])
+            rng.seed_host(rng.mix(self.seed, pass_number, first, 1))
+            return self.collate_fn(samples)
+
+
+def everything() -> Any:
+    name, words, *rest = np.random.get_state()  # type: ignore[misc]  # the legacy form
+    return random.getstate(), (name, words.tobytes(), rest), torch.get_rng_state().numpy().tobytes()
 
 
 class Drawing(Dataset[Any]):

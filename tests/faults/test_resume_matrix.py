@@ -1,17 +1,16 @@
-"""Stopped anywhere, resumed, equal to the last bit: each setting meets each other one. The campaign has them all."""
+"""Stopped anywhere, resumed, equal to the last bit: each setting meets each other one."""
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.campaign.cases import DIMENSIONS, Case, Setup, campaign_matrix, pairwise
-from tests.campaign.resuming import MODULES, Difference, Matrix
-from tests.campaign.training import FORGOTTEN
 from tests.faults.fork_server import ForkServer, shared
+from tests.faults.matrix.cases import Case, Setup, pairwise
+from tests.faults.matrix.resuming import MODULES, Difference, Matrix
+from tests.faults.matrix.training import FORGOTTEN
 
 Servers = tuple[ForkServer, ForkServer]
 CASES = pairwise()
@@ -36,7 +35,7 @@ def those(*workers: str) -> list[Case]:
     return [case for case in CASES if case.workers in workers]
 
 
-# where the workers of a loader import torch two cases of each kind; the campaign has them all
+# where the workers of a loader import torch two cases of each kind
 TESTED = [in_matrix(case) for case in those("0", "fork")]
 TESTED += [in_matrix(case, long=True) for workers in ("spawn", "forkserver") for case in those(workers)[:2]]
 
@@ -78,15 +77,3 @@ def test_what_is_not_restored_is_missed(part: str, tmp_path: Path, servers: Serv
 def test_fault_that_does_not_happen_is_not_a_success(tmp_path: Path, servers: Servers) -> None:
     with pytest.raises(Difference, match="not stopped as intended: code 0"):
         Matrix(tmp_path, servers).run(Case(Setup(early_stopping=True), "late", "stop"))
-
-
-def test_each_value_meets_each_other_one_and_the_campaign_has_more() -> None:
-    rows = [
-        {name: getattr(case.setup if hasattr(case.setup, name) else case, name) for name in DIMENSIONS}
-        for case in CASES
-    ]
-    for one, other in itertools.combinations(DIMENSIONS, 2):
-        met = {(row[one], row[other]) for row in rows}
-        assert met == set(itertools.product(DIMENSIONS[one], DIMENSIONS[other])), (one, other)
-    assert len(CASES) < 30
-    assert set(CASES) < set(campaign_matrix()) and len(campaign_matrix()) > 1000

@@ -468,7 +468,7 @@ def start(directory: Path, speed: str) -> Command:
 @pytest.mark.parametrize(
     ("number", "code"),
     [
-        # slow: the matrix of the campaign has Ctrl-C with workers of every kind
+        # slow: test_resume_matrix.py has workers of every kind
         pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
         (signal.SIGTERM, 143),
         (signal.SIGHUP, 143),

@@ -76,7 +76,7 @@ def wait_until(condition: Callable[[], bool], process: Command) -> None:
 @pytest.mark.parametrize(
     ("number", "to_group", "importing"),
     [
-        # slow: section `rank instants` of the campaign has them, also while ranks start
+        # slow: each starts ranks anew
         pytest.param(signal.SIGINT, True, False, marks=pytest.mark.long),
         pytest.param(signal.SIGINT, False, False, marks=pytest.mark.long),
         (signal.SIGTERM, False, False),
@@ -471,7 +471,7 @@ def wait_to_be_ended(local_rank: int) -> None:
     [
         "late copy",
         "second signal",
-        # slow: section `rank instants` of the campaign has them
+        # slow: each starts ranks anew
         pytest.param("killed parent", marks=pytest.mark.long),
         pytest.param("killed rank", marks=pytest.mark.long),
     ],

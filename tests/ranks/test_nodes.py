@@ -2,12 +2,69 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.campaign.nodes import can_join_namespaces, joined_namespaces, start_nodes
+from tests.faults.fork_server import ROOT
 from tests.faults.processes import lines, summary, train, write_config
+
+PORT = 29511  # in a namespace of its own no port is taken
+
+
+def can_join_namespaces() -> bool:
+    if os.geteuid() != 0 or not shutil.which("ip"):
+        return False
+    try:
+        with joined_namespaces():
+            return True
+    except subprocess.CalledProcessError:
+        return False
+
+
+@contextmanager
+def joined_namespaces() -> Iterator[list[str]]:
+    """Two network namespaces, 10.77.0.1 and 10.77.0.2, each with an interface ``wire``."""
+    names = [f"node_{os.getpid()}_{time.monotonic_ns()}_{number}" for number in range(2)]
+    with ExitStack() as undo:
+        for name in names:
+            _ip("netns", "add", name)
+            undo.callback(_ip, "netns", "delete", name)
+            _ip("-n", name, "link", "set", "lo", "up")
+        _ip("-n", names[0], "link", "add", "name", "wire", "type", "veth", "peer", "name", "wire", "netns", names[1])
+        for number, name in enumerate(names, 1):
+            _ip("-n", name, "address", "add", f"10.77.0.{number}/24", "dev", "wire")
+            _ip("-n", name, "link", "set", "wire", "up")
+        yield names
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+def start_nodes(config: Path, namespaces: list[str], ranks_per_node: int = 2) -> list[subprocess.Popen[bytes]]:
+    """The same command on each node, but for its rank."""
+    processes = []
+    for number, name in enumerate(namespaces):
+        torchrun = f"-m torch.distributed.run --nnodes 2 --node-rank {number} --nproc-per-node {ranks_per_node}".split()
+        rendezvous = f"--master-addr 10.77.0.1 --master-port {PORT}".split()
+        train = f"-m ignite_engine train {config} distributed.backend=gloo".split()
+        command = ["ip", "netns", "exec", name, sys.executable, *torchrun, *rendezvous, *train]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "wire"}
+        with (config.parent / "output.txt").open("a") as output:
+            processes.append(
+                subprocess.Popen(
+                    command, stdout=output, stderr=output, env=environment, cwd=ROOT, start_new_session=True
+                )
+            )
+    return processes
 
 
 @pytest.mark.distributed

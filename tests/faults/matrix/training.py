@@ -34,8 +34,8 @@ from ignite_engine.handlers import (
 from ignite_engine.run_directory import weights_sha256
 from ignite_engine.states.model_and_optimizer import OptimizerState
 from ignite_engine.step.precision import LossScaler
-from tests.campaign.cases import Setup
-from tests.campaign.data import WORDS, Samples
+from tests.faults.matrix.cases import Setup
+from tests.faults.matrix.data import WORDS, Samples
 
 EPOCHS = 5
 # samples, batch size, batches of one update
@@ -134,7 +134,7 @@ def data_of(setup: Setup, workers: str) -> Any:
     if workers != "0":
         # started once for all epochs: a spawned one imports torch
         options = {"num_workers": 2, "multiprocessing_context": workers, "persistent_workers": workers != "fork"}
-        torch.multiprocessing.set_forkserver_preload(["tests.campaign.data", "ignite_engine.data"])
+        torch.multiprocessing.set_forkserver_preload(["tests.faults.matrix.data", "ignite_engine.data"])
     if setup.loader == "ours":
         return loader(dataset, batch_size, shuffle=True, seed=2, **options)
     if setup.loader == "plain":

@@ -11,12 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from ignite_engine.checkpointing import CheckpointStore
-from tests.campaign.cases import Case, Setup
-from tests.campaign.training import ITERATIONS_PER_EPOCH
 from tests.faults.fork_server import ForkServer
+from tests.faults.matrix.cases import Case, Setup
+from tests.faults.matrix.training import ITERATIONS_PER_EPOCH
 
-MODULES = ("ignite_engine.cli", "ignite_engine.handlers", "tests.campaign.training", "torchdata.stateful_dataloader")
-TRAIN = "tests.campaign.training:train"
+MODULES = (
+    "ignite_engine.cli",
+    "ignite_engine.handlers",
+    "tests.faults.matrix.training",
+    "torchdata.stateful_dataloader",
+)
+TRAIN = "tests.faults.matrix.training:train"
 NEVER = 10_000
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -83,12 +83,6 @@ def case_of(values: Mapping[str, Any]) -> Case:
     return Case(Setup(**setup), **{name: value for name, value in values.items() if name not in _OF_SETUP})
 
 
-def product(**dimensions: Iterable[Any]) -> Iterator[Case]:
-    """Every combination of the given values; all else as it is by default."""
-    for values in itertools.product(*dimensions.values()):
-        yield case_of(dict(zip(dimensions, values, strict=True)))
-
-
 def pairwise(dimensions: Mapping[str, Sequence[Any]] = DIMENSIONS) -> list[Case]:
     """Few cases in which each value of each dimension meets each value of each other one; the same every time."""
     names = list(dimensions)
@@ -123,39 +117,3 @@ def _pairs(row: Mapping[str, Any], names: Sequence[str]) -> set[tuple[str, Any, 
 def _gain(row: Mapping[str, Any], open_pairs: set[tuple[str, Any, str, Any]], name: str) -> int:
     names = list(DIMENSIONS)
     return sum(1 for pair in _pairs(row, names) & open_pairs if name in (pair[0], pair[2]))
-
-
-def campaign_matrix() -> list[Case]:
-    """The tested combinations, each case once.
-
-    Everything that runs in the training process is combined in full for one source of data, and everything about the
-    data is combined in full for one kind of training. Not the product of both: data and training share nothing but the
-    batch, and the pairwise cases, which are included, combine each value of one with each value of the other.
-    """
-    training = product(
-        where=WHERE,
-        how=HOW,
-        background=(False, True),
-        precision=DIMENSIONS["precision"],
-        optimizers=DIMENSIONS["optimizers"],
-        ema=(False, True),
-        groups=("single", "short last"),
-    )
-    data = product(
-        where=WHERE, how=HOW, workers=("0", "fork"), loader=DIMENSIONS["loader"], groups=DIMENSIONS["groups"]
-    )
-    # grouping happens in the training process only, and a spawned worker takes long to import torch
-    started = product(
-        where=WHERE, how=HOW, workers=("spawn", "forkserver"), loader=DIMENSIONS["loader"], groups=("short last",)
-    )
-    ends = product(where=WHERE, how=HOW, early_stopping=(True,), ema=(False, True), background=(False, True))
-    evaluations = product(
-        where=("last", "evaluation"),
-        how=HOW,
-        progress=(True,),
-        background=(False, True),
-        precision=DIMENSIONS["precision"],
-        ema=(False, True),
-    )
-    cases = [*pairwise(), *training, *data, *started, *ends, *evaluations]
-    return list(dict.fromkeys(cases))
