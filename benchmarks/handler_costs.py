@@ -28,7 +28,6 @@ from benchmarks.machine import machine
 from benchmarks.turns import Times, cpu_us, take_turns
 from ignite_engine import Trainer, TrainingEvents, every
 from ignite_engine.handlers import (
-    CSVSink,
     MemoryLogger,
     Meter,
     MetricLogger,
@@ -69,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     more = 100 * (median(times[ALL]) - median(times[LOGGED])) / STEP_US
     measured = 100 * (median(times[MEASURED]) - bare) / STEP_US
     goals = [
-        Goal(f"intervals, meters and CSV beside {LOGGED}, % of a 5 ms step", more, GOAL_PERCENT),
+        Goal(f"intervals and meters beside {LOGGED}, % of a 5 ms step", more, GOAL_PERCENT),
         Goal(f"{MEASURED}, % of a 5 ms step", measured, GOAL_PERCENT),
     ]
     print_goals(goals)
@@ -88,7 +87,6 @@ def measure(rounds: int, iterations: int) -> Times:
         "every(seconds=30)": lambda trainer, folder: listen(trainer, every(seconds=30)),
         "MetricLogger, log every 50": log,
         "  and meters": log_meters,
-        "  and CSVSink": lambda trainer, folder: log(trainer, folder, [CSVSink(folder / "metrics.csv")]),
         "Throughput": lambda trainer, folder: Throughput().attach(trainer),
         "Progress": lambda trainer, folder: Progress().attach(trainer),
         "MemoryLogger, log every 50": lambda trainer, folder: MemoryLogger(folder).attach(trainer),
@@ -126,13 +124,13 @@ def listen(trainer: Trainer, event: Any) -> None:
     trainer.add_event_handler(event, lambda: None)
 
 
-def log(trainer: Trainer, folder: Path, sinks: Sequence[Any] = ()) -> None:
-    logger = MetricLogger(folder, console=False, sinks=sinks)
+def log(trainer: Trainer, folder: Path) -> None:
+    logger = MetricLogger(folder, console=False)
     logger.attach(trainer, Events.ITERATION_COMPLETED(every=50))
 
 
-def log_meters(trainer: Trainer, folder: Path, sinks: Sequence[Any] = ()) -> None:
-    log(trainer, folder, sinks)
+def log_meters(trainer: Trainer, folder: Path) -> None:
+    log(trainer, folder)
     stopwatch = trainer.state.meters["time/watched_ms"] = Stopwatch()
     trainer.state.meters["grad_norm/max"] = Meter("max", of="grad_norm")
 
@@ -170,7 +168,7 @@ def measure_costs(trainer: Trainer, folder: Path) -> None:
 def everything(trainer: Trainer, folder: Path) -> None:
     for event in (every(epochs=0.25), every(samples=10_000), every(seconds=30)):
         listen(trainer, event)
-    log_meters(trainer, folder, [CSVSink(folder / "metrics.csv")])
+    log_meters(trainer, folder)
     Throughput().attach(trainer)
     Progress().attach(trainer)
 

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from ignite_engine.handlers.evaluation import Evaluation
     from ignite_engine.handlers.export import Export
     from ignite_engine.handlers.graceful_stop import GracefulStop
-    from ignite_engine.handlers.gradient_histograms import GradientHistograms
-    from ignite_engine.handlers.ids import IdAdmission
     from ignite_engine.handlers.limits import RequestFiles, SaveEvery, StopFile, WallClockLimit
     from ignite_engine.handlers.lr_schedule import LRSchedule
     from ignite_engine.handlers.media import Histogram, Image, MediaFiles
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from ignite_engine.handlers.model_bank import ModelBank
     from ignite_engine.handlers.profiler import Profiler
     from ignite_engine.handlers.progress import Progress
-    from ignite_engine.handlers.sinks import ConsoleSink, CSVSink, JSONLSink
+    from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink
     from ignite_engine.handlers.step_times import StepTimes
     from ignite_engine.handlers.tensorboard_sink import TensorBoardSink
     from ignite_engine.handlers.throughput import Throughput
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EMA",
-    "CSVSink",
     "Checkpoint",
     "ClearMLLogger",
     "ConsoleSink",
@@ -52,9 +49,7 @@ __all__ = [
     "Evaluation",
     "Export",
     "GracefulStop",
-    "GradientHistograms",
     "Histogram",
-    "IdAdmission",
     "Image",
     "JSONLSink",
     "LRSchedule",
@@ -89,7 +84,6 @@ __all__ = [
 
 # Each handler is loaded when it is asked for: a run uses some, and a process would take a tenth longer to start.
 _MODULES = {
-    "CSVSink": "ignite_engine.handlers.sinks",
     "Checkpoint": "ignite_engine.handlers.checkpoint",
     "ClearMLLogger": "ignite_engine.handlers.clearml.sink",
     "ConsoleSink": "ignite_engine.handlers.sinks",
@@ -99,9 +93,7 @@ _MODULES = {
     "Evaluation": "ignite_engine.handlers.evaluation",
     "Export": "ignite_engine.handlers.export",
     "GracefulStop": "ignite_engine.handlers.graceful_stop",
-    "GradientHistograms": "ignite_engine.handlers.gradient_histograms",
     "Histogram": "ignite_engine.handlers.media",
-    "IdAdmission": "ignite_engine.handlers.ids",
     "Image": "ignite_engine.handlers.media",
     "JSONLSink": "ignite_engine.handlers.sinks",
     "LRSchedule": "ignite_engine.handlers.lr_schedule",

@@ -12,7 +12,7 @@ from torch import Tensor
 from ignite_engine import Phase, Trainer, TrainingEvents
 from ignite_engine.checkpointing.digests import HASH, hashes
 from ignite_engine.errors import is_whole
-from ignite_engine.handlers.sinks import GuardedSink, LogFile, iteration_of
+from ignite_engine.handlers.sinks import GuardedSink, LogFile
 from ignite_engine.ranks import agreement
 from ignite_engine.states.model_and_optimizer import weights_of
 
@@ -49,7 +49,7 @@ class DigestTrail:
         self.path, self.every = Path(directory).absolute() / "trail.jsonl", every
         self.write: Callable[[int, Digests], None] = GuardedSink(self).guard(self._append)
         """Takes each line; what replays a run puts a comparison in its place."""
-        self._file = LogFile(self.path, iteration_of)
+        self._file = LogFile(self.path)
         self._newest = -1
 
     def attach(self, trainer: Trainer, event: Any = None) -> None:

@@ -8,17 +8,15 @@ put into ``state.media``. An error in a sink is logged once by its :class:`Guard
 from __future__ import annotations
 
 import contextlib
-import csv
 import errno
 import fcntl
 import importlib.util
-import io
 import json
 import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import IO, Any, Protocol
@@ -26,7 +24,6 @@ from typing import IO, Any, Protocol
 import ignite.distributed as idist
 
 from ignite_engine import Phase, Trainer, TrainingEvents
-from ignite_engine.checkpointing.filesystem import replace_file
 from ignite_engine.checkpointing.manifest import json_number
 from ignite_engine.checkpointing.nested import dotted, walk
 from ignite_engine.handlers.columns import Columns, head_of, short, width_of
@@ -189,13 +186,10 @@ class LogFile:
 
     A file that is deleted or replaced while the run writes it is started again, with a warning. While it is open, no
     other process writes it.
-
-    Args:
-        iteration_of: a line's iteration; infinity if it is none of ours. Lines are in the order of their iterations.
     """
 
-    def __init__(self, path: Path, iteration_of: Callable[[bytes], float]) -> None:
-        self.path, self.iteration_of = path, iteration_of
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self.start = 0
         """Offset of the newest line in bytes."""
         self._file: IO[bytes] | None = None
@@ -252,7 +246,7 @@ class LogFile:
         file = self.open()
         kept = file.seek(0)
         for line in file:
-            if not line.endswith(b"\n") or self.iteration_of(line) >= iteration:
+            if not line.endswith(b"\n") or _iteration_of(line) >= iteration:
                 break
             kept += len(line)
         file.truncate(kept)
@@ -302,7 +296,7 @@ class JSONLSink:
 
     def __init__(self, path: str | Path, *, name: str = "jsonl") -> None:
         self.path, self.name = Path(path).absolute(), name
-        self._file = LogFile(self.path, iteration_of)
+        self._file = LogFile(self.path)
         self._line: dict[str, Any] = {}
 
     def write(self, iteration: int, values: Values) -> None:
@@ -348,77 +342,6 @@ class JSONLSink:
         ordered: dict[str, Any] = {key: self._line[key] for key in ("iteration", "epoch") if key in self._line}
         ordered |= {key: self._line[key] for key in sorted(self._line) if key not in ordered}
         return json.dumps(ordered).encode() + b"\n"
-
-
-class CSVSink:
-    """One row per iteration and one column per value, for spreadsheets; floats in full precision.
-
-    A value that is first written later adds its column at the end, for which the file is written again, whole; until
-    then its cells are empty. Resumes, failures and other processes are as for :class:`JSONLSink`.
-
-    Args:
-        path: the file; its folder is created.
-        name: in checkpoints.
-    """
-
-    def __init__(self, path: str | Path, *, name: str = "csv") -> None:
-        self.path, self.name = Path(path).absolute(), name
-        self._file = LogFile(self.path, _iteration_of_row)
-        self._columns: list[str] = []
-        self._row: dict[str, Any] = {}
-
-    def write(self, iteration: int, values: Values) -> None:
-        """Write a row, or add to the newest one if it has the same iteration; rank 0 only."""
-        if idist.get_rank() != 0:
-            return
-        file = self._file
-        if file.is_gone(iteration):
-            self._row, self._columns = {}, []
-        if (not file.is_open and not self._row) or iteration < self._row.get("iteration", 0):
-            self._drop_from(iteration)
-        if self._row.get("iteration") != iteration:
-            file.begin_line()
-            self._row = {"iteration": iteration}
-        self._row |= {name: _json_value(value) for name, value in values.items()}
-        if new := [name for name in self._row if name not in self._columns]:
-            self._add_columns(new)
-        file.write(_csv_line(self._row.get(name, "") for name in self._columns))
-
-    def state_dict(self) -> dict[str, Any]:
-        """The newest row."""
-        return {"row": dict(self._row)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Remove what was written after the checkpoint."""
-        if row := state["row"]:
-            self.write(row["iteration"], row)  # the first row that is written removes those from its iteration on
-        elif idist.get_rank() == 0 and self.path.exists():
-            self._drop_from(0)
-
-    def flush_to_disk(self) -> None:
-        """Make the lines written so far durable, as in :class:`JSONLSink`."""
-        self._file.sync()
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _drop_from(self, iteration: int) -> None:
-        self._file.drop_from(iteration)
-        file = self._file.open()
-        file.seek(0)
-        heading = file.readline().decode()
-        self._columns, self._row = next(csv.reader([heading])) if heading else [], {}
-
-    def _add_columns(self, new: Sequence[str]) -> None:
-        """Replace the file by one with further columns; the newest row is written after that."""
-        file = self._file.open()
-        file.seek(0)
-        _, _, rows = file.read(self._file.start).partition(b"\n")
-        columns = [*self._columns, *new]
-        text = _csv_line(columns) + rows.replace(b"\n", b"," * len(new) + b"\n")
-        replace_file(self.path, lambda whole: whole.write(text))
-        self._file.close()
-        self._file.start, self._columns = len(text), columns
 
 
 class ConsoleSink:
@@ -491,27 +414,12 @@ def _columns_of(stream: IO[str]) -> int:
         return 80
 
 
-def iteration_of(line: bytes) -> float:
+def _iteration_of(line: bytes) -> float:
     """The iteration of a line; infinity if the line is not one of ours."""
     try:
         return float(json.loads(line)["iteration"])
     except (ValueError, KeyError, TypeError):
         return math.inf
-
-
-def _iteration_of_row(line: bytes) -> float:
-    """The iteration of a CSV row; -1 for the heading, infinity if the row is not one of ours."""
-    first = line.partition(b",")[0].strip()
-    try:
-        return -1.0 if first == b"iteration" else float(int(first))
-    except ValueError:
-        return math.inf
-
-
-def _csv_line(cells: Iterable[Any]) -> bytes:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(cells)
-    return text.getvalue().replace("\n", " ")[:-1].encode() + b"\n"  # a row stays one line if a text has several
 
 
 def number_of(value: Any) -> float | None:

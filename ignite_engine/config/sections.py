@@ -416,7 +416,6 @@ class LoggingSection(Section):
     wandb: bool = False  # a Weights & Biases run; needs ignite-engine[wandb]
     mlflow: bool = False  # an MLflow run; needs ignite-engine[mlflow]
     project: Annotated[str, Field(min_length=1)] = "ignite_engine"  # of ClearML, Weights & Biases; experiment of MLflow
-    csv: bool = False  # a table of all values in the run's folder
     report: bool = True  # a page with the curves, when the run ends
     trail: Count | None = None  # updates from one digest of the weights to the next; null: none are written
 

@@ -45,7 +45,7 @@ _OFF: dict[str, dict[str, Any]] = {
     "data": {"persistent_workers": False},
     "evaluation": {"progress_every": None, "sanity_batches": 0},
     "logging": dict.fromkeys(
-        ("console", "progress", "memory", "throughput", "clearml", "tensorboard", "wandb", "mlflow", "csv", "report"),
+        ("console", "progress", "memory", "throughput", "clearml", "tensorboard", "wandb", "mlflow", "report"),
         False,
     ),
     "profiler": {"active": None},
@@ -192,6 +192,8 @@ def _quiet_config(directory: Path, stored: Mapping[str, Any]) -> Config:
 
 def _loadable(stored: Mapping[str, Any]) -> dict[str, Any]:
     """A copy without the sections in whose place is what the task has made, a scheduler of its own say."""
+    from pydantic import ValidationError
+
     values = {key: dict(value) if isinstance(value, Mapping) else value for key, value in stored.items()}
     models: dict[str, type[Section]] = {"optimizer": OptimizerSection, "schedule": ScheduleSection}
     for section, model in models.items():

@@ -506,9 +506,7 @@ def _metric_logger(config: Config, task: Task, run: Run) -> handlers.MetricLogge
         sinks.append(handlers.WandBSink(path, project=logging.project, run_name=config.name, config=run.config))
     if logging.mlflow:
         sinks.append(handlers.MLflowSink(path, experiment=logging.project, run_name=config.name, config=run.config))
-    if logging.csv:
-        sinks.append(handlers.CSVSink(path / "metrics.csv"))
-    run.log_states = frozenset({"clearml", "csv", "mlflow", "tensorboard", "wandb"})
+    run.log_states = frozenset({"clearml", "mlflow", "tensorboard", "wandb"})
     metric_logger = handlers.MetricLogger(path, sinks=sinks, console=logging.console)
     for sink in metric_logger.sinks:
         if isinstance(sink, handlers.ConsoleSink) and logging.throughput:  # so that its first heading has it

@@ -9,7 +9,6 @@ import pytest
 from ignite.engine import Events
 
 from ignite_engine import TrainingEvents
-from ignite_engine.handlers import GradientHistograms, WeightDrift
 from tests.sharded import look_at, run_phases, train, trainer_in
 
 pytestmark = pytest.mark.distributed
@@ -37,21 +36,3 @@ def test_a_forward_of_a_handler_changes_nothing(tmp_path: Path) -> None:
 
     for answers in run_phases(tmp_path, {"fsdp": (2, work)})["fsdp"]:
         assert all(answers.values()), answers
-
-
-@pytest.mark.slow
-def test_handlers_see_the_sharded_parameters_after_a_forward(tmp_path: Path) -> None:
-    def work() -> Any:
-        trainer, _, data = trainer_in("fsdp", tmp_path / "run")
-        model, names = trainer.update.model, list[str]()  # type: ignore[attr-defined]
-        trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED, look_at, model)
-        GradientHistograms().attach(trainer, TrainingEvents.OPTIMIZER_STEP_STARTED(once=1))
-        trainer.add_event_handler(
-            TrainingEvents.OPTIMIZER_STEP_STARTED(once=1), lambda: names.extend(trainer.state.media)
-        )
-        WeightDrift().attach(trainer, Events.EPOCH_COMPLETED)
-        train(trainer, data)
-        return names
-
-    first, _ = run_phases(tmp_path, {"fsdp": (2, work)})["fsdp"]
-    assert len(first) == 8, first

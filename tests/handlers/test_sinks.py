@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import errno
 import fcntl
 import io
@@ -27,8 +26,8 @@ import torch
 from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents
-from ignite_engine.handlers import Checkpoint, ConsoleSink, CSVSink, JSONLSink, MetricLogger, Throughput
-from tests.builders import numbers_loader, resume_and_run, trainer_of
+from ignite_engine.handlers import Checkpoint, ConsoleSink, JSONLSink, MetricLogger, Throughput
+from tests.builders import numbers_loader, trainer_of
 from tests.faults.commands import Command, program
 
 
@@ -259,82 +258,6 @@ def test_console_repeats_its_heading_in_a_long_run() -> None:
     lines = printed(*({"loss": 1.0} for _ in range(90)))
 
     assert [number for number, line in enumerate(lines) if "iter" in line] == [0, 41, 82]
-
-
-# -- CSV --------------------------------------------------------------------------------------------------------------
-
-
-def rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def test_csv_has_a_row_per_iteration_and_a_column_per_value_also_of_one_that_comes_later(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "metrics.csv"
-    sink = CSVSink(path)
-    sink.write(1, {"epoch": 1, "loss": 0.1 + 0.2})
-    sink.write(2, {"epoch": 1, "loss": float("nan")})
-    sink.write(2, {"val/loss": 1.5, "word": 'a "b", c\nd'})
-    sink.write(3, {"epoch": 2, "loss": 4.0})
-
-    assert rows(path) == [
-        {"iteration": "1", "epoch": "1", "loss": "0.30000000000000004", "val/loss": "", "word": ""},
-        {"iteration": "2", "epoch": "1", "loss": "nan", "val/loss": "1.5", "word": 'a "b", c d'},
-        {"iteration": "3", "epoch": "2", "loss": "4.0", "val/loss": "", "word": ""},
-    ]
-
-
-@pytest.mark.parametrize("die_at", [1, 5, 8, 11])
-def test_csv_of_a_resumed_run_is_that_of_the_whole_one(die_at: int, tmp_path: Path) -> None:
-    """At 5 a new column had come after the checkpoint; at 1 there was none yet."""
-
-    def run(directory: Path, die_at: int | None = None) -> None:
-        trainer = trainer_of()
-        MetricLogger(sinks=[CSVSink(directory / "metrics.csv")], console=False).attach(trainer)
-        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=5), lambda: trainer.state.metrics.update(late=1.0))
-        resume_and_run(trainer, directory, die_at, save_every=4)
-
-    run(tmp_path / "whole")
-    with pytest.raises(ZeroDivisionError):
-        run(tmp_path / "cut", die_at=die_at)
-    with (tmp_path / "cut" / "metrics.csv").open("a") as file:
-        file.write("13,2,0.")  # killed while writing
-    run(tmp_path / "cut")
-
-    assert [row["iteration"] for row in rows(tmp_path / "whole" / "metrics.csv")] == [str(n) for n in range(1, 13)]
-    assert rows(tmp_path / "cut" / "metrics.csv") == rows(tmp_path / "whole" / "metrics.csv")
-
-
-def test_csv_loses_the_rows_after_the_checkpoint_when_it_is_loaded(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.csv"
-    sink = CSVSink(path)
-    before = sink.state_dict()
-    sink.write(1, {"a": 1.0})
-    at_1 = sink.state_dict()
-    sink.write(1, {"a": 5.0, "b": 2.0})
-    sink.write(2, {"a": 2.0})
-    sink.close()
-    CSVSink(path).load_state_dict(at_1)
-    assert rows(path) == [{"iteration": "1", "a": "1.0", "b": ""}]
-    CSVSink(path).load_state_dict(before)
-    assert rows(path) == []
-
-
-def test_csv_on_a_full_disk_tears_no_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "metrics.csv"
-    trainer = counting()
-    MetricLogger(sinks=[CSVSink(path)], console=False).attach(trainer)
-
-    @trainer.on(Events.ITERATION_STARTED(once=3))
-    def fill() -> None:
-        full = files_end_at(path.stat().st_size + 3)
-        full.__enter__()
-        trainer.add_event_handler(Events.ITERATION_STARTED(once=5), lambda: full.__exit__(None, None, None))
-
-    trainer.run(range(6))
-
-    assert [row["iteration"] for row in rows(path)] == ["1", "2", "5", "6"]
-    assert len(warnings_of(caplog)) == 1
 
 
 # -- failing sinks ----------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ VARIANTS: dict[str, dict[str, Mapping[str, Any]]] = {
         "schedule": {"name": "plateau", "metric": "val/accuracy", "patience": 1, "warmup": 0},
         "early_stopping": {"metric": "val/accuracy", "patience": 3},
     },
-    "epochs, best, csv": {
+    "epochs, best": {
         "run": {"max_iterations": None, "max_epochs": 6},
         "evaluation": {"every": {"epochs": 1}},
         "checkpoint": {"every": {"epochs": 1}, "best": "val/accuracy", "mode": "max", "keep_best": 2},
