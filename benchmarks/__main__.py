@@ -65,12 +65,6 @@ BENCHMARKS = (
     Benchmark("growth", "with handlers, tensors, accumulation", "--rounds 15", "--rounds 2 --micro-batches 16"),
     Benchmark("captured_update", "the update as one graph", "--rounds 15", "--rounds 2 --micro-batches 48"),
     Benchmark(
-        "captured_models",
-        "twenty models, captured",
-        "--rounds 9 --updates 30",
-        "--rounds 1 --updates 10 --first 1",
-    ),
-    Benchmark(
         "memory_copies", "copies of the state in memory", "--rounds 45 --iterations 20", "--rounds 2 --iterations 2"
     ),
     Benchmark("long_interval", "a log point in 100,000 iterations", "", "--iterations 2000 --saves 3"),

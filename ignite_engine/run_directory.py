@@ -75,7 +75,6 @@ class RunDirectory:
         self.code_diff = self.path / "code.diff"
         self.goodput = self.path / "goodput.jsonl"
         self.evaluations = self.path / "evaluations"
-        self.graphs = self.path / "graphs"
         self.followed = self.path / "follow" / "metrics.jsonl"
         self.logs = self.path / "logs"
 

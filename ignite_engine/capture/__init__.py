@@ -1,6 +1,5 @@
-"""An update as graphs of ``torch.compile``: gradients of a micro-batch, clip and step."""
+"""An update as graphs of ``torch.compile``: gradients of a micro-batch, clip and step; on one process."""
 
-from ignite_engine.capture.capture import CAPTURE_MODES, Capture, NotCaptured
-from ignite_engine.capture.compiling import keep_compiled_code_in
+from ignite_engine.capture.capture import Capture
 
-__all__ = ["CAPTURE_MODES", "Capture", "NotCaptured", "keep_compiled_code_in"]
+__all__ = ["Capture"]

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from ignite_engine import devices
-from ignite_engine.capture.compiling import compiled
-from ignite_engine.step.losses import LossFn, parts
+from ignite_engine.capture.compiling import compiled, first_call, not_captured
+from ignite_engine.step.losses import LossFn, parts, unusable_result
 from ignite_engine.step.without_trace import without_trace
 
 Gradients = list[Tensor]
-Signature = tuple[Any, ...]
+TOLERANCE = {None: 1e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}
+"""Largest relative difference from the plain way's gradients, by the type of autocast: ten of its roundings."""
 
 
 class GradientGraph:
     """The graph for one signature of a batch: its structure, shapes and types.
 
     torch would compile the second shape for all later ones, so that the bits of a short last batch would depend on what
-    came before it.
+    came before it. The graph is compiled here, and its loss and gradients are compared with those of the plain way on
+    the same weights, unless the loss draws random numbers.
 
     Args:
-        model: what is trained, not wrapped.
         dtype: of autocast; None: none.
         batch: an example, on the device.
 
     Raises:
+        ValueError: it cannot be captured.
         Whatever loss_fn raises.
     """
 
@@ -39,89 +41,50 @@ class GradientGraph:
         self, model: nn.Module, loss_fn: LossFn, device: torch.device, dtype: torch.dtype | None, batch: Any
     ) -> None:
         self._loss, self._device, self._dtype = _Loss(model, loss_fn), device, dtype
-        self.buffers = dict(self._loss.named_buffers())
+        self._buffers = dict(self._loss.named_buffers())
         named = {name: parameter for name, parameter in self._loss.named_parameters() if parameter.requires_grad}
         before = self._generators()
-        with self._without_trace(batch), torch.enable_grad(), self._context():
-            loss, _ = parts(self._loss(batch))
-            self.draws = not all(map(torch.equal, before, self._generators()))
-            """The loss draws random numbers."""
-            gradients = torch.autograd.grad(loss.reshape(()), list(named.values()), allow_unused=True)
-            self._replaces_buffers = any(
-                self.buffers.get(name) is not buffer for name, buffer in self._loss.named_buffers()
-            )
-            self._expected_buffers = self._values_of_buffers()
-        self._expected = [loss.detach(), *(gradient for gradient in gradients if gradient is not None)]
-        found = zip(named.items(), gradients, strict=True)
-        self._trained = {name: parameter for (name, parameter), gradient in found if gradient is not None}
+        with without_trace(self._loss), torch.enable_grad():
+            loss = self._loss_of(_copy(batch))
+            draws = not all(map(torch.equal, before, self._generators()))
+            found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+            replaced = [name for name, buffer in self._loss.named_buffers() if self._buffers[name] is not buffer]
+        if replaced:
+            raise not_captured(f"{replaced[0]} is another tensor after a forward, to which a graph can only write")
+        expected = {name: gradient for name, gradient in zip(named, found, strict=True) if gradient is not None}
+        self._trained = {name: named[name] for name in expected}
         self.parameters = list(self._trained.values())
         """Those that get a gradient, in the order of the gradients."""
         self._shared: list[int] = []
         """Gradients in the memory of something else, such as of ``scale``: whoever writes to them gets a copy."""
         self._graph = compiled(self._function(), device.type)
+        scale, example = torch.ones((), device=device), _copy(batch)
+        with without_trace(self._loss), torch.no_grad():
+            gradients, captured, _ = first_call(lambda: self(example, scale))
+        self._shared = _sharing(gradients, tree_leaves((self._trained, self._buffers, example, scale)))
+        if not draws and not _agree([captured], [loss.detach()], TOLERANCE[dtype]):
+            raise not_captured(f"the loss differs by more than {TOLERANCE[dtype]:g} from the plain way's")
+        if not draws and not _agree(gradients, list(expected.values()), TOLERANCE[dtype]):
+            raise not_captured(f"a gradient differs by more than {TOLERANCE[dtype]:g} from the plain way's")
 
     def __call__(self, batch: Any, scale: Tensor) -> tuple[Gradients, Tensor, Mapping[str, Tensor]]:
-        """Gradients of ``scale`` times the loss, the loss, and what is reported beside it; under ``torch.no_grad()``.
-
-        The first call compiles.
-        """
-        gradients, loss, extra = self._graph(self._trained, self.buffers, batch, scale)
+        """Gradients of ``scale`` times the loss, the loss, and what is reported beside it."""
+        gradients, loss, extra = self._graph(self._trained, self._buffers, batch, scale)
         for index in self._shared:
             gradients[index] = gradients[index].clone()
         return gradients, loss, extra
 
-    def agrees(self, batch: Any, tolerance: float) -> bool:
-        """Whether the loss, each gradient and the buffers are the plain way's; two calls, which leave no trace.
-
-        Args:
-            tolerance: of the loss and of a buffer relative to it, and of each gradient relative to the joint norm of
-                all of them.
-
-        Raises:
-            FailOnRecompileLimitHit: the second call would be another graph, as every later one would.
-        """
-        scale, held = torch.ones((), device=self._device), list[Tensor]()
-        for _ in range(2):
-            with self._without_trace(batch), torch.no_grad():
-                gradients, loss, _ = self(batch, scale)
-                held += [*tree_leaves((self._trained, self.buffers, batch, scale)), *gradients]
-                buffers = self._values_of_buffers()
-        self._shared = _sharing(gradients, held[: -len(gradients)])
-        (expected_loss, *expected), self._expected = self._expected, []
-        expected_buffers, self._expected_buffers = self._expected_buffers, {}
-        if self._replaces_buffers:  # which a graph would not
-            return False
-        if self.draws:
-            return True
-        # of all gradients together: a bias before a BatchNorm has one of nothing but rounding
-        largest = tolerance * _joint_norm(expected) + 1e-6
-        differences = [_joint_norm([one - other]) for one, other in zip(expected, gradients, strict=True)]
-        close = [difference <= largest for difference in differences]
-        close += [_is_close(one, buffers[name], tolerance) for name, one in expected_buffers.items()]
-        return all(close) and float((loss - expected_loss).abs()) <= tolerance * float(expected_loss.abs()) + 1e-6
-
-    @contextmanager
-    def _without_trace(self, batch: Any) -> Iterator[None]:
-        """A context after which generators, buffers, attributes and the batch are what they were."""
-        error = None
-        with _restoring_tensors(batch), without_trace(self._loss), _restoring_attributes(self._loss):
-            try:
-                yield
-            except BaseException as raised:  # buffers are put back only where the body ends
-                error = raised
-        if error is not None:
-            raise error
-
-    def _values_of_buffers(self) -> dict[str, Tensor]:
-        return {name: buffer.detach().clone() for name, buffer in self._loss.named_buffers()}
+    def _loss_of(self, batch: Any) -> Tensor:
+        with nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype):
+            result = self._loss(batch)
+        if (unusable := unusable_result(result)) is not None:
+            raise ValueError(unusable)
+        return parts(result)[0].reshape(())
 
     def _generators(self) -> list[Tensor]:
         states = [torch.get_rng_state()]
         of_device = devices.generator_state(self._device)
         return states if of_device is None else [*states, of_device]
-
-    def _context(self) -> Any:
-        return nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)
 
     def _function(self) -> Any:
         loss, device_type, dtype = self._loss, self._device.type, self._dtype
@@ -158,17 +121,19 @@ class _Loss(nn.Module):
         return self.loss_fn(self.model, batch)
 
 
+def _copy(batch: Any) -> Any:
+    """A batch to which the loss may write."""
+    return tree_map_only(Tensor, torch.clone, batch)
+
+
+def _agree(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> bool:
+    """To a part of their joint norm: a bias before a BatchNorm has a gradient of nothing but rounding."""
+    differences = [one - other for one, other in zip(found, expected, strict=True)]
+    return _joint_norm(differences) <= tolerance * _joint_norm(expected) + 1e-6
+
+
 def _joint_norm(tensors: Sequence[Tensor]) -> float:
     return float(torch.stack([torch.linalg.vector_norm(tensor.float()) for tensor in tensors]).norm())
-
-
-def _is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    if torch.equal(one, other):
-        return True
-    if one.shape != other.shape or not one.is_floating_point():
-        return False
-    size = float(one.nan_to_num(0.0, 0.0, 0.0).abs().max())
-    return torch.allclose(one, other, rtol=0.0, atol=tolerance * size + 1e-6, equal_nan=True)
 
 
 def _sharing(gradients: Gradients, held: Sequence[Any]) -> list[int]:
@@ -186,43 +151,25 @@ def _sharing(gradients: Gradients, held: Sequence[Any]) -> list[int]:
     return found
 
 
-@contextmanager
-def _restoring_tensors(batch: Any) -> Iterator[None]:
-    """Put back the tensors of a batch that the loss writes to."""
-    noted = [(tensor, tensor.clone()) for tensor in tree_leaves(batch) if isinstance(tensor, Tensor)]
-    try:
-        yield
-    finally:
-        for tensor, value in noted:
-            if not torch.allclose(tensor, value, rtol=0.0, atol=0.0, equal_nan=True):
-                with torch.no_grad():
-                    tensor.copy_(value)
+def signature_of(batch: Any) -> tuple[Any, ...]:
+    """What of a batch a graph is compiled for.
 
-
-@contextmanager
-def _restoring_attributes(module: nn.Module) -> Iterator[None]:
-    """Put back numbers and words that modules note of their calls, such as how many there were."""
-    noted = [
-        (child, {name: value for name, value in vars(child).items() if isinstance(value, int | float | str | None)})
-        for child in module.modules()
-    ]
-    try:
-        yield
-    finally:
-        for child, values in noted:
-            vars(child).update(values)
-
-
-def signature_of(batch: Any, training: bool) -> Signature:
-    """What a graph is compiled for."""
+    Raises:
+        ValueError: the batch has an object in which torch finds no tensors, such as a data class.
+    """
     if type(batch) in (tuple, list) and all([type(leaf) is Tensor for leaf in batch]):  # to flatten it takes 20 us
-        return (training, type(batch), *[(leaf.shape, leaf.stride(), leaf.dtype) for leaf in batch])
+        return (type(batch), *[(leaf.shape, leaf.stride(), leaf.dtype) for leaf in batch])
     leaves, structure = tree_flatten(batch)
-    tensors = ((leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
-    return (training, str(structure), *tensors)
-
-
-def unknown_part(batch: Any) -> str | None:
-    """The type of an object in a batch of which the signature is another in each batch, such as a data class."""
-    known = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
-    return next((type(leaf).__name__ for leaf in tree_leaves(batch) if not isinstance(leaf, known)), None)
+    known = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+    signature: list[Any] = [str(structure)]
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            signature.append((leaf.shape, leaf.stride(), leaf.dtype))
+        elif isinstance(leaf, known):
+            signature.append(repr(leaf))
+        else:
+            kind = type(leaf).__name__
+            raise not_captured(
+                f"a batch has a {kind}, in which torch finds no tensors: a dict, list or named tuple is known"
+            )
+    return tuple(signature)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,18 +12,17 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from ignite_engine.capture.compiling import Compilations, Graph, compiled
-
-_NO_STATE: dict[str, Tensor] = {}
+from ignite_engine.capture.compiling import Graph, compiled, first_call
 
 _STATES: dict[type[Optimizer], tuple[str, ...]] = {
     AdamW: ("exp_avg", "exp_avg_sq", "step"),
     Adam: ("exp_avg", "exp_avg_sq", "step"),
     SGD: ("momentum_buffer",),
 }
+_ADAM = ("betas", "eps", "weight_decay", "maximize", "decoupled_weight_decay")
 _SETTINGS: dict[type[Optimizer], tuple[str, ...]] = {
-    AdamW: ("betas", "eps", "weight_decay", "maximize", "amsgrad"),
-    Adam: ("betas", "eps", "weight_decay", "maximize", "amsgrad", "decoupled_weight_decay"),
+    AdamW: _ADAM,
+    Adam: _ADAM,
     SGD: ("momentum", "dampening", "weight_decay", "nesterov", "maximize"),
 }
 
@@ -35,21 +34,18 @@ def why_not(optimizers: Iterable[Optimizer]) -> str | None:
         if type(optimizer) not in _STATES:
             return f"{type(optimizer).__name__} is none of {', '.join(kind.__name__ for kind in _STATES)}"
         for group in optimizer.param_groups:
-            for name in ("amsgrad", "differentiable"):
-                if group.get(name):
-                    return f"{name} is on"
+            if group.get("amsgrad") or group.get("differentiable"):
+                return "amsgrad or differentiable is on"
             if any(isinstance(group.get(name), Tensor) for name in ("betas", "eps", "weight_decay", "momentum")):
                 return "a setting beside the LR is a tensor"
             parameters = set(map(id, group["params"]))
             if trained & parameters:
                 return "two optimizers train one parameter"
             trained |= parameters
-        if has_hooks(optimizer):
-            return f"{type(optimizer).__name__} has hooks of its step, or another step"
     return None
 
 
-def has_hooks(optimizer: Optimizer) -> bool:
+def _has_hooks(optimizer: Optimizer) -> bool:
     """Whether somebody listens to its steps, or has put another one in their place; torch's schedulers only count."""
     replaced = optimizer.__dict__.get("step")
     return bool(
@@ -67,70 +63,55 @@ class StepGraph:
     Args:
         clip_norm: largest joint L2 norm; None does not clip.
         with_norm: return the norm where nothing is clipped, too.
-        compilations: of the update.
     """
 
-    def __init__(self, clip_norm: float | None, with_norm: bool, compilations: Compilations) -> None:
-        self._clip_norm, self._with_norm, self._compilations = clip_norm, with_norm, compilations
+    def __init__(self, clip_norm: float | None, with_norm: bool) -> None:
+        self._clip_norm, self._with_norm = clip_norm, with_norm
         self._graphs: dict[tuple[Any, ...], Graph] = {}
         self._rates: dict[tuple[int, int], tuple[float, Tensor]] = {}
-
-    @property
-    def is_named(self) -> bool:
-        """Whether one of the graphs that the update may have is this."""
-        return any(name.startswith("step ") for name in self._compilations.names)
 
     def __call__(self, optimizers: Mapping[str, Optimizer]) -> tuple[bool, Tensor | None]:
         """One step of each.
 
         Returns:
-            Whether it was done: not where an optimizer has yet to make its states, or has hooks, or all graphs are in
-            use; and the norm before clipping, shape ``()``.
+            Whether it was done: not where an optimizer has yet to make its states, or has hooks; and the norm before
+            clipping, shape ``()``.
         """
         groups, rates, key = list[list[list[Tensor]]](), list[Tensor](), list[Any]()
         for number, optimizer in enumerate(optimizers.values()):
-            if has_hooks(optimizer):
+            if _has_hooks(optimizer):
                 return False, None
             kind, state = type(optimizer), optimizer.state
-            names, settings = _STATES[kind], _SETTINGS[kind]
             for index, group in enumerate(optimizer.param_groups):
                 parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
                 if not parameters:
                     continue
                 tensors = [parameters, [parameter.grad for parameter in parameters]]
                 if kind is not SGD or group["momentum"]:
-                    states = [state.get(parameter, _NO_STATE) for parameter in parameters]
-                    tensors += [[state.get(name) for state in states] for name in names]
+                    states = [state.get(parameter, {}) for parameter in parameters]
+                    tensors += [[state.get(name) for state in states] for name in _STATES[kind]]
                     if any([tensor is None for moments in tensors[2:] for tensor in moments]):
                         return False, None
                 groups.append(tensors)
-                rates.append(self._rate(number, index, group["lr"], parameters[0].device))
-                key.append((kind, len(parameters), *[group.get(name) for name in settings]))
+                rates.append(self._rate((number, index), group["lr"], parameters[0].device))
+                key.append((kind, len(parameters), *[group.get(name) for name in _SETTINGS[kind]]))
         signature = tuple(key)
         graph = self._graphs.get(signature)
         with torch.no_grad():
             if graph is not None:
                 return True, graph(groups, rates)
-            names_of_kinds = [(kind.__name__, *rest) for kind, *rest in key]
-            if not self._compilations.admits(f"step {names_of_kinds}"):
-                return False, None
-            function = _clip_and_step(self._clip_norm, self._with_norm, key)
-            graph = self._graphs[signature] = compiled(function, rates[0].device.type)
-            return True, self._compilations.compile(lambda: graph(groups, rates))
+            graph = compiled(_clip_and_step(self._clip_norm, self._with_norm, key), rates[0].device.type)
+            self._graphs[signature] = graph
+            return True, first_call(lambda: graph(groups, rates))
 
-    def _rate(self, number: int, index: int, lr: float | Tensor, device: torch.device) -> Tensor:
+    def _rate(self, place: tuple[int, int], lr: float | Tensor, device: torch.device) -> Tensor:
         # a number would be compiled into the graph, and each value of a schedule would be another graph
         if isinstance(lr, Tensor):
             return lr
-        last = self._rates.get((number, index))
-        if last is None or last[1].device != device:
-            rate = torch.full((), lr, device=device)
-        elif last[0] == lr:
-            return last[1]
-        else:
-            rate = last[1].fill_(lr)
-        self._rates[number, index] = lr, rate
-        return rate
+        last = self._rates.get(place)
+        if last is None or last[0] != lr or last[1].device != device:
+            last = self._rates[place] = lr, torch.full((), lr, device=device)
+        return last[1]
 
 
 def _clip_and_step(clip_norm: float | None, with_norm: bool, kinds: Sequence[tuple[Any, ...]]) -> Graph:
@@ -147,7 +128,8 @@ def _clip_and_step(clip_norm: float | None, with_norm: bool, kinds: Sequence[tup
             gradients = [[gradient * factor for gradient in group] for group in gradients]
         for index, (kind, values) in enumerate(settings):
             parameters, _, *states = groups[index]
-            _STEPS[kind](parameters, gradients[index], states, rates[index], values)
+            one_step = _sgd if kind is SGD else _adam
+            one_step(parameters, gradients[index], states, rates[index], **values)
         return norm
 
     return graph
@@ -158,59 +140,26 @@ def _adam(
     gradients: list[Tensor],
     states: list[list[Tensor]],
     lr: Tensor,
-    settings: dict[str, Any],
+    *,
+    betas: tuple[float, float],
+    **settings: Any,
 ) -> None:
     averages, squares, steps = states
     adam(
-        parameters,
-        gradients,
-        averages,
-        squares,
-        [],
-        steps,
+        *(parameters, gradients, averages, squares, [], steps),
         foreach=False,
         capturable=True,
-        decoupled_weight_decay=bool(settings.get("decoupled_weight_decay")),
         amsgrad=False,
-        beta1=settings["betas"][0],
-        beta2=settings["betas"][1],
+        beta1=betas[0],
+        beta2=betas[1],
         lr=lr,
-        weight_decay=settings["weight_decay"],
-        eps=settings["eps"],
-        maximize=settings["maximize"],
+        **settings,
     )
-
-
-def _adamw(
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    states: list[list[Tensor]],
-    lr: Tensor,
-    settings: dict[str, Any],
-) -> None:
-    _adam(parameters, gradients, states, lr, {**settings, "decoupled_weight_decay": True})
 
 
 def _sgd(
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    states: list[list[Tensor]],
-    lr: Tensor,
-    settings: dict[str, Any],
+    parameters: list[Tensor], gradients: list[Tensor], states: list[list[Tensor]], lr: Tensor, **settings: Any
 ) -> None:
-    sgd(
-        parameters,
-        gradients,
-        states[0] if states else [None] * len(parameters),  # type: ignore[arg-type]  # without momentum
-        foreach=False,
-        fused=False,
-        weight_decay=settings["weight_decay"],
-        momentum=settings["momentum"],
-        lr=lr,  # type: ignore[arg-type]  # a tensor is taken, too
-        dampening=settings["dampening"],
-        nesterov=settings["nesterov"],
-        maximize=settings["maximize"],
-    )
-
-
-_STEPS: dict[type[Optimizer], Callable[..., None]] = {AdamW: _adamw, Adam: _adam, SGD: _sgd}
+    momenta: Any = states[0] if states else [None] * len(parameters)  # without momentum
+    rate: Any = lr  # a tensor is taken, too
+    sgd(parameters, gradients, momenta, foreach=False, fused=False, lr=rate, **settings)

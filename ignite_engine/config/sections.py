@@ -242,7 +242,7 @@ class UpdateSection(Section):
     grad_scaler: dict[str, Any] | None = None  # options of torch.amp.GradScaler, for fp16
     non_finite: Literal["skip", "stop", "rollback"] | None = None  # where a loss or gradient is not; default: a warning
     max_skips: Count = 10  # iterations that non_finite leaves out at most
-    capture: bool | Literal["auto"] = False  # graphs of torch.compile: faster, other bits; auto: where it is faster
+    capture: bool = False  # graphs of torch.compile: faster, other bits
 
     @model_validator(mode="after")
     def _one_size_of_an_update(self) -> UpdateSection:

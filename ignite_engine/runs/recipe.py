@@ -130,10 +130,6 @@ def build_run(config: Config, task: Task | None = None) -> Run:
         )
         schedules = make_schedules(config, task, optimizers, total)
         directory = RunDirectory(config.directory)
-        if config.update.capture:
-            from ignite_engine.capture import keep_compiled_code_in  # torch's compiler, which takes a second to import
-
-            keep_compiled_code_in(directory.graphs)
         length = {"max_iters": config.run.max_iterations, "max_epochs": config.run.max_epochs}
         run = Run(
             trainer,

@@ -81,8 +81,8 @@ class Update:
             then keeps no gradients of whole layers in between.
         loss_parallel: forward and backward run in torch's ``loss_parallel``: the cross-entropy of logits that are
             sharded by class, which are not gathered.
-        capture: forward, backward, clip and step as graphs of ``torch.compile``, which is faster and has other bits:
-            ``True``; or ``auto``, where it is at least 5 % faster. See ``docs/captured_updates.md``.
+        capture: forward, backward, clip and step as graphs of ``torch.compile``, which is faster and has other bits;
+            on one process. See ``docs/captured_updates.md``.
 
     ``state.output`` becomes a dict of detached device scalars: ``loss``, this rank's weighted sum, scaled so that
     its mean over ranks is the weighted mean of the whole group (on one process it is that mean); ``grad_norm``,
@@ -113,7 +113,7 @@ class Update:
         rank_invariant: bool = False,
         reduce_each_micro_batch: bool = False,
         loss_parallel: bool = False,
-        capture: bool | str = False,
+        capture: bool = False,
     ) -> None:
         check_type("model", model, isinstance(model, nn.Module), "a module")
         refuse_lazy(model)
@@ -152,8 +152,8 @@ class Update:
         self._generators = OwnGenerators(lambda: {"model": held.model, **owners_in(this())})
         self._capture: Capture | None = None
         self._accumulation = self._chosen_accumulation()
-        if capture is not False:
-            self._accumulation = self._capture = self._captured(capture)
+        if capture:
+            self._accumulation = self._capture = self._captured()
 
     def _chosen_accumulation(self) -> Accumulate:
         forward_backward = self._forward_backward
@@ -171,27 +171,22 @@ class Update:
             return with_peers
         return Plain(forward_backward, self.device, weightless=with_peers)
 
-    def _captured(self, capture: bool | str) -> Capture:
-        from ignite_engine.capture import CAPTURE_MODES, Capture
+    def _captured(self) -> Capture:
+        from ignite_engine.capture import Capture  # torch's compiler, which takes a second to import
+        from ignite_engine.capture.compiling import not_captured
+        from ignite_engine.capture.step import StepGraph
 
-        if capture not in CAPTURE_MODES:
-            raise ValueError(f"capture must be True, False or 'auto', got {capture!r}.")
-        refusal = None
         if self._invariance is not None or self.loss_parallel:
-            refusal = f"{'rank_invariant' if self._invariance is not None else 'loss_parallel'} is on"
+            raise not_captured(f"{'rank_invariant' if self._invariance is not None else 'loss_parallel'} is on")
+        steps_as_it_is = self.scaler is not None or self.non_finite is not None
         return Capture(
             self._accumulation,
             self._forward_backward,
             self.optimizers,
-            required=capture is True,
             device=self.device,
-            parameters=self._parameters,
             precision=self.precision,
-            clip_norm=self.clip_norm,
-            log_grad_norm=self.log_grad_norm,
             scaler=self.scaler,
-            eager_step=self.scaler is not None or self.non_finite is not None,
-            refusal=refusal,
+            step=None if steps_as_it_is else StepGraph(self.clip_norm, self.log_grad_norm),
         )
 
     @property
@@ -298,7 +293,7 @@ class Update:
         if self._invariance is not None:
             yield "rank_invariant", self._invariance, True
         if self._capture is not None:
-            yield "capture", self._capture, self._capture.is_same_on_all_ranks
+            yield "capture", self._capture, True
 
     def run_starts(self) -> None:
         """A run starts: what depends on the number of ranks is computed again."""
@@ -349,10 +344,14 @@ class Update:
         handlers = engine._event_handlers
         if handlers.get(TrainingEvents.OPTIMIZER_STEP_STARTED):
             engine.fire_event(TrainingEvents.OPTIMIZER_STEP_STARTED)
-        norm = None
-        clip_and_step = None if self._capture is None else self._capture.clip_and_step
-        if clip_and_step is not None:
-            pass  # in the graph
+        stepped, norm = False, None
+        if self._capture is not None and (clip_and_step := self._capture.clip_and_step) is not None:
+            self.stepping = True
+            stepped, norm = clip_and_step(self.optimizers)
+            if norm is not None:
+                output["grad_norm"] = norm
+        if stepped:
+            pass  # clipped in the graph, too
         elif self.clip_norm is not None:
             norm = output["grad_norm"] = clip_gradients(self._parameters.in_order_of(self.model), self.clip_norm)
         elif self.log_grad_norm or (self.non_finite is not None and self.scaler is None):
@@ -368,11 +367,9 @@ class Update:
             for module in self._sharded:
                 module.reshard()
             self.stepping = True
-            if clip_and_step is None:
+            if not stepped:
                 for optimizer in self.optimizers.values():
                     step(optimizer)
-            elif (norm := clip_and_step()) is not None:
-                output["grad_norm"] = norm
             self.stepping = False
         if self.scaler is not None:
             self.scaler.adjust()
