@@ -71,7 +71,6 @@ BENCHMARKS = (
     Benchmark("save_and_load", "saves and restores of 604 MB", "--rounds 15", "--rounds 2 --width 64"),
     Benchmark("mirror", "training beside uploads", "", "--rounds 1 --iterations 60 --mib 1"),
     Benchmark("follower", "training beside a follower", "", "--rounds 2 --iterations 60 --mib 1"),
-    Benchmark("delta_saves", "tables saved by changed rows", "--mib 256 --rounds 15", "--mib 4 --rounds 2"),
     Benchmark("ddp", "a step on two ranks", "--rounds 20", "--rounds 2 --steps 3"),
     Benchmark(
         "rank_invariant", "the same bits on any number of ranks", "--rounds 15 --steps 8", "--rounds 2 --steps 2"

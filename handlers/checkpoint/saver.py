@@ -29,13 +29,11 @@ from ignite_engine.checkpointing import (
     filesystem,
 )
 from ignite_engine.checkpointing.background import ChangedWhileCopied
-from ignite_engine.checkpointing.changed_rows import ChangedRows
-from ignite_engine.checkpointing.contents import Extracted, extracted, tensors_to_save
+from ignite_engine.checkpointing.contents import Extracted, check_parts, extracted
 from ignite_engine.checkpointing.layout import MEMORY_TOKEN
 from ignite_engine.checkpointing.manifest import Facts
 from ignite_engine.checkpointing.memories import has_memory
-from ignite_engine.checkpointing.save_filter import check_patterns
-from ignite_engine.errors import one_line, shortened
+from ignite_engine.errors import one_line
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.handlers.checkpoint.times import Times, Transfer
 from ignite_engine.ranks import agreement
@@ -76,7 +74,6 @@ class Saver:
         """A run was resumed or started: :attr:`run_id` is its own."""
         self._saving: BackgroundSave[Path] | None = None
         self._before_step: RemovableEventHandle | None = None
-        self._changed_rows = ChangedRows(self.store.directory, options.delta_rows)
         self._snapshot = Snapshot()
         self._copies_late = True
         self._pruning: threading.Thread | None = None
@@ -139,7 +136,6 @@ class Saver:
                 group = self._lock.enter_context(agreement.lent_group("checkpoints"))
                 self.store = CheckpointStore(self.store.directory, group)
             self.filter.check(trainer.registry.capture, trainer.registry.kinds)
-            check_patterns(self._changed_rows.patterns, trainer.registry.capture, trainer.registry.kinds)
             agreement.agreed(lambda: self._check_registered(trainer))
             agreement.agreed(lambda: self._take_folder(trainer) if agreement.rank() == 0 else None)
             self.store.sweep()
@@ -179,7 +175,7 @@ class Saver:
 
     def elsewhere(self, directory: str | Path) -> Saver:
         """A saver of the same run into another folder, where nothing is pruned."""
-        other = Saver(directory, replace(self.options, keep_last=sys.maxsize, delta_rows=()))
+        other = Saver(directory, replace(self.options, keep_last=sys.maxsize))
         other.run_id, other.has_run, other.parent = self.run_id, self.has_run, self.parent
         other.times = self.times
         return other
@@ -211,13 +207,7 @@ class Saver:
         """Refuse what no checkpoint could hold before it is trained for."""
         own = {"data", "rng", "trainer"}  # the state of a loader may start its workers
         states = {name: obj.state_dict() for name, obj in trainer.registry.objects.items() if name not in own}
-        parts = self.filter(states, trainer.registry.kinds)[0]
-        whole = self._changed_rows.stay_whole(parts, tensors_to_save(parts), trainer.registry.kinds)
-        if whole and agreement.rank() == 0:
-            logger.warning(
-                "delta_rows: %s are saved whole each time, as they are sharded, share memory, or are not contiguous.",
-                shortened(whole),
-            )
+        check_parts(self.filter(states, trainer.registry.kinds)[0])
 
     def save(
         self,
@@ -289,17 +279,10 @@ class Saver:
             "run_id": self.run_id,
             "evaluated_with": trainer.registry.evaluated_with(),
         }
-        if not (background or self.options.delta_rows):
+        if not background:
             return shared, local, Extracted(), facts  # the store takes it out
-        take_tables = partial(
-            self._changed_rows.take, kinds=kinds, iteration=trainer.state.iteration, writes=agreement.rank() == 0
-        )
-        shared, local, taken = extracted(shared, local, take_tables)
-        if background:
-            shared, local, taken = taken.copied(
-                shared, local, partial(self._snapshot.take, late=self._is_late(trainer))
-            )
-        return shared, local, taken, facts
+        shared, local, taken = extracted(shared, local)
+        return *taken.copied(shared, local, partial(self._snapshot.take, late=self._is_late(trainer))), facts
 
     def parts(self, trainer: Trainer) -> tuple[Mapping[str, Any], Mapping[str, Any], dict[str, list[str]]]:
         """What a checkpoint of this step boundary holds: shared parts, this rank's own; and names that are left out."""
@@ -387,7 +370,6 @@ class Saver:
                 raise result
             with self.times.waiting():
                 path = result()
-            self._changed_rows.committed(path)
         except CheckpointError as error:
             self._copies_late &= not isinstance(error, ChangedWhileCopied)
             state.checkpoints -= 1

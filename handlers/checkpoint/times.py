@@ -21,7 +21,7 @@ class Transfer:
     @classmethod
     def of(cls, manifest: Manifest, seconds: float) -> Transfer:
         """The transfer of a checkpoint that was read, with the files that it needs of other checkpoints."""
-        return cls(sum(file.bytes for file in (*manifest.files.values(), *manifest.needs.values())), seconds)
+        return cls(sum(file.bytes for file in manifest.files.values()), seconds)
 
     def __str__(self) -> str:
         return f"{in_units(self.bytes)} in {self.seconds:.3g} s, {in_units(round(self.bytes / self.seconds))}/s"

@@ -163,15 +163,13 @@ class Commit:
         plain = self._directory / names.checkpoint_name(self._iteration)
         if committed == plain:
             return plain
-        checkpoints = names.scan(self._directory)[0]
-        same = [checkpoint for checkpoint in checkpoints if checkpoint.iteration == self._iteration]
-        needed = {name for checkpoint in checkpoints for name in checkpoint.manifest.needed}
+        same = [checkpoint for checkpoint in names.scan(self._directory)[0] if checkpoint.iteration == self._iteration]
         try:
             with unused(checkpoint.path for checkpoint in superseded(same)) as free:
-                names.discard([path for path in sorted(free) if path.name not in needed])
+                names.discard(sorted(free))
         except OSError as error:  # the new one is committed
             logger.warning("A checkpoint that %s replaces cannot be deleted: %s.", committed, one_line(error))
-        # a healthy one that a broken one does not replace, one that others need or read, or one that cannot be read
+        # a healthy one that a broken one does not replace, one that others read, or one that cannot be read
         if os.path.lexists(plain):
             return committed
         filesystem.rename(committed, plain)
@@ -203,7 +201,6 @@ class Commit:
             ),
             "pinned": any(manifest.pinned for manifest in same),
             "environment": {**environment_values(self._ranks.world_size), **self._contents.environment},
-            "needs": dict(self._contents.needs),
         }
         return Manifest(**{**self._facts, **known})  # type: ignore[arg-type]  # keys and types are those of Facts
 

@@ -17,7 +17,6 @@ from ignite_engine.errors import CheckpointError, one_line
 
 logger = logging.getLogger(__name__)
 
-SHARED_FILE = "shared.pt"
 MEMORY_TOKEN = ".memory"
 """Names the copies of a run's state in shared memory."""
 _COMMITTED = re.compile(r"iteration_(\d{8,})(?:\.\d+)?")
@@ -33,13 +32,12 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank}.pt"
 
 
-RANK_FILE = re.compile(r"rank_\d+\.pt")
+def shared_file(number: int) -> str:
+    """Name of a file with parts that the ranks share; there are several where several writers were asked for."""
+    return f"shared_{number}.pt" if number else "shared.pt"
 
 
-def file_of(checkpoint: Path, name: str) -> Path:
-    """Where a file is: its name in the checkpoint, or checkpoint and name of one that the checkpoint needs."""
-    # not its parent: the parent of "." is "."
-    return Path(os.path.normpath(checkpoint / ".." / name)) if "/" in name else checkpoint / name
+RANK_FILE, SHARED_FILE = re.compile(r"rank_\d+\.pt"), re.compile(r"shared(_\d+)?\.pt")
 
 
 def checkpoint_name(iteration: int) -> str:

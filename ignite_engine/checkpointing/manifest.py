@@ -23,7 +23,6 @@ from ignite_engine.errors import CheckpointError, one_line
 FORMAT_VERSION = 6
 OLDEST_READABLE_VERSION = 6
 MANIFEST_NAME = "manifest.json"
-_NEEDED_FILE = re.compile(r"iteration_\d{8,}(\.\d+)?/[a-z]+_\d+\.pt")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -84,15 +83,7 @@ class Manifest:
     """The part of the average that took the place of the weights, by the name of the evaluation; others have none."""
     run_id: str | None = None
     """The same for all checkpoints of a run, however often it was resumed; another one for each fresh start."""
-    needs: dict[str, FileRecord] = field(default_factory=dict)
-    """Files of the checkpoints beside it that it is loaded with, such as ``iteration_00000100/tables_0.pt``, the oldest
-    first; empty: it is whole."""
     format_version: int = FORMAT_VERSION
-
-    @property
-    def needed(self) -> list[str]:
-        """Names of the checkpoints beside it that it needs, the oldest first."""
-        return list(dict.fromkeys(name.partition("/")[0] for name in self.needs))
 
     def weights_of(self, metric: str) -> str:
         """The weights with which a metric was measured: ``raw``, or the part of an average."""
@@ -168,7 +159,6 @@ def _parse(path: str | Path, content: dict[str, Any]) -> Manifest:
     try:
         values = {name: value for name, value in content.items() if name in hints}
         values["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
-        values["needs"] = {name: FileRecord(**record) for name, record in content["needs"].items()}
         values["metrics"] = {name: float(value) for name, value in content["metrics"].items()}
         manifest = Manifest(**values)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -183,10 +173,7 @@ def _parse(path: str | Path, content: dict[str, Any]) -> Manifest:
     for name in manifest.files:  # such as ../../other, which must never lead out of the checkpoint
         if not _FILE_NAME.fullmatch(name):
             raise CheckpointError(f"{path} is damaged: {name!r} is not the name of a file beside it.")
-    for name in manifest.needs:
-        if not _NEEDED_FILE.fullmatch(name):
-            raise CheckpointError(f"{path} is damaged: {name!r} is not a file of a checkpoint beside it.")
-    for record in chain(manifest.files.values(), manifest.needs.values()):
+    for record in manifest.files.values():
         if record.algorithm not in HASHES:
             raise CheckpointError(
                 f"{path} names the hash {record.algorithm!r}, this release knows {', '.join(HASHES)}: "

@@ -19,17 +19,6 @@ def memory_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def is_row_major(tensor: Tensor) -> bool:
-    """Whether a tensor is nothing but its shape, its type and its values, which fill its memory in row-major order."""
-    return (
-        type(tensor) is Tensor
-        and tensor.dim() > 0
-        and tensor.is_contiguous()
-        and tensor.untyped_storage().nbytes() == tensor.nbytes
-        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
-    )
-
-
 def compacted(tensors: Iterable[Tensor]) -> tuple[dict[int, Tensor], int]:
     """Copies of views into a memory that they do not fill together, by the ``id`` of the view; and the bytes of all.
 

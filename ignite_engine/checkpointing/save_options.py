@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal, TypedDict
 
-from ignite_engine.checkpointing.changed_rows import table_patterns
 from ignite_engine.checkpointing.manifest import Facts
 from ignite_engine.checkpointing.retention import Retention, usual_mode
 from ignite_engine.checkpointing.save_filter import SaveFilter
@@ -27,7 +26,6 @@ class SaveKeywords(TypedDict, total=False):
     exclude: Iterable[str]
     keep_fn: Callable[[str, str, Any], bool] | None
     save_at_end: bool
-    delta_rows: Iterable[str]
     background: bool
     when_busy: Literal["wait", "skip"]
     writers: int | None
@@ -55,16 +53,13 @@ class SaveOptions:
             A resumed run has it as it was built, so it must not be trained; the reproducibility report names it.
         keep_fn: ``keep_fn(part, name, value)``, called for each name inside a part; False leaves it out, too.
         save_at_end: save where the run completes, too, whatever the event; a stop always saves.
-        delta_rows: names of large tables, such as ``embedding.*``, of which a checkpoint holds only the rows that
-            changed since the one before, with a full base now and then; so do the optimizer's state of them and their
-            averages, unless a part is named: ``model:embedding.*``. It holds a second copy of them in host memory.
         background: write while training continues. It holds a second copy of the state in host memory. With
             ``Update`` or ``Updates`` the optimizers' state is copied beside the next forward and backward, the rest at
             once; with an update function of your own training waits for the whole copy.
         when_busy: what a save that is due does while the previous one is still being written; ``wait`` or ``skip``
             (never a best one, one that was requested, or the last).
-        writers: files that a rank hashes and writes at once, each in a thread. With more than one, tensors of 1 MiB and
-            more that the ranks share are in so many files of their own. None: 1.
+        writers: threads in which a rank hashes and writes its files; the parts that the ranks share (model,
+            optimizer, average) are spread over so many files. None: 1.
         on_exception: save also when the update or a handler raises, if nothing of the iteration was applied yet; on
             one process only. A resume from there is not bit for bit, so ``strict`` excludes it.
         strict: refuse to start, or to resume, what cannot be resumed bit for bit.
@@ -90,7 +85,6 @@ class SaveOptions:
     exclude: Iterable[str] = ()
     keep_fn: Callable[[str, str, Any], bool] | None = None
     save_at_end: bool = True
-    delta_rows: Iterable[str] = ()
     background: bool = False
     when_busy: Literal["wait", "skip"] = "wait"
     writers: int | None = None
@@ -125,12 +119,12 @@ class SaveOptions:
                 "strict refuses to resume what on_exception saves, where random numbers are those of the exception: "
                 "choose one of them."
             )
-        for name in ("labels", "exclude", "delta_rows"):
+        for name in ("labels", "exclude"):
             given: Iterable[str] = getattr(self, name)
             if isinstance(given, str):
                 raise ValueError(f"{name} is a list, got {given!r}: write [{given!r}].")
             object.__setattr__(self, name, tuple(given))  # an iterator would be used up by the first save
-        _ = self.retention, self.filter, table_patterns(self.delta_rows)  # check their settings
+        _ = self.retention, self.filter  # check their settings
 
     @property
     def retention(self) -> Retention:

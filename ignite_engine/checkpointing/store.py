@@ -148,7 +148,7 @@ class CheckpointStore:
             return reversed(readable)
 
         def problem(checkpoint: CheckpointInfo) -> str:
-            wanted = (names.SHARED_FILE, names.rank_file(0)) if keep else ()
+            wanted = _files_of(checkpoint.manifest, 0) if keep else ()
             found = self._verification.problems(checkpoint.path, checkpoint.manifest, wanted)
             unhealthy = healthy_only and not checkpoint.manifest.healthy
             return "; ".join(found) or ("its weights are not finite" if unhealthy else "")
@@ -199,28 +199,26 @@ class CheckpointStore:
         """
         path = Path(path)
         manifest = names.manifest_of(path)
-        loaded: list[dict[str, Any]] = []
-        for name in (names.SHARED_FILE, names.rank_file(rank)):
-            record = manifest.files.get(name)
-            if record is None or (name == names.SHARED_FILE and not shared):
-                loaded.append({})
-                continue
+        merged: dict[str, Any] = {}
+        local: dict[str, Any] = {}
+        for name in _files_of(manifest, rank, shared=shared):
+            record = manifest.files[name]
             parts = None if mmap else self._verification.take_parts(path / name, record)
             if parts is None:
                 verified = self._verification.is_sound(path / name, record)
                 parts = read_parts(path / name, record, verified=verified, mmap=mmap)
-            loaded.append(parts)
+            (local if name == names.rank_file(rank) else merged).update(parts)
 
         def problem(name: str) -> str | None:
-            return self._verification.problem_in(path, manifest, name)
+            return self._verification.problem(path / name, manifest.files[name])
 
-        parts, local = joined(path, manifest, problem, loaded[0] if shared else None, loaded[1], whole=whole)
+        parts, local = joined(path, manifest, problem, merged, local, whole=whole)
         return Loaded(path, manifest, parts, local)
 
     def apply(self, retention: Retention) -> list[Path]:
         """Delete what ``retention`` does not keep; a collective. Call it after a save, never before.
 
-        Damaged checkpoints are neither counted nor deleted; one that a process reads, and what that one needs, is left
+        Damaged checkpoints are neither counted nor deleted; one that a process reads is left
         to the next call. Nothing is deleted before one of those that are kept was
         verified (a healthy one, if there is any); files hashed while they were written are not read again.
 
@@ -295,17 +293,14 @@ class CheckpointStore:
                 (checkpoint for checkpoint in leaving if check.is_valid(checkpoint.path, checkpoint.manifest)), None
             )
             to_delete = [checkpoint for checkpoint in to_delete if checkpoint is not kept_valid]
-        needed = {name for checkpoint in sound if checkpoint not in to_delete for name in checkpoint.manifest.needed}
-        return [checkpoint for checkpoint in to_delete if checkpoint.path.name not in needed]
+        return to_delete
 
     def _prune(self, retention: Retention) -> list[Path]:
         to_delete = self.to_delete(retention)
         with unused(checkpoint.path for checkpoint in to_delete) as free:
-            read = [checkpoint for checkpoint in to_delete if checkpoint.path not in free]
-            kept = {name for checkpoint in read for name in (checkpoint.path.name, *checkpoint.manifest.needed)}
-            gone = [checkpoint.path for checkpoint in to_delete if checkpoint.path.name not in kept]
+            gone = [checkpoint.path for checkpoint in to_delete if checkpoint.path in free]
             if gone:
-                names.discard(gone[::-1])  # none that another one needs goes before it
+                names.discard(gone)
         for path in gone:
             self._verification.forget(path)
         return gone
@@ -313,6 +308,15 @@ class CheckpointStore:
     def _not_saved(self, iteration: int, causes: str) -> str:
         earlier = "earlier checkpoints are untouched" if self.checkpoints() else "there is no earlier one"
         return f"The checkpoint of iteration {iteration} was not saved in {self.directory}: {causes}; {earlier}."
+
+
+def _files_of(manifest: Manifest, rank: int, *, shared: bool = True) -> list[str]:
+    """The files of the shared parts and of those of one rank."""
+    return [
+        name
+        for name in manifest.files
+        if name == names.rank_file(rank) or (shared and names.SHARED_FILE.fullmatch(name))
+    ]
 
 
 def _rewritten(

@@ -9,7 +9,6 @@ from typing import Any
 
 from ignite_engine.checkpointing.contents import check_whole
 from ignite_engine.checkpointing.filesystem import FileRecord, Signature, hash_file, open_regular, signature
-from ignite_engine.checkpointing.layout import file_of
 from ignite_engine.checkpointing.manifest import Manifest, read_manifest
 from ignite_engine.checkpointing.part_file import compare, plain_data_problem, read_verified
 from ignite_engine.checkpointing.threads import in_threads
@@ -44,7 +43,6 @@ class Verification:
         read = in_threads(
             lambda name: self._read(checkpoint / name, manifest.files[name], name in keep), manifest.files
         )
-        read += in_threads(lambda name: self.problem_in(checkpoint, manifest, name), manifest.needs)
         return list(dict.fromkeys(filter(None, read))) or self._missing_pieces(checkpoint, manifest)
 
     def take_parts(self, path: Path, record: FileRecord) -> dict[str, Any] | None:
@@ -57,22 +55,14 @@ class Verification:
         found = self._known(path, record)
         return self._read(path, record) if found is None else found[2]
 
-    def problem_in(self, checkpoint: Path, manifest: Manifest, name: str) -> str | None:
-        """As :meth:`problem`, of one of a checkpoint's files or of those that it needs."""
-        path = file_of(checkpoint, name)
-        if name in manifest.files:
-            return self.problem(path, manifest.files[name])
-        found = "it is a symbolic link" if path.parent.is_symlink() else self.problem(path, manifest.needs[name])
-        return f"it needs {path.parent.name}, of which {found}" if found else None
-
     def is_valid(self, checkpoint: Path, manifest: Manifest) -> bool:
         """Whether all files have the right hash; a file verified before and unchanged since is not read again."""
-        return not any(self.problem_in(checkpoint, manifest, name) for name in (*manifest.files, *manifest.needs))
+        return not any(self.problem(checkpoint / name, record) for name, record in manifest.files.items())
 
     def looks_sound(self, checkpoint: Path, manifest: Manifest) -> bool:
         """Whether all files are there in their right size and none is known to be damaged. Reads nothing."""
-        for name, record in {**manifest.files, **manifest.needs}.items():
-            path = file_of(checkpoint, name)
+        for name, record in manifest.files.items():
+            path = checkpoint / name
             status = signature(path)
             if status is None or status[1] != record.bytes or self.known_problem(path, record):
                 return False

@@ -112,7 +112,6 @@ def _row(checkpoint: CheckpointInfo, names: list[str]) -> tuple[str, ...]:
         f"{key} {value:.5g}" for key, value in manifest.metrics.items() if key.partition("/")[0] not in _NOT_RESULTS
     ]
     state = [*names, "pinned"] if manifest.pinned else names
-    state += [f"needs {shortened(manifest.needed[::-1], 1)}"] if manifest.needs else []
     state += [] if manifest.healthy else ["weights not finite"]
     state.append("exact" if manifest.exact else f"not exact: {shortened(manifest.reproducibility, 1)}")
     labels = ", ".join(manifest.labels)

@@ -162,7 +162,7 @@ def verified(text: str) -> dict[Path, list[str]]:
 
 def _problems(remote: Remote, checkpoint: CheckpointInfo, moved: Throttle) -> list[str]:
     name, manifest = checkpoint.path.name, checkpoint.manifest
-    records = {f"{name}/{file}": record for file, record in manifest.files.items()} | manifest.needs
+    records = {f"{name}/{file}": record for file, record in manifest.files.items()}
     problems = [remote.problem(file, record, moved) for file, record in records.items()]
     return [problem for problem in problems if problem]
 

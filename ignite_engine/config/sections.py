@@ -344,12 +344,11 @@ class CheckpointSection(Section):
     save_at_end: bool = True  # also where the run completes
     background: bool = False  # written while training continues; holds a second copy of the state in host memory
     when_busy: Literal["wait", "skip"] = "wait"  # a save that is due while one is being written in the background
-    writers: Count | None = None  # files that a rank hashes and writes at once; default: 1
+    writers: Count | None = None  # threads and files of a rank's save; default: 1
     on_exception: bool = False  # also when the update or a handler raises; one process only
     strict: bool = False  # refuse to start, or to resume, what cannot be resumed bit for bit
     memory: Count | Literal["auto"] | None = None  # iterations between copies in shared memory
     labels: list[str] | None = None  # labels of every checkpoint
-    delta_rows: list[str] | None = None  # tables whose changed rows alone are saved, such as embedding.*
     exclude: list[str] | None = None  # what is not saved: parts, or names in them, such as model:backbone.*
     ignore: list[str] | None = None  # parts of the run's own newest checkpoint that a resume leaves out
     override: dict[str, Any] | None = None  # settings of optimizers that a resume changes, such as optimizer.lr: 1e-4

@@ -150,8 +150,7 @@ def _disk(registry: Registry, entries: Sequence[Attached], length: Length) -> tu
             )
         lines.append(
             f"Disk: a checkpoint has {size:,} bytes of tensors{' and more after the first step' if more else ''}"
-            f"{', or only the rows that changed' if options.delta_rows else ''}; in {store.directory} at most "
-            f"{needed}{room}."
+            f"; in {store.directory} at most {needed}{room}."
         )
     return lines, too_large
 

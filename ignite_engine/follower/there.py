@@ -162,8 +162,7 @@ class There:
             name = checkpoint.path.name
             if name in self._holds:
                 self._holds.remove(name)
-            needed = {name, *checkpoint.manifest.needed}  # a delta's base is not fetched again
-            discard([fetched.path for fetched in scan(self._fetched)[0] if fetched.path.name not in needed])
+            discard([fetched.path for fetched in scan(self._fetched)[0] if fetched.path.name != name])
 
     def begin(self, log: FollowedLog) -> None:
         """Refuse a second follower, and take what one on another machine has measured; a collective.

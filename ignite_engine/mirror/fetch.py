@@ -51,7 +51,7 @@ def newer_than_local(there: Sequence[CheckpointInfo], directory: Path) -> list[C
 
 
 class Fetch:
-    """The fetch of one checkpoint, and of those that it needs, into a folder of checkpoints.
+    """The fetch of one checkpoint into a folder of checkpoints.
 
     Args:
         directory: is made if it is missing.
@@ -61,22 +61,12 @@ class Fetch:
         self._remote, self._directory, self._name, self._parallel = remote, directory, name, parallel
 
     def missing(self) -> list[tuple[str, Manifest]]:
-        """Which checkpoints are to be fetched, the oldest first; what is here and sound is not.
+        """Which checkpoint is to be fetched.
 
         Raises:
-            Torn: one of them is not there.
+            Torn: it is not there.
         """
-        manifest = self._manifest(self._name)
-        verification = Verification()
-        found: list[tuple[str, Manifest]] = []
-        for needed in manifest.needed:
-            records = {name: record for name, record in manifest.needs.items() if name.startswith(f"{needed}/")}
-            if any(verification.problem(self._directory / name, record) for name, record in records.items()):
-                theirs = self._manifest(needed)
-                if any(theirs.files.get(name.partition("/")[2]) != record for name, record in records.items()):
-                    raise Torn(f"{needed}, which {self._name} needs, is another one there")
-                found.append((needed, theirs))
-        return [*found, (self._name, manifest)]
+        return [(self._name, self._manifest(self._name))]
 
     def _manifest(self, name: str) -> Manifest:
         try:

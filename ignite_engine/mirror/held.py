@@ -20,7 +20,7 @@ _HELD = "held"
 
 @dataclass(frozen=True)
 class Held:
-    """A checkpoint and those that it needs, the oldest first."""
+    """A checkpoint."""
 
     checkpoint: Path
     manifests: dict[str, Manifest]
@@ -55,14 +55,13 @@ class Held:
 
 
 def hold(checkpoint: Path) -> Held:
-    """Link the files of a committed checkpoint and of those that it needs.
+    """Link the files of a committed checkpoint.
 
     Raises:
         CheckpointError: a manifest cannot be read.
     """
     manifest = manifest_of(checkpoint)
-    names = (*manifest.needed, checkpoint.name)
-    manifests = {name: manifest_of(checkpoint.parent / name) for name in names}
+    manifests = {checkpoint.name: manifest}
     links, lock = checkpoint.parent / FOLDER / _HELD / secrets.token_hex(4), contextlib.ExitStack()
     try:
         links.mkdir(parents=True)

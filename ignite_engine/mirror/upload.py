@@ -130,7 +130,7 @@ class Contents:
             self.add_measured(notes.lines)
             now = self._leaving(self._retention, newest, notes.held)
             leaving = [name for name in leaving if name in now]
-        for name in leaving:  # none that another one needs goes before it
+        for name in leaving:
             self.complete.pop(name, None)
             self.remote.delete(name)
             self._names.discard(name)
@@ -143,7 +143,7 @@ class Contents:
         ]
         kept = retention.kept(sorted(mine, key=order))
         kept += [checkpoint for checkpoint in mine if checkpoint.path.name in held]
-        staying = {name for checkpoint in kept for name in (checkpoint.path.name, *checkpoint.manifest.needed)}
+        staying = {checkpoint.path.name for checkpoint in kept}
         others = {name for name, manifest in self.complete.items() if manifest.run_id != run}
         return sorted(self._names - staying - others - {newest}, reverse=True)
 

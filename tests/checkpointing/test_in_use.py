@@ -20,7 +20,6 @@ from ignite_engine.checkpointing.weights_source import read_named
 from ignite_engine.cli.arguments import main
 from tests.checkpointing.file_faults import start_child, wait_for
 from tests.checkpointing.states import holds, save, shared_parts
-from tests.checkpointing.tables import Saving
 
 BY_LOSS = Retention(keep_last=1, best="val/loss")
 
@@ -96,15 +95,6 @@ def test_what_is_read_is_pruned_when_it_has_been_read(tmp_path: Path) -> None:
     assert store.apply(Retention(keep_last=1)) == [first] and second.exists()
     with in_use.in_use(first) as is_there:
         assert not is_there
-
-
-def test_what_one_that_is_read_needs_stays_too(tmp_path: Path) -> None:
-    saving = Saving(tmp_path)
-    chain = [saving.save(iteration) for iteration in (3, 4, 5)]
-    latest = save(saving.store, 6)
-    with in_use.in_use(chain[1]):
-        assert CheckpointStore(tmp_path).apply(Retention(keep_last=1)) == [chain[2]]
-    assert CheckpointStore(tmp_path).apply(Retention(keep_last=1)) == chain[:2] and latest.exists()
 
 
 def test_saved_again_while_it_is_read_both_stay_until_the_next_prune(tmp_path: Path) -> None:

@@ -52,7 +52,6 @@ WRONG_TYPES: dict[str, list[Any]] = {
     "environment": [None, []],
     "left_out": [None, [], {"model": None}],
     "kinds": [None, {"model": 1}],
-    "needs": [None, [], {"iteration_00000100/tables_0.pt": None}, {"iteration_00000100/tables_0.pt": {"bytes": "3"}}],
     "best": ["loss", {"metric": "loss"}, {"metric": 1, "mode": "min"}],
 }
 

@@ -20,7 +20,6 @@ from ignite_engine.checkpointing import CheckpointStore, LoadPlan
 from ignite_engine.cli import main
 from ignite_engine.handlers import EMA, Checkpoint
 from tests.builders import linear, mse, numbers_loader, one
-from tests.checkpointing.tables import Saving, parts
 from tests.faults.commands import Command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,30 +136,6 @@ def test_verify_names_the_damaged_file_and_ends_with_1(run: Path, say: Say) -> N
     (run / "checkpoints" / "iteration_00000004" / "manifest.json").unlink()
     code, lines = say("verify", run / "checkpoints" / "iteration_00000004")
     assert code == 1 and "has no manifest.json" in lines[0]
-
-
-def test_a_chain_of_rows_is_listed_verified_compared_exported_and_pruned(tmp_path: Path, say: Say) -> None:
-    full, chain = Saving(tmp_path / "full"), Saving(tmp_path / "chain")
-    for iteration in (3, 4, 5):
-        chain.save(iteration)
-    full.save(5)
-    assert [line.split("  ")[-1].strip() for line in say("list", tmp_path / "chain")[1][1:]] == [
-        "exact",
-        "needs iteration_00000003; exact",
-        "last; needs iteration_00000004 and 1 more; exact",
-    ]
-    newest = tmp_path / "chain" / "iteration_00000005"
-    assert say("diff", newest, tmp_path / "full")[0] == 0
-    code, lines = say("diff", newest, tmp_path / "chain" / "iteration_00000004")
-    assert code == 1 and any("1 equal" in line or "differ" in line for line in lines)
-    assert say("export", tmp_path / "chain", "-o", tmp_path / "w.safetensors")[0] == 0
-    assert torch.equal(load_file(tmp_path / "w.safetensors")["table.weight"], parts(5)["model"]["table.weight"])
-    assert say("prune", tmp_path / "chain", "--keep-last", 1) == (0, ["3 of 3 stay"])
-    flip(tmp_path / "chain" / "iteration_00000003" / "tables_0.pt")
-    code, lines = say("verify", tmp_path / "chain")
-    assert code == 1 and lines[0].startswith("iteration_00000003  damaged: tables_0.pt has changed: ")
-    needed = "damaged: it needs iteration_00000003, of which tables_0.pt has changed: "
-    assert lines[1].startswith(f"iteration_00000004  {needed}") and lines[2].startswith(f"iteration_00000005  {needed}")
 
 
 def test_diff_of_the_same_is_0(run: Path, tmp_path: Path, say: Say) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from ignite_engine.checkpointing import CheckpointStore, Retention, SaveOptions
 from ignite_engine.checkpointing.in_use import uploads
-from ignite_engine.checkpointing.manifest import MANIFEST_NAME, read_manifest
+from ignite_engine.checkpointing.manifest import MANIFEST_NAME
 from ignite_engine.checkpointing.verification import Verification
 from ignite_engine.cli import main, mirrors
 from ignite_engine.handlers.checkpoint.mirroring import Mirroring
@@ -20,7 +20,6 @@ from ignite_engine.mirror.held import hold
 from ignite_engine.mirror.remote import Remote
 from ignite_engine.mirror.upload import Contents
 from tests.checkpointing.states import save
-from tests.mirror.runs import train
 from tests.mirror.test_upload import names, until, uploader_to
 
 
@@ -237,17 +236,6 @@ def test_a_checkpoint_that_lacks_a_file_there_is_uploaded_again(
         uploader.end()
         assert uploader.wait(20)
     assert main(["checkpoints", "verify", mirror]) == 0
-
-
-def test_a_push_replaces_nothing_of_another_run_that_has_the_name_of_a_base(tmp_path: Path, mirror: str) -> None:
-    train(tmp_path / "a", None, iterations=4, delta_rows=["*weight*"], keep_last=9)
-    train(tmp_path / "b", None, iterations=2)
-    assert main(["checkpoints", "push", str(tmp_path / "b" / "iteration_00000002"), mirror]) == 0
-    (before,) = Remote(mirror).checkpoints()[0]
-    path = tmp_path / "a" / "iteration_00000004"
-    assert read_manifest(path).needed == ["iteration_00000002"]
-    assert main(["checkpoints", "push", str(path), mirror]) == 2
-    assert Remote(mirror).checkpoints()[0] == [before]
 
 
 def test_a_push_leaves_out_what_its_run_deletes_meanwhile(

@@ -9,7 +9,6 @@ import shutil
 import signal
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,8 @@ from ignite.engine import Events
 from ignite_engine import Trainer
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore
 from ignite_engine.checkpointing.filesystem import LOCK_NAME
-from ignite_engine.checkpointing.manifest import MANIFEST_NAME, read_manifest
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.handlers.checkpoint import mirroring
-from ignite_engine.mirror.bring import bring
 from ignite_engine.mirror.followed import RUN, read_note
 from ignite_engine.mirror.remote import Remote
 from ignite_engine.ranks import signals
@@ -73,9 +70,8 @@ def test_a_run_whose_folder_is_gone_ends_with_the_bits_of_the_undisturbed_one(tm
         ({"invariant": True}, (2, 1)),
         pytest.param({"invariant": True}, (1, 3), marks=pytest.mark.slow),
         ({"layout": "fsdp", "background": True}, (2, 2)),
-        ({"delta_rows": ["0.weight"], "background": True}, (2, 2)),
     ],
-    ids=["same ranks", "fewer ranks", "more ranks", "sharded", "changed rows"],
+    ids=["same ranks", "fewer ranks", "more ranks", "sharded"],
 )
 def test_ranks_whose_folder_is_gone_end_with_the_bits_of_the_undisturbed_run(
     tmp_path: Path, s3: str, options: dict[str, Any], ranks: tuple[int, int]
@@ -284,49 +280,6 @@ def test_a_mirror_with_checkpoints_is_refused_where_a_run_must_be_new(tmp_path: 
 
     with pytest.raises(CheckpointError, match="but must_be_new was given"):
         train(tmp_path / "second", str(tmp_path / "mirror"), 4, must_be_new=True)
-
-
-def test_checkpoints_of_changed_rows_come_back_with_their_base(tmp_path: Path) -> None:
-    def rows(mirror: Any, folder: str, iterations: int) -> tuple[Trainer, Path | None]:
-        return train(tmp_path / folder, mirror, iterations, delta_rows=["0.weight"], keep_last=1)
-
-    whole, _ = rows(None, "whole", 10)
-    rows(str(tmp_path / "mirror"), "run", 7)
-    mirrored = CheckpointStore(tmp_path / "mirror").checkpoints()[-1]
-    assert mirrored.manifest.needs and CheckpointStore(tmp_path / "mirror").verify(mirrored.path) == []
-    shutil.rmtree(tmp_path / "run")
-    trainer, found = rows(str(tmp_path / "mirror"), "run", 10)
-
-    assert found is not None and found.name == "iteration_00000007"
-    assert torch.equal(weights(trainer), weights(whole))
-
-
-@pytest.mark.parametrize("file", ["tables_0.pt", "tables_1.pt"])
-def test_changed_rows_are_not_brought_with_a_base_of_which_one_file_is_another(tmp_path: Path, file: str) -> None:
-    train(tmp_path / "run", str(tmp_path / "mirror"), 7, delta_rows=["*weight*"], keep_last=1, writers=2)
-    newest = CheckpointStore(tmp_path / "mirror").checkpoints()[-1]
-    (base,) = newest.manifest.needed
-    assert f"{base}/{file}" in newest.manifest.needs and len(newest.manifest.needs) == 2
-    manifest = read_manifest(tmp_path / "mirror" / base)
-    files = manifest.files | {file: replace(manifest.files[file], bytes=1)}
-    (tmp_path / "mirror" / base / MANIFEST_NAME).write_bytes(replace(manifest, files=files).to_json())
-
-    with pytest.raises(CheckpointError, match=f"{base}, which {newest.path.name} needs, is another one there"):
-        bring(Remote(str(tmp_path / "mirror")), tmp_path / "here")
-
-
-@pytest.mark.parametrize("file", ["tables_0.pt", "tables_1.pt"])
-def test_a_base_of_which_one_file_is_missing_here_is_fetched_again(tmp_path: Path, file: str) -> None:
-    train(tmp_path / "run", str(tmp_path / "mirror"), 7, delta_rows=["*weight*"], keep_last=1, writers=2)
-    newest = CheckpointStore(tmp_path / "mirror").checkpoints()[-1]
-    (base,) = newest.manifest.needed
-    shutil.copytree(tmp_path / "mirror" / base, tmp_path / "here" / base)
-    (tmp_path / "here" / base / file).unlink()
-
-    bring(Remote(str(tmp_path / "mirror")), tmp_path / "here")
-
-    here = CheckpointStore(tmp_path / "here")
-    assert here.verify(here.directory / newest.path.name) == [] and here.verify(here.directory / base) == []
 
 
 @pytest.mark.slow
