@@ -40,6 +40,11 @@ def values(shift: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return (torch.arange(12).reshape(6, 2) + shift).to(dtype)
 
 
+def changed(data: Any, where: slice, value: int) -> Any:
+    data[where] = value
+    return data
+
+
 OTHERS: dict[str, Callable[[int], Any]] = {
     "list": lambda n: [(values(n)[0], 1), (values(0)[1], 2)],
     "last of a list": lambda n: [1, 2, 3, n],
@@ -51,6 +56,17 @@ OTHERS: dict[str, Callable[[int], Any]] = {
     "subset": lambda n: Subset(TensorDataset(values(0)), [0, 1 + n]),
     "inside a subset": lambda n: Subset(TensorDataset(values(n)), [0, 1]),
     "concatenated": lambda n: ConcatDataset([TensorDataset(values(0)), TensorDataset(values(n))]),
+    "end of a tensor": lambda n: TensorDataset(changed(torch.zeros(5000, 3), slice(4999, None), n)),
+    "label of a tensor": lambda n: TensorDataset(changed(torch.zeros(5000, dtype=torch.int64), slice(3210, 3211), n)),
+    "a part of a large tensor": lambda n: TensorDataset(
+        changed(torch.zeros(3_000_000), slice(2_000_000, 2_060_000), n)
+    ),
+    "a part of a large array": lambda n: Arrays({"x": changed(np.zeros((700_000, 4)), slice(500_000, 515_000), n)}),
+    "a part of a transposed tensor": lambda n: TensorDataset(
+        changed(torch.zeros(3, 700_000, dtype=torch.bfloat16).T, slice(500_000, 560_000), n)
+    ),
+    "type": lambda n: TensorDataset(values(0, [torch.float32, torch.float64][n])),
+    "one of many samples": lambda n: [(number, n if number == 77 else 0) for number in range(100)],
     "array": lambda n: Arrays({"x": np.arange(6) + n}),
     "numbers": lambda n: Numbers(6 + n),
     "file names": lambda n: Files("/data/cats/1.png", f"/data/cats/{n + 2}.png"),
