@@ -9,10 +9,9 @@ from typing import Any
 
 from ignite_engine import rng
 from ignite_engine.data.lookahead import LookAhead, Waiting
-from ignite_engine.data.place import Held, Place
+from ignite_engine.data.place import Held
 from ignite_engine.data.read_errors import ReadErrors
 from ignite_engine.data.readers import length_of
-from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.data.source import DataSource
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.step.micro_batches import GroupWeights, WeightFn
@@ -47,11 +46,11 @@ class AgreedSource(DataSource):
         """Read the length of the pass that starts; the ranks exchange theirs. A collective.
 
         Raises:
-            ValueError: of an order that the ranks share out each has another one.
+            ValueError: the ranks share out one order, and one of them has another order or other data.
         """
         own = self.reader.measure(self.place)
-        rows = agreement.gather_floats([-1.0 if own is None else float(own), order_key(self.sampler, self.place)])
-        check_orders_agree([row[1] for row in rows])
+        rows = agreement.gather_floats([-1.0 if own is None else float(own), *order_key(self)])
+        check_orders_agree([row[1:] for row in rows])
         lengths = [int(row[0]) for row in mesh.by_data_rank(rows)]
         self.batches = max(lengths) if min(lengths) >= 0 else None
         told_ahead = self._weigh is not None or self.read_errors is not None
@@ -136,26 +135,41 @@ class AgreedSource(DataSource):
         return self.place.ended or (self.batches is not None and self.place.batch >= self.batches)
 
 
-def order_key(sampler: ResumableSampler | None, place: Place) -> float:
-    """A number that is the same on ranks that share out one order; 0: each has an order of its own."""
+def order_key(source: DataSource) -> list[float]:
+    """Two numbers that are the same on ranks that share out one order of one dataset; 0: each has an order of its own.
+
+    The first is of the order, the second of what the dataset holds.
+    """
+    sampler = source.sampler
     if sampler is None or sampler.world_size == 1:
-        return 0.0
-    sampler.pass_number = place.pass_number
+        return [0.0, 0.0]
+    sampler.pass_number = source.place.pass_number
     words = f"{sampler.seed if sampler.shuffle else None} {sampler.drawn_order} {sampler.length}"
-    return float(int(hashlib.sha256(words.encode()).hexdigest()[:12], 16))
+    return [float(int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)) for text in (words, f"{source.fingerprint}")]
 
 
-def check_orders_agree(keys: Sequence[float]) -> None:
-    """Refuse ranks that would take shares of other orders, so that samples came twice or never.
+def check_orders_agree(keys: Sequence[Sequence[float]]) -> None:
+    """Refuse ranks that would take shares of other orders or datasets, so that samples came twice or never.
 
     Args:
         keys: of :func:`order_key`, by rank.
     """
-    first = next((key for key in keys if key), 0.0)
-    other = next((rank for rank, key in enumerate(keys) if key not in (0.0, first)), None)
-    if other is not None:
+    if (ranks := _that_differ([order for order, _ in keys])) is not None:
         raise ValueError(
-            f"The order of the data on rank {other} is not that of rank {keys.index(first)}, and each rank takes its "
+            f"The order of the data on rank {ranks[1]} is not that of rank {ranks[0]}, and each rank takes its "
             "share of one order: give loader() as many samples and the same seed on every rank, and a sampler whose "
             "order does not depend on the rank."
         )
+    if (ranks := _that_differ([data for _, data in keys])) is not None:
+        raise ValueError(
+            f"The dataset on rank {ranks[1]} is not that of rank {ranks[0]}, and each rank takes its share of one "
+            "dataset, so samples would be lost: give every rank the whole dataset; or, where each rank has a shard of "
+            "its own, a DataLoader with a sampler of your own, such as sampler=range(len(shard))."
+        )
+
+
+def _that_differ(keys: Sequence[float]) -> tuple[int, int] | None:
+    """The first rank that has a key, and the first with another one."""
+    first = next((key for key in keys if key), 0.0)
+    other = next((rank for rank, key in enumerate(keys) if key not in (0.0, first)), None)
+    return None if other is None else (keys.index(first), other)

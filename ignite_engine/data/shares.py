@@ -89,11 +89,11 @@ class SharedSource(DataSource):
         """Read the length of the pass that starts. A collective.
 
         Raises:
-            ValueError: it has no batch, or not as many or in another order on some rank.
+            ValueError: it has no batch, or not as many, in another order or of other data on some rank.
         """
         self._read_length()
-        rows = agreement.gather_floats([float(self.batches or 0), order_key(self.sampler, self.place)])
-        check_orders_agree([row[1] for row in rows])
+        rows = agreement.gather_floats([float(self.batches or 0), *order_key(self)])
+        check_orders_agree([row[1:] for row in rows])
         lengths = [int(row[0]) for row in rows]
         if len(set(lengths)) > 1 or (lengths[0] < 1 and not self.place.skipped):
             raise ValueError(

@@ -69,7 +69,8 @@ class DataSource:
         self._before: Callable[[], Held] | None = None
         """Where a loader with a state was before the group that was fetched last, until it is consumed."""
         # as it is before it is read, as in a process that resumes
-        self._fingerprint = fingerprint(data.dataset) if isinstance(data, DataLoader) else None
+        self.fingerprint = fingerprint(data.dataset) if isinstance(data, DataLoader) else None
+        """Of the dataset; None: it is not known what it holds."""
 
     @property
     def sampler(self) -> ResumableSampler | None:
@@ -259,8 +260,8 @@ class DataSource:
             "ended": ended,
             "ranks": mesh.data_size(),
         }
-        if self._fingerprint is not None:
-            state["fingerprint"] = self._fingerprint
+        if self.fingerprint is not None:
+            state["fingerprint"] = self.fingerprint
         if self.sampler is not None:
             return {**state, **self.reader.saved(place), "steps": self.steps}
         ahead = {"rng": place.held.rng, "exhausted": place.held.exhausted} if place.held.rng is not None else {}
@@ -302,7 +303,7 @@ class DataSource:
             batch or skipped or state.get("batch_size") != getattr(self.data, "batch_size", None)
         ):
             self._note_changed(f"The data position was saved on {before} ranks, resumed on {ranks}: {outcome}.")
-        if None not in (self._fingerprint, saved := state.get("fingerprint")) and saved != self._fingerprint:
+        if None not in (self.fingerprint, saved := state.get("fingerprint")) and saved != self.fingerprint:
             self._note_changed("The data is not that of the checkpoint: the run continues at its place in other data.")
         held = Held(
             loader=state.get("loader") if self.reader.keeps_state else None,

@@ -567,6 +567,21 @@ class Shifted(Curriculum):
         return iter([(index + self.by) % len(self) for index in range(len(self))])
 
 
+def shard(rank: int) -> TensorDataset:
+    """A rank's own, as ``dataset.shard(world, rank)`` gives it."""
+    return TensorDataset(torch.arange(8.0) + 8 * rank)
+
+
+def test_shard_with_a_sampler_of_the_users_is_read_whole_by_its_rank(tmp_path: Path) -> None:
+    def seen(rank: int) -> dict[str, Any]:
+        found = list[float]()
+        trainer = Trainer(lambda engine, batch: found.extend(batch[0].tolist()))
+        trainer.run(DataLoader(shard(rank), 2, sampler=range(8)), max_epochs=1)
+        return {"seen": found}
+
+    assert on_two_ranks(seen, tmp_path / "meet")["seen"] == [[*range(8)], [*range(8, 16)]]
+
+
 def test_ranks_that_would_share_out_other_orders_are_refused(tmp_path: Path) -> None:
     def cases(rank: int) -> dict[str, Any]:
         said = {}
@@ -576,6 +591,7 @@ def test_ranks_that_would_share_out_other_orders_are_refused(tmp_path: Path) -> 
             "alike": loader(Numbers(8), 2, sampler=Shifted(by=1)),
             "length": loader(Numbers(8 - rank), 2, shuffle=True),
             "in order": loader(Numbers(8), 2, seed=rank),
+            "dataset": DataLoader(shard(rank), 2, shuffle=True),
         }.items():
             for options in ({}, {"global_micro_batches": 2}):
                 trainer = Trainer(lambda engine, batch: None, **options)  # type: ignore[arg-type]  # mypy takes any value
@@ -588,12 +604,15 @@ def test_ranks_that_would_share_out_other_orders_are_refused(tmp_path: Path) -> 
     said = on_two_ranks(cases, tmp_path / "meet")
     for name, (first, second) in said.items():
         assert first == second
+        if name.startswith("dataset"):
+            assert first.startswith("The dataset on rank 1 is not that of rank 0, and each rank takes its share of one")
+            continue
         assert (
             first.startswith("The order of the data on rank 1 is not that of rank 0, and")
             if name.startswith(("seed", "sampler", "length"))
             else first.isdigit()
         ), name
-    assert len(said) == 10
+    assert len(said) == 12
 
 
 def test_what_one_rank_refuses_of_a_saved_place_is_raised_on_all(tmp_path: Path) -> None:
