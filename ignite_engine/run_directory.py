@@ -71,8 +71,6 @@ class RunDirectory:
         self.summary = self.path / "summary.json"
         self.checkpoints = self.path / "checkpoints"
         self.history = self.path / "history.jsonl"
-        self.code = self.path / "code.json"
-        self.code_diff = self.path / "code.diff"
         self.goodput = self.path / "goodput.jsonl"
         self.evaluations = self.path / "evaluations"
         self.followed = self.path / "follow" / "metrics.jsonl"
@@ -158,12 +156,12 @@ class RunDirectory:
         added = [f"{name} (added)" for name in code if name not in before]
         return changed + added + [f"{name} (removed)" for name in before if name not in code]
 
-    def write_environment(self, world_size: int, code: Mapping[str, str] | None = None) -> None:
-        """Store versions, machine, devices and command line, and the digests of the user's code."""
+    def write_environment(self, world_size: int, code: Mapping[str, Any] | None = None) -> None:
+        """Store versions, machine, devices and command line, and what is known of the user's code."""
         values = {
             **environment_values(world_size),
             "packages": installed_packages(),
-            **({"code": dict(code)} if code else {}),
+            **(code or {}),
         }
         write_whole(self.environment, json.dumps(values, indent=1) + "\n")
 
@@ -172,9 +170,6 @@ class RunDirectory:
     ) -> None:
         """Add to the history: ``started``, ``resumed``, or how a start ended (``completed``, ``interrupted``, ...).
 
-        That of a start has the commit of its code, where the folder has it; a commit with ``+`` is changed by
-        ``code.diff``.
-
         Args:
             config: the settings of a start.
         """
@@ -182,8 +177,6 @@ class RunDirectory:
         values: dict[str, Any] = {"what": what, "iteration": iteration, "reason": reason, "at": now}
         if config is not None:
             values["config"] = config
-        if what in ("started", "resumed") and (code := self.read_code()):
-            values["commit"] = str(code.get("commit")) + ("+" if self.code_diff.exists() else "")
         line = json.dumps(json_values(values), default=str)
         self.path.mkdir(parents=True, exist_ok=True)
         with self.history.open("a", encoding="utf-8") as file:
@@ -240,14 +233,6 @@ class RunDirectory:
         try:
             values = json.loads(self.summary.read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError, RecursionError):
-            return {}
-        return values if isinstance(values, dict) else {}
-
-    def read_code(self) -> dict[str, Any]:
-        """What ``runs.code_record`` wrote at the last start; empty if there is none, or it cannot be read."""
-        try:
-            values = json.loads(self.code.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
             return {}
         return values if isinstance(values, dict) else {}
 

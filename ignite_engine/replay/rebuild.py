@@ -192,7 +192,6 @@ def _quiet_config(directory: Path, stored: Mapping[str, Any]) -> Config:
 
 def _loadable(stored: Mapping[str, Any]) -> dict[str, Any]:
     """A copy without the sections in whose place is what the task has made, a scheduler of its own say."""
-    from pydantic import ValidationError
 
     values = {key: dict(value) if isinstance(value, Mapping) else value for key, value in stored.items()}
     models: dict[str, type[Section]] = {"optimizer": OptimizerSection, "schedule": ScheduleSection}

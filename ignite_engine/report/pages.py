@@ -16,7 +16,7 @@ from ignite_engine.report.charts import chart, script_data, sparkline
 from ignite_engine.report.goodput.section import goodput_section
 from ignite_engine.report.media import media_section
 from ignite_engine.report.panels import COLOURS, OF_ENGINE, Panel, compared_panels, panels_of
-from ignite_engine.report.records import DIFF_SHOWN, Record, read_run
+from ignite_engine.report.records import Record, read_run
 from ignite_engine.report.scales import Point
 from ignite_engine.report.timeline import iterations_per_epoch, seconds, timeline
 from ignite_engine.run_directory import flat, write_whole
@@ -91,7 +91,6 @@ def report_page(run: Record, defaults: Mapping[str, Any]) -> str:
         *_curves(panels_of(run), [run], goodput_section(run.ledger)),
         *media_section(run.path / "media"),
         *_config_section(run.config, defaults),
-        *_code(run),
         *_last_values(run),
         *_environment(run.environment),
     ]
@@ -218,23 +217,6 @@ def _notes(run: Record) -> list[str]:
     if not run.notes:
         return []
     return [f'<p class="notes">{escape(run.notes)}</p>']
-
-
-def _code(run: Record) -> list[str]:
-    """Commit and differences of the code that ran, and the commits of earlier starts if they were others."""
-    commit = run.code.get("commit")
-    if not commit:
-        return []
-    values = {"commit": commit, "branch": run.code.get("branch"), "changed": run.code.get("changed")}
-    values["not in git"] = run.code.get("untracked")
-    commits = [str(entry["commit"]) for entry in run.history if "commit" in entry]
-    if len(set(commits)) > 1:
-        values["of its starts"] = [commit.rstrip("+")[:10] + "+" * commit.endswith("+") for commit in commits]
-    card = _card("code", {key: value for key, value in values.items() if value})
-    is_cut = run.code.get("diff_is_cut") or len(run.code_diff) >= DIFF_SHOWN
-    cut = " (the beginning)" if is_cut else ""
-    diff = f"<details><summary>Its differences to the commit{cut}</summary><pre>{escape(run.code_diff)}</pre></details>"
-    return [f'<h2>Code</h2><div class="cards">{card}</div>', *([diff] if run.code_diff else [])]
 
 
 def _controls(titles: Sequence[str], lines: Sequence[Mapping[str, Any]]) -> str:

@@ -20,7 +20,7 @@ from ignite_engine.run_directory import RunDirectory, read_yaml
 LOG_LINES = 40
 NOTES = "notes.md"
 """In the run's folder; written by its user."""
-DIFF_SHOWN, NOTES_SHOWN = 64 * 1024, 16 * 1024
+NOTES_SHOWN = 16 * 1024
 """Bytes; the rest is in the file."""
 _LARGEST = 1e15
 """Larger numbers in a summary are neither counts nor seconds."""
@@ -46,8 +46,6 @@ class Record:
         judged_by: the metric by which its checkpoints are judged, and ``min`` or ``max``, as the newest of them says.
         log: the last lines of rank 0's log.
         ledger: where its time went, if that was measured.
-        code: commit and changed files of the code that ran, see ``runs.code_record``.
-        code_diff: how its code differed from that commit.
         notes: what its user wrote into ``notes.md`` in its folder.
     """
 
@@ -61,8 +59,6 @@ class Record:
     judged_by: tuple[str, str] | None = None
     log: str = ""
     ledger: Ledger | None = None
-    code: Mapping[str, Any] = field(default_factory=dict)
-    code_diff: str = ""
     notes: str = ""
 
     @property
@@ -168,8 +164,6 @@ def read_run(directory: str | Path) -> Record:
         (str(best["metric"]), "max" if best.get("mode") == "max" else "min") if "metric" in best else None,
         _last_lines(run.logs / "rank_0.log"),
         read_ledger(run.goodput),
-        run.read_code(),
-        _beginning_of(run.code_diff, DIFF_SHOWN),
         _beginning_of(run.given / NOTES, NOTES_SHOWN).strip(),
     )
 

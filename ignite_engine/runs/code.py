@@ -1,16 +1,43 @@
-"""Digests of the user's code, so that a run that is started again can say what of it has changed."""
+"""The user's code: its commit, and digests, so that a run that is started again can say what of it has changed."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from ignite_engine.peek import compiled
 from ignite_engine.task import Task
 
 _NOT_THE_USERS = ("torch", "ignite", "ignite_engine", "builtins", "functools")
+_GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
+_TIMEOUT_S = 3.0
+
+
+def commit_of_code() -> dict[str, Any]:
+    """``commit``, and whether tracked files differ from it (``dirty``); empty without git or a repository.
+
+    The repository is that of the program, or of the working directory if the program is part of a library.
+    """
+    program = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "")
+    is_script = program.suffix == ".py" and "site-packages" not in program.parts and program.name != "__main__.py"
+    folder = program.resolve().parent if is_script else Path.cwd()
+
+    def git(*arguments: str) -> str:
+        command = [*_GIT, "-C", str(folder), *arguments]
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+        )
+        return done.stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return {}
 
 
 def code_of(task: Task) -> dict[str, str]:
@@ -35,7 +62,7 @@ def code_of(task: Task) -> dict[str, str]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The source of a function or class of the user's, or what its compiled code consists of."""
+    """The source of a function or class of the user's."""
     while hasattr(value, "func"):  # a partial
         value = value.func
     value = getattr(value, "__func__", value)
@@ -43,10 +70,5 @@ def _texts(value: Any) -> Iterator[str]:
         value = type(value)
     if value is None or str(value.__module__).partition(".")[0] in _NOT_THE_USERS:
         return
-    try:
+    with suppress(OSError, TypeError):  # typed at the interpreter's prompt, say
         yield inspect.getsource(value)
-    except (OSError, TypeError):  # typed at the interpreter's prompt, say
-        functions: list[Callable[..., Any]] = [value] if inspect.isfunction(value) else list(vars(value).values())
-        for function in functions:
-            if inspect.isfunction(function):
-                yield from compiled(function.__code__)

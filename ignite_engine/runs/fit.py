@@ -8,8 +8,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack
 
 import numpy as np
 import torch
@@ -21,19 +22,32 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
 from ignite_engine import devices, rng
+from ignite_engine.checkpointing import CheckpointError
 from ignite_engine.checkpointing.retention import usual_mode
 from ignite_engine.config import Config, ConfigError
 from ignite_engine.config.load import keys_named, validated
 from ignite_engine.config.other_names import MEANT
 from ignite_engine.config.yaml_file import Arguments
 from ignite_engine.data import Windows
-from ignite_engine.errors import Interrupted, argument_meant, check_type, did_you_mean, is_whole, shapes_of
+from ignite_engine.errors import (
+    Interrupted,
+    LaunchError,
+    NotExact,
+    NotFinite,
+    RanksDiffer,
+    StateMismatch,
+    argument_meant,
+    check_type,
+    did_you_mean,
+    is_whole,
+    shapes_of,
+)
 from ignite_engine.handlers.clearml.sink import server_is_configured
 from ignite_engine.ranks.joining import is_launched
 from ignite_engine.recovery.parallel import Parallel
+from ignite_engine.run_directory import RunDirectoryInUse
 from ignite_engine.runs import recipe
 from ignite_engine.runs.loaders import is_loader
-from ignite_engine.runs.refusals import readable
 from ignite_engine.runs.run import Run
 from ignite_engine.step.losses import LossFn
 from ignite_engine.task import IN_PYTHON, Task, problem_of_metrics
@@ -43,6 +57,12 @@ Data = Dataset[Any] | Windows | Sequence[Any] | Iterable[Any]
 """Map-style data, a list of samples, a tuple of tensors or arrays of equal length, a loader, a stream, or windows."""
 
 Values = Mapping[str, Any]
+P = ParamSpec("P")
+T = TypeVar("T")
+_REFUSALS = (
+    *(ConfigError, StateMismatch, NotExact, RunDirectoryInUse),
+    *(CheckpointError, LaunchError, NotFinite, RanksDiffer),
+)
 
 
 class Sections(TypedDict, total=False):
@@ -108,7 +128,20 @@ def changed(settings: Mapping[str, Values], train: Callable[[Run], object] = Run
         _CHANGES.reset(token)
 
 
-@readable
+def _in_one_line(function: Callable[P, T]) -> Callable[P, T]:
+    """Let refusals leave ``function`` without the engine's frames; the run's log has them."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except _REFUSALS as error:
+            raise error.with_traceback(None) from None
+
+    return call
+
+
+@_in_one_line
 def fit(
     model: nn.Module,
     loss_fn: LossFn,

@@ -14,13 +14,11 @@ from ignite_engine.checkpointing import CheckpointError, LoadPlan, Source, prepa
 from ignite_engine.checkpointing.naming import Which
 from ignite_engine.checkpointing.weights_source import model_part, read_named
 from ignite_engine.errors import StateMismatch, check_type
-from ignite_engine.runs.refusals import readable
 from ignite_engine.states.loading import load_state
 from ignite_engine.states.model_and_optimizer import ModelState, clean_name, unwrap
 from ignite_engine.task import IN_PYTHON, Task, TaskError, build_task, find_task
 
 
-@readable
 def load_model(
     checkpoint: str | Path,
     which: Which = "last",
@@ -68,7 +66,6 @@ def load_model(
     return model.to(device).eval()
 
 
-@readable
 def load_weights(
     model: nn.Module,
     checkpoint: str | Path,

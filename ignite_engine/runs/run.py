@@ -30,7 +30,7 @@ from ignite_engine.ranks.watching import cause_of, known_failure, on_failure, re
 from ignite_engine.recovery import status as supervision
 from ignite_engine.report.goodput import goodput_line, read_ledger
 from ignite_engine.run_directory import PhaseTimes, RunDirectory, plain_metric, weights_sha256
-from ignite_engine.runs.code_record import record_code
+from ignite_engine.runs.code import commit_of_code
 from ignite_engine.runs.history import Records, read_records
 from ignite_engine.runs.in_force import put_in_force
 from ignite_engine.schedules import Schedule
@@ -357,8 +357,7 @@ class Run:
 
     def _begin_directory(self) -> None:
         self.directory.write_config(self.config)
-        self.directory.write_environment(agreement.world_size(), self.code)
-        record_code(self.directory)
+        self.directory.write_environment(agreement.world_size(), {**commit_of_code(), "code": dict(self.code)})
 
     def _log_differences(self) -> None:
         """What is in force now, so without a setting that the resume has put back, which is said there."""

@@ -142,34 +142,13 @@ def test_speed_times_and_memory_are_folded_below_what_the_user_measured(tmp_path
     assert folded(write_report(run_directory(tmp_path / "times", times))) == ([], True, ["Time per iteration"])
 
 
-def test_code_and_notes_are_on_the_page(tmp_path: Path) -> None:
+def test_notes_are_on_the_page(tmp_path: Path) -> None:
     run = run_directory(tmp_path / "run", ROWS)
-    plain = write_report(run).read_text()
-    assert "<h2>Code</h2>" not in plain and "notes" not in Page(write_report(run)).words
-    code = {"commit": "abc123", "branch": "main", "changed": ["a.py"], "untracked": [], "diff_is_cut": False}
-    (run / "code.json").write_text(json.dumps(code))
-    (run / "code.diff").write_text("-<b>old</b>\n+new\n")
+    assert "notes" not in Page(write_report(run)).words
     (run / "notes.md").write_text("# Heading\nToo <high> a rate. #sweep-1 #failed\n")
-    lines = [
-        {"what": what, "iteration": 0, "commit": commit}
-        for what, commit in (("started", "f00"), ("resumed", "abc123+"))
-    ]
-    (run / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    page = Page(write_report(run))
 
-    cells = page.words["td"]
-    assert cells[cells.index("commit") :][:6] == ["commit", "abc123", "branch", "main", "changed", "a.py"]
-    assert cells[cells.index("of its starts") + 1] == "f00 abc123+" and "-<b>old</b>\n+new\n" in page.words["pre"]
-    assert any("Too <high> a rate." in word for word in page.words["p"])
+    assert any("Too <high> a rate." in word for word in Page(write_report(run)).words["p"])
     assert read_run(run).tags == ["sweep-1", "failed"]
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"commit": 5, "changed": 3, "branch": []}'])
-def test_code_that_is_not_what_it_should_be_is_shown(tmp_path: Path, text: str) -> None:
-    run = run_directory(tmp_path / "run", ROWS)
-    (run / "code.json").write_text(text)
-    (run / "code.diff").write_bytes(b"\xff\x00")
-    assert Page(write_report(run)).words["h1"] == ["run"]
 
 
 def test_page_loads_nothing_from_anywhere(tmp_path: Path) -> None:

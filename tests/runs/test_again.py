@@ -62,19 +62,6 @@ def test_function_that_was_added_or_removed_is_said(
     assert f"Other code than at the run's last start: weight_fn ({change})." in caplog.messages
 
 
-def test_function_without_a_source_is_told_apart_by_its_compiled_code(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    text = "def loss(model, batch):\n    return (model(batch[0]) ** {}).mean()\n"
-    for power in (2, 2, 4):
-        names: dict[str, Any] = {}
-        exec(text.format(power), names)
-        caplog.clear()
-        run_of(tmp_path, names["loss"])
-        changed = "Other code than at the run's last start: loss_fn." in caplog.messages
-        assert changed == (power == 4)
-
-
 def test_restart_moves_the_run_aside_and_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "run"
     first = run_of(folder, restart=True)
