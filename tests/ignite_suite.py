@@ -3,7 +3,7 @@
 The source distribution of the installed version is downloaded; with ``--source`` or ``--master`` a checkout of Ignite
 is used instead, its tests and its package. In the tests ``Engine`` is the Trainer, driven with the plain functions that
 they bring. A test that fails with Ignite's own engine too (a package is missing, there is no network) does not count.
-Which of the others do not hold for a Trainer, and why, is in the table of ``docs/decisions/0014-ignite-test-suite.md``;
+Which of the others do not hold for a Trainer, and why, is in the table of ``docs/design.md``;
 one more is a row there. Any other failure, a test that hangs, and with the installed version a row whose test passes or
 does not exist, is an error.
 """
@@ -24,7 +24,7 @@ from xml.etree import ElementTree
 import ignite
 
 ROOT = Path(__file__).resolve().parent.parent
-DECISION = ROOT / "docs" / "decisions" / "0014-ignite-test-suite.md"
+PAGE = ROOT / "docs" / "design.md"
 FOLDERS = ("tests/ignite/engine", "tests/ignite/handlers")
 TIMEOUT_S = 60
 """For one test: most take milliseconds, so one that hangs is seen at once and named."""
@@ -49,13 +49,13 @@ LISTED = {listed!r}
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.name.partition("[")[0] in LISTED:
-            item.add_marker(pytest.mark.xfail(reason="in the decision's table"))
+            item.add_marker(pytest.mark.xfail(reason="in the table of the page"))
 """
 
 
 def left_out() -> set[str]:
-    """Names of the tests in the decision's table, without their parameters."""
-    return set(re.findall(r"^\| `(test_\w+)` \|", DECISION.read_text(encoding="utf-8"), flags=re.MULTILINE))
+    """Names of the tests in the table of the page, without their parameters."""
+    return set(re.findall(r"^\| `(test_\w+)` \|", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE))
 
 
 def download(version: str, folder: Path) -> Path:
@@ -172,11 +172,11 @@ def main() -> int:
     passing = sorted(listed & ran - {_function(test) for test in failed})
     gone = sorted(listed - ran) if options.only is None and checkout is None else []
     for module, test in unlisted:
-        print(f"FAILED, and not in {DECISION.name}: {module}::{test}")
+        print(f"FAILED, and not in {PAGE.name}: {module}::{test}")
     for test in passing:
-        print(f"In {DECISION.name}, but it does not fail: {test}")
+        print(f"In {PAGE.name}, but it does not fail: {test}")
     for test in gone:
-        print(f"In {DECISION.name}, but Ignite {version} has no such test: {test}")
+        print(f"In {PAGE.name}, but Ignite {version} has no such test: {test}")
     return int(bool(unlisted or gone or (passing and checkout is None) or not passed))
 
 

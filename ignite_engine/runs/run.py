@@ -384,9 +384,10 @@ class Run:
             )
         else:
             logger.info(
-                "Completed at iteration %d in %.1f s; results are in %s.",
+                "Completed at iteration %d in %.1f s, weights %s; results are in %s.",
                 summary["iteration"],
                 summary["wall_s"],
+                summary["weights_sha256"][:12],
                 self.directory.given,
             )
         if summary["goodput"] and summary["goodput"]["wall_s"] >= GOODPUT_FROM_S:

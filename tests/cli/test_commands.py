@@ -283,7 +283,7 @@ def test_train_then_the_same_command_then_evaluate(folder: Path, capsys: pytest.
     assert first["weights_sha256"] == again["weights_sha256"]
     assert (folder / "run" / "metrics.jsonl").read_text() == metrics
     assert "Start-up took" in logged
-    assert re.search(r"Completed at iteration 12 in \d+\.\d s; results are in run\.\n", logged)
+    assert re.search(r"Completed at iteration 12 in \d+\.\d s, weights [0-9a-f]{12}; results are in run\.\n", logged)
     assert set(evaluated) == {"checkpoint", "iteration", "val/loss"}
     scores = [json.loads(line)["val/loss"] for line in metrics.splitlines() if "val/loss" in line]
     assert evaluated["val/loss"] == min(scores)
