@@ -240,6 +240,11 @@ def _has_side_streams(kind: str) -> bool:
     return False
 
 
+def copies_beside_host(device: torch.device) -> bool:
+    """Whether a copy from this device into pinned memory runs on while the host goes on, and an event says its end."""
+    return _has_side_streams(device.type)
+
+
 def pins_memory() -> bool:
     """Whether batches are to be in pinned memory, from which they are copied beside computing."""
     return _has_side_streams(for_models().type)

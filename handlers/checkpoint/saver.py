@@ -15,9 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ignite.engine.events import RemovableEventHandle
-from torch import Tensor
-
 from ignite_engine import rng
 from ignite_engine.checkpointing import (
     BackgroundSave,
@@ -28,18 +25,14 @@ from ignite_engine.checkpointing import (
     Snapshot,
     filesystem,
 )
-from ignite_engine.checkpointing.background import ChangedWhileCopied
 from ignite_engine.checkpointing.contents import Extracted, check_parts, extracted
 from ignite_engine.checkpointing.layout import MEMORY_TOKEN
 from ignite_engine.checkpointing.manifest import Facts
-from ignite_engine.checkpointing.memories import has_memory
 from ignite_engine.errors import one_line
-from ignite_engine.events import Phase, TrainingEvents
+from ignite_engine.events import TrainingEvents
 from ignite_engine.handlers.checkpoint.times import Times, Transfer
 from ignite_engine.ranks import agreement
 from ignite_engine.state import Start
-from ignite_engine.states.model_and_optimizer import OptimizerState
-from ignite_engine.update import Update, Updates
 
 if TYPE_CHECKING:
     from ignite_engine.trainer import Trainer
@@ -73,9 +66,7 @@ class Saver:
         self.has_run = False
         """A run was resumed or started: :attr:`run_id` is its own."""
         self._saving: BackgroundSave[Path] | None = None
-        self._before_step: RemovableEventHandle | None = None
         self._snapshot = Snapshot()
-        self._copies_late = True
         self._pruning: threading.Thread | None = None
         self._prune_failure = ""
         self._lock = contextlib.ExitStack()
@@ -248,6 +239,8 @@ class Saver:
         facts |= {"metrics": metrics, "reproducibility": [*facts["reproducibility"], *reasons]}
         models = [name for name, kind in facts["kinds"].items() if kind == "model"]
         taken = replace(taken, writers=self.options.writers, weights=models)
+        if background:  # in the collective write, so that a copy that fails on one rank fails the save of all
+            taken = replace(taken, wait=self._snapshot.wait)
         write = partial(
             self.store.save, shared, local, iteration=state.iteration, epoch=state.epoch, extracted=taken, **facts
         )
@@ -255,12 +248,7 @@ class Saver:
             self._report(trainer, write, lambda: time.perf_counter() - started)
             return
         self._captured_s = time.perf_counter() - started
-        self._saving = BackgroundSave(self._snapshot, write, trainer.report_background_done)
-        if isinstance(trainer.update, Update | Updates):
-            self._before_step = trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED, self._before_change)
-        else:
-            with self.times.waiting():
-                self._saving.before_change()
+        self._saving = BackgroundSave(write, trainer.report_background_done)
 
     def _capture(self, trainer: Trainer, background: bool) -> _Captured:
         """What is saved: shared parts, this rank's own, what was taken out of both, and the manifest's facts.
@@ -282,29 +270,13 @@ class Saver:
         if not background:
             return shared, local, Extracted(), facts  # the store takes it out
         shared, local, taken = extracted(shared, local)
-        return *taken.copied(shared, local, partial(self._snapshot.take, late=self._is_late(trainer))), facts
+        return *taken.copied(shared, local, self._snapshot.take), facts
 
     def parts(self, trainer: Trainer) -> tuple[Mapping[str, Any], Mapping[str, Any], dict[str, list[str]]]:
         """What a checkpoint of this step boundary holds: shared parts, this rank's own; and names that are left out."""
         kinds = trainer.registry.kinds
         (shared, left_out), (local, own) = (self.filter(parts, kinds) for parts in trainer.registry.capture())
         return shared, local, left_out | own
-
-    def _is_late(self, trainer: Trainer) -> Callable[[Tensor], bool]:
-        """Whether a tensor is copied beside the next forward and backward: only optimizers' states are.
-
-        Weights are copied at once: user code may change them through ``.data``, NumPy or ``no_grad`` before the step,
-        without a trace. So are sharded states: what changes a DTensor in place leaves none in its local tensor.
-        """
-        known: set[int] = set()
-        if self._copies_late:
-            for obj in trainer.registry.objects.values():
-                if isinstance(obj, OptimizerState):
-                    for values in obj.optimizer.state.values():
-                        known.update(
-                            value.data_ptr() for value in values.values() if type(value) is Tensor and has_memory(value)
-                        )
-        return lambda tensor: tensor.data_ptr() in known
 
     def has_written(self) -> bool:
         """Whether the save in the background has ended on some rank, and not something else; a collective."""
@@ -313,7 +285,6 @@ class Saver:
 
     def finish(self, trainer: Trainer) -> None:
         """Wait for the save in the background and fire the event that says how it ended; a collective."""
-        self._before_change(trainer)
         saving, self._saving = self._saving, None
         assert saving is not None
         self._report(trainer, saving.result, lambda: self._captured_s + saving.seconds, ", beside training")
@@ -347,16 +318,6 @@ class Saver:
                 logger.warning("%s", error)
             self._prune_failure = str(error)
 
-    def _before_change(self, trainer: Trainer) -> None:
-        if self._saving is not None:
-            with self.times.waiting():
-                self._saving.before_change()
-        if self._before_step is not None:
-            self._before_step.remove()
-            self._before_step = None
-
-    _before_change.phase = Phase.EVALUATE  # type: ignore[attr-defined]  # before any handler that changes them
-
     def _report(
         self,
         trainer: Trainer,
@@ -371,7 +332,6 @@ class Saver:
             with self.times.waiting():
                 path = result()
         except CheckpointError as error:
-            self._copies_late &= not isinstance(error, ChangedWhileCopied)
             state.checkpoints -= 1
             self.error, self._saved_at = error, None
             tell(trainer, TrainingEvents.CHECKPOINT_FAILED)

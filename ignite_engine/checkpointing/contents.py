@@ -48,6 +48,8 @@ class Extracted:
     writers: int | None = None
     weights: Collection[str] = ()
     """Names of the parts that must be finite in a healthy checkpoint."""
+    wait: Callable[[], None] = lambda: None
+    """Called before a value of the parts is read: what is being copied is there after it."""
 
     def copied(self, shared: Parts, local: Parts, copy: Callable[[Any], Any]) -> tuple[Parts, Parts, Extracted]:
         """Copies of the parts and of what was taken out of them."""
@@ -61,6 +63,7 @@ class Extracted:
         Raises:
             CheckpointError: a value cannot be saved; names it.
         """
+        self.wait()
         writers = self.writers or 1
         tensors = [
             tensors_of(parts, is_sharded if self.shards is None else is_placeholder) for parts in (shared, local)

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
-
-
-def has_memory(value: Any) -> bool:
-    """Whether this is a dense tensor with values."""
-    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -53,9 +53,7 @@ class SaveOptions:
             A resumed run has it as it was built, so it must not be trained; the reproducibility report names it.
         keep_fn: ``keep_fn(part, name, value)``, called for each name inside a part; False leaves it out, too.
         save_at_end: save where the run completes, too, whatever the event; a stop always saves.
-        background: write while training continues. It holds a second copy of the state in host memory. With
-            ``Update`` or ``Updates`` the optimizers' state is copied beside the next forward and backward, the rest at
-            once; with an update function of your own training waits for the whole copy.
+        background: write a copy while training continues, which waits for the copy. It is held in host memory.
         when_busy: what a save that is due does while the previous one is still being written; ``wait`` or ``skip``
             (never a best one, one that was requested, or the last).
         writers: threads in which a rank hashes and writes its files; the parts that the ranks share (model,

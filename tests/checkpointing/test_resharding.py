@@ -153,13 +153,13 @@ def changed_while_written(folder: Path) -> Any:
     """A handler changes sharded states of the optimizer in place while they are written in the background."""
     trainer, checkpoint, data = trainer_in("fsdp", folder, background=True)
     snapshot = checkpoint._saver._snapshot
-    copy_late = snapshot.copy_late
+    wait = snapshot.wait
 
-    def copy_later() -> None:
+    def wait_longer() -> None:
         time.sleep(0.2)
-        copy_late()
+        wait()
 
-    snapshot.copy_late = copy_later  # type: ignore[method-assign]
+    snapshot.wait = wait_longer  # type: ignore[method-assign]
     optimizer = trainer.registry.objects["optimizer"].optimizer  # type: ignore[attr-defined]  # an OptimizerState
 
     def change() -> None:

@@ -14,10 +14,9 @@ from ignite_engine.checkpointing import Snapshot, snapshot
 from ignite_engine.checkpointing.threads import in_threads
 
 
-def taken(snapshot: Snapshot, state: Any, late: bool = True) -> Any:
-    copy = snapshot.take(state, lambda tensor: late)
-    snapshot.copy_late()
-    snapshot.wait_for_devices()
+def taken(snapshot: Snapshot, state: Any) -> Any:
+    copy = snapshot.take(state)
+    snapshot.wait()
     return copy
 
 
@@ -27,17 +26,14 @@ def test_buffers_are_used_again() -> None:
     first = taken(snapshot, state)
     assert torch.equal(first["a"], weight) and first["same"] is first["a"] and first["a"] is not weight
     weight.add_(1)
-    assert not snapshot.check_untouched()
     second = taken(snapshot, state)
     assert second["a"].data_ptr() == first["a"].data_ptr() and second["a"].tolist() == [2.0, 2.0, 2.0]
 
 
-@pytest.mark.parametrize("late", [True, False])
-def test_what_is_changed_after_the_copy_is_not_in_it(late: bool) -> None:
+def test_what_is_changed_after_the_copy_is_not_in_it() -> None:
     snapshot = Snapshot()
     state = {"weight": torch.ones(2), "list": [1], "set": {1}, "bytes": bytearray(b"a")}
-    copy = taken(snapshot, state, late)
-    assert snapshot.check_untouched()
+    copy = taken(snapshot, state)
     state["weight"].zero_()
     state["list"].append(2)
     state["set"].add(2)
@@ -56,10 +52,9 @@ LAYOUTS: dict[str, Tensor] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("late", [True, False])
-def test_a_copy_has_the_strides_of_its_source(layout: str, late: bool) -> None:
+def test_a_copy_has_the_strides_of_its_source(layout: str) -> None:
     source = LAYOUTS[layout]
-    copy = taken(Snapshot(), [source], late)[0]
+    copy = taken(Snapshot(), [source])[0]
     assert torch.equal(copy, source) and copy.stride() == source.stride()
 
 
@@ -74,7 +69,7 @@ def test_what_training_waits_for_is_copied_by_several_threads(layout: str, monke
     monkeypatch.setattr(snapshot, "_PIECE_BYTES", 16)
     monkeypatch.setattr(snapshot, "in_threads", recorded)
     source = LAYOUTS[layout]
-    copy = taken(Snapshot(), [source], late=False)[0]
+    copy = taken(Snapshot(), [source])[0]
     assert torch.equal(copy, source) and copy.stride() == source.stride()
     assert len(pieces) == (len(source) if source.nbytes > 16 else 0)
 
@@ -99,28 +94,6 @@ def test_a_state_dict_keeps_its_versions() -> None:
     assert taken(Snapshot(), state)._metadata == state._metadata  # type: ignore[attr-defined]
 
 
-def test_stream_of_the_device_that_is_copied_waits_and_not_the_current_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model on the second device: else its next step changes what is being copied, and all hashes are valid."""
-    waited: list[tuple[Any, Any]] = []
-
-    class Stream:
-        def __init__(self, device: Any) -> None:
-            self.device = device
-
-        def wait_event(self, event: Any) -> None:
-            waited.append((self.device, event.device))
-
-    class Event:
-        device = torch.device("cuda:1")
-
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: Stream(device))
-    snapshot = Snapshot()
-    snapshot._copied = [Event()]  # type: ignore[list-item]  # a planted one
-    snapshot.before_change()
-
-    assert waited == [(torch.device("cuda:1"), torch.device("cuda:1"))]
-
-
 class Copies(TorchDispatchMode):
     """Whether each copy into a tensor was let run on while the host went on."""
 
@@ -140,7 +113,7 @@ def test_copy_from_a_device_without_events_is_waited_for() -> None:
     source = torch.ones(3, device="meta")
     with Copies() as copies:
         own = Snapshot()
-        own._at_once = [(torch.zeros(3), source)]
-        own._copy_at_once()
+        own._pairs = [(torch.zeros(3), source)]
+        own._copy_values()
 
     assert copies.non_blocking == [False]

@@ -313,13 +313,10 @@ def test_snapshots_in_turn_each_hold_their_own_bytes() -> None:
     """Its pinned buffers are used again: for the next one only when the one before has been read."""
     snapshot, weight = Snapshot(), torch.zeros(1000, device=SECOND)
     for number in range(3):
-        copied = snapshot.take({"weight": weight, "at once": weight + number}, lambda tensor: tensor is weight)
-        snapshot.copy_late()
-        snapshot.before_change()
+        copied = snapshot.take({"weight": weight, "other": weight + number})
         weight.add_(1)
-        snapshot.wait_for_devices()
-        snapshot.release()
-        assert copied["weight"].eq(number).all() and copied["at once"].eq(2.0 * number).all()
+        snapshot.wait()
+        assert copied["weight"].eq(number).all() and copied["other"].eq(2.0 * number).all()
 
 
 def test_rank_invariant_runs_are_those_of_the_cpu() -> None:

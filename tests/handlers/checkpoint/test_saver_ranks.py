@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,12 +33,21 @@ class Failing:
     def load_state_dict(self, state: Any) -> None: ...
 
 
-def trained(folder: Path, *, iteration: int = -1, state: Callable[[], Any] = dict, **options: Any) -> Any:
+def trained(
+    folder: Path, *, iteration: int = -1, state: Callable[[], Any] = dict, copy_fails: bool = False, **options: Any
+) -> Any:
     """Events by iteration, the last error, and what is on disk after 4 iterations; or the error that ended the run."""
     trainer, events = trainer_of(), list[Any]()
     trainer.register("failing", Failing(trainer, iteration, state))
     checkpoint = Checkpoint(folder, keep_last=9, **options)
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=1))
+    calls = itertools.count(1)
+
+    def wait() -> None:
+        if next(calls) == 2 and copy_fails:
+            raise RuntimeError("the device is gone")
+
+    checkpoint._saver._snapshot.wait = wait  # type: ignore[method-assign]
     for event in (TrainingEvents.CHECKPOINT_SAVED, TrainingEvents.CHECKPOINT_FAILED):
         trainer.add_event_handler(event, lambda name: events.append([name, str(checkpoint.error)]), event.name)
     try:
@@ -55,6 +65,7 @@ def cases(folder: Path, rank: int) -> dict[str, Any]:
             at = 2 if rank == 1 else -1
             key = f"{name} {background}"
             answers[key] = trained(folder / key, iteration=at, state=state, background=background)
+    answers["copy"] = trained(folder / "copy", copy_fails=rank == 1, background=True)
     answers["start"] = trained(folder / "start", iteration=0 if rank == 1 else -1, state=mine["foreign"])
     answers["slow"] = [_seconds_of(folder / f"slow {each}", rank, background=each) for each in (False, True)]
     answers["two handlers"] = [_two_at_once(folder / "two", attempt) for attempt in range(5)]
@@ -130,6 +141,13 @@ def test_a_state_of_one_rank_that_cannot_be_saved_fails_the_save_of_both(
     assert first == second and first[1] == [1, 3, 4]
     failed = [error for event, error in first[0] if event == "CHECKPOINT_FAILED"]
     assert len(failed) == 1 and line in failed[0] and "\n" not in failed[0]
+
+
+def test_a_copy_that_fails_on_one_rank_fails_the_save_of_both_and_training_goes_on(two_ranks: Answers) -> None:
+    first, second = two_ranks["copy"]
+    assert first == second and first[1] == [1, 3, 4]
+    assert [event for event, _ in first[0]] == ["CHECKPOINT_SAVED", "CHECKPOINT_FAILED", *["CHECKPOINT_SAVED"] * 2]
+    assert "rank 1: RuntimeError: the device is gone" in first[0][1][1]
 
 
 def test_a_state_of_one_rank_that_cannot_be_saved_is_refused_at_the_start_on_both(two_ranks: Answers) -> None:
