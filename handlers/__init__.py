@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ignite_engine.handlers.evaluation import Evaluation
     from ignite_engine.handlers.export import Export
     from ignite_engine.handlers.graceful_stop import GracefulStop
-    from ignite_engine.handlers.limits import RequestFiles, SaveEvery, StopFile, WallClockLimit
+    from ignite_engine.handlers.limits import SaveEvery, StopFile, WallClockLimit
     from ignite_engine.handlers.lr_schedule import LRSchedule
     from ignite_engine.handlers.media import Histogram, Image, MediaFiles
     from ignite_engine.handlers.memory import MemoryLogger
@@ -61,7 +61,6 @@ __all__ = [
     "ModelBank",
     "Profiler",
     "Progress",
-    "RequestFiles",
     "SaveEvery",
     "Schedule",
     "StepTimes",
@@ -105,7 +104,6 @@ _MODULES = {
     "ModelBank": "ignite_engine.handlers.model_bank",
     "Profiler": "ignite_engine.handlers.profiler",
     "Progress": "ignite_engine.handlers.progress",
-    "RequestFiles": "ignite_engine.handlers.limits",
     "SaveEvery": "ignite_engine.handlers.limits",
     "Schedule": "ignite_engine.schedules",
     "StepTimes": "ignite_engine.handlers.step_times",

@@ -1,13 +1,12 @@
-"""Save at an interval of time, stop before a time limit, do what a file asks for."""
+"""Save at an interval of time; stop before a time limit, or when a file appears."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from ignite_engine.ranks import agreement
 logger = logging.getLogger(__name__)
 
 _CHECK_EVERY_S = 1.0
-_REQUESTS = ("stop.request", "save.request", "evaluate.request")
 _MARGIN_SHARE, _LARGEST_MARGIN_S = 0.05, 30.0
 
 
@@ -177,127 +175,6 @@ class StopFile:
 
     def _start_evaluation(self, trainer: Trainer) -> None:
         _while_evaluating(trainer, lambda: self(trainer))
-
-
-class RequestFiles:
-    """Do what files in the run's folder ask for: ``touch RUN/stop.request``, ``save.request``, ``evaluate.request``.
-
-    Args:
-        directory: the run's folder; rank 0 looks into it once a second, and all ranks act at the same iteration.
-        evaluations: what ``evaluate.request`` calls with the trainer, such as each ``Evaluation`` of the run.
-
-    A file is removed when its request is taken, so it can be made again. A stop is that of ``trainer.request_stop``:
-    the run is saved, and ends as ``interrupted``. The evaluation comes two iterations later, on several ranks up to
-    about 0.25 s more, and at the end of the run where that is before. The last iteration of a run whose length is known
-    has a look, too. A file that is there before a run starts is removed without effect, in one warning.
-    """
-
-    replayed = False
-
-    def __init__(self, directory: str | Path, evaluations: Sequence[Callable[[Trainer], object]] = ()) -> None:
-        self.directory, self.evaluations = Path(directory), evaluations
-        absolute = self.directory.absolute()  # the run may change its working directory
-        self._paths = [absolute / name for name in _REQUESTS]
-        self._next_look = math.inf
-        self._evaluates = False
-        self._end: int | None = None
-        """The run's last iteration, on the rank that looks; None: it is not known."""
-        self._evaluation: Any = None
-        """The handler of the next iteration, while an evaluation is due."""
-        self._taken: dict[Path, tuple[int, int]] = {}
-        """Inode and modification time of files that could not be removed."""
-
-    def attach(self, trainer: Trainer, event: Any = TrainingEvents.RESUME_POINT) -> None:
-        """Look at ``event``, during evaluations, and while the run waits for a window."""
-        trainer.add_event_handler(Events.STARTED, self._start)
-        # at each boundary, whichever the event: what was agreed on is known there alone
-        trainer.add_event_handler(TrainingEvents.RESUME_POINT, self._agree_to_evaluate)
-        trainer.add_event_handler(event, self)
-        trainer.add_event_handler(Events.EPOCH_STARTED, self._find_the_end)
-        trainer.add_event_handler(Events.ITERATION_COMPLETED, self._look_at_the_last)
-        trainer.add_event_handler(Events.COMPLETED, self._evaluate_at_the_end)
-        trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, self._start_evaluation)
-        trainer.check_while_waiting(lambda: self._look(trainer))
-
-    def __call__(self, trainer: Trainer) -> None:
-        if time.monotonic() >= self._next_look:
-            self._look(trainer)
-
-    def _find_the_end(self, trainer: Trainer) -> None:
-        self._end = trainer.last_iteration if agreement.rank() == 0 else None
-
-    def _look_at_the_last(self, trainer: Trainer) -> None:
-        if trainer.state.iteration == self._end:  # before the last vote
-            self._next_look = 0.0
-            self._look(trainer)
-
-    def _evaluate_at_the_end(self, trainer: Trainer) -> None:
-        """A collective: what was asked for and has not come yet, unless the run was stopped."""
-        asked = agreement.rank() == 0 and (self._evaluates or self._evaluation is not None)
-        self._evaluates = False
-        if agreement.gather_objects(asked)[0] and not trainer.state.stopping:
-            self._evaluate(trainer)
-
-    _evaluate_at_the_end.phase = Phase.EVALUATE  # type: ignore[attr-defined]  # before what logs its metrics
-
-    def _start(self, trainer: Trainer) -> None:
-        self._next_look, self._evaluates = math.inf, False
-        self._forget_evaluation()
-        if agreement.rank() == 0:
-            self._next_look = 0.0
-            for path in self._paths:
-                if self._take(path):
-                    logger.warning("%s was there before this run and has no effect: make it again.", path)
-
-    _start.phase = Phase.PREPARE  # type: ignore[attr-defined]  # an evaluation at STARTED can be stopped too
-
-    def _start_evaluation(self, trainer: Trainer) -> None:
-        _while_evaluating(trainer, lambda: self._look(trainer))
-
-    def _look(self, trainer: Trainer) -> None:
-        if (now := time.monotonic()) < self._next_look:
-            return
-        self._next_look = now + _CHECK_EVERY_S
-        stop, save, evaluate = map(self._take, self._paths)
-        if stop:
-            trainer.request_stop(f"request file {self.directory / _REQUESTS[0]}")
-        if save:
-            trainer.request_save()
-        if evaluate and not self.evaluations:
-            logger.warning("%s has no effect: this run has no evaluation.", self._paths[2])
-        elif evaluate:
-            self._evaluates = True
-            trainer.report_background_done()  # which all ranks learn of at the same step boundary
-
-    def _agree_to_evaluate(self, trainer: Trainer) -> None:
-        """A collective, at a boundary at which some rank had something for all of them."""
-        if not trainer.state.background_done:  # the same on every rank
-            return
-        evaluates, self._evaluates = agreement.gather_objects(self._evaluates)[0], False
-        if evaluates and self._evaluation is None:
-            self._evaluation = trainer.add_event_handler(Events.ITERATION_COMPLETED, self._evaluate)
-
-    def _evaluate(self, trainer: Trainer) -> None:
-        self._forget_evaluation()
-        for evaluation in self.evaluations:
-            evaluation(trainer)
-
-    _evaluate.phase = Phase.EVALUATE  # type: ignore[attr-defined]  # before what logs its metrics
-
-    def _forget_evaluation(self) -> None:
-        if self._evaluation is not None:
-            self._evaluation.remove()
-            self._evaluation = None
-
-    def _take(self, path: Path) -> bool:
-        """Whether the file is there; removes it."""
-        if (found := _identity(path)) is None or found == self._taken.get(path):
-            return False
-        self._taken[path] = found
-        with contextlib.suppress(OSError):
-            path.unlink()
-            del self._taken[path]
-        return True
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

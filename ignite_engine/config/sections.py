@@ -89,7 +89,9 @@ class RunSection(Section):
     matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of fp32 products
     threads: Count | None = None  # CPU threads of each rank; default: torch's own
     time_limit: TimeLimit | None = None  # wall clock; the run stops so that it is saved before it
-    stop_file: Annotated[str, Field(min_length=1)] | None = None  # stops when it appears; relative to the run's folder
+    stop_file: Annotated[str, Field(min_length=1)] | None = (
+        "stop"  # stops when it appears; in the run's folder
+    )
 
     @model_validator(mode="after")
     def _has_a_length(self) -> RunSection:

@@ -402,7 +402,7 @@ def _attach(
     )
     if by_clock:
         handlers.SaveEvery(**{unit: number}).attach(trainer)
-    _attach_stops(config, run, evaluations)
+    _attach_stops(config, run)
     check_type("handlers", task.handlers, isinstance(task.handlers, list | tuple), "a list of handlers")
     for place, users_own in enumerate(task.handlers):
         handler, *events = users_own if isinstance(users_own, tuple) else (users_own,)
@@ -480,9 +480,8 @@ def _source(config: Config, key: str, section: LoadSection) -> LoadSource:
         raise config.error(key, str(error)) from None
 
 
-def _attach_stops(config: Config, run: Run, evaluations: Sequence[handlers.Evaluation]) -> None:
+def _attach_stops(config: Config, run: Run) -> None:
     handlers.GracefulStop().attach(run.trainer)
-    handlers.RequestFiles(run.directory.given, evaluations).attach(run.trainer)
     limit, path = config.run.time_limit, config.run.stop_file
     if limit is not None:  # the start-up counts as well
         since = time.monotonic() - (time.perf_counter() - run.startup.began)
