@@ -1,4 +1,4 @@
-"""Curves, images and histograms in TensorBoard; a resumed run continues its curves.
+"""Curves in TensorBoard; a resumed run continues its curves.
 
 python examples/tensorboard_curves.py [runs/tensorboard_curves]          needs tensorboard
 tensorboard --logdir runs
@@ -14,7 +14,7 @@ from ignite.engine import Events
 from torch import Tensor, nn
 
 from ignite_engine import Trainer, Update, loader, seed_everything
-from ignite_engine.handlers import Checkpoint, Histogram, Image, MetricLogger, TensorBoardSink
+from ignite_engine.handlers import Checkpoint, MetricLogger, TensorBoardSink
 
 
 def loss_fn(model: nn.Module, images: Tensor) -> Tensor:
@@ -30,13 +30,6 @@ def main(directory: str = "runs/tensorboard_curves", *, epochs: int = 4) -> Trai
     model = nn.Sequential(nn.Flatten(), nn.Linear(256, 4), nn.Tanh(), nn.Linear(4, 256), nn.Unflatten(1, (16, 16)))
     model = model.to(idist.device())
     trainer = Trainer(Update(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_fn))
-
-    @trainer.on(Events.EPOCH_COMPLETED)
-    def show(trainer: Trainer) -> None:
-        with torch.no_grad():
-            restored = model(images[:1].to(idist.device())).cpu()
-        trainer.state.media["image_and_restored"] = Image(torch.cat([images[0], restored[0]], dim=1) / 2 + 0.5)
-        trainer.state.media["weights"] = Histogram(model[1].weight)
 
     MetricLogger(directory, sinks=[TensorBoardSink(directory)]).attach(trainer, Events.ITERATION_COMPLETED(every=4))
     checkpoint = Checkpoint(f"{directory}/checkpoints")

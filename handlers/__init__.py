@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from ignite_engine.handlers.graceful_stop import GracefulStop
     from ignite_engine.handlers.limits import SaveEvery, StopFile, WallClockLimit
     from ignite_engine.handlers.lr_schedule import LRSchedule
-    from ignite_engine.handlers.media import Histogram, Image, MediaFiles
     from ignite_engine.handlers.memory import MemoryLogger
     from ignite_engine.handlers.meters import Meter, Stopwatch
     from ignite_engine.handlers.metric_logger import MetricLogger
@@ -49,12 +48,9 @@ __all__ = [
     "Evaluation",
     "Export",
     "GracefulStop",
-    "Histogram",
-    "Image",
     "JSONLSink",
     "LRSchedule",
     "MLflowSink",
-    "MediaFiles",
     "MemoryLogger",
     "Meter",
     "MetricLogger",
@@ -92,12 +88,9 @@ _MODULES = {
     "Evaluation": "ignite_engine.handlers.evaluation",
     "Export": "ignite_engine.handlers.export",
     "GracefulStop": "ignite_engine.handlers.graceful_stop",
-    "Histogram": "ignite_engine.handlers.media",
-    "Image": "ignite_engine.handlers.media",
     "JSONLSink": "ignite_engine.handlers.sinks",
     "LRSchedule": "ignite_engine.handlers.lr_schedule",
     "MLflowSink": "ignite_engine.handlers.trackers",
-    "MediaFiles": "ignite_engine.handlers.media",
     "MemoryLogger": "ignite_engine.handlers.memory",
     "Meter": "ignite_engine.handlers.meters",
     "MetricLogger": "ignite_engine.handlers.metric_logger",

@@ -28,8 +28,8 @@ class Columns:
         self._written: dict[str, None] = {}
 
     def add(self, values: Mapping[str, Any]) -> None:
-        """Note which values there are."""
-        self._written |= dict.fromkeys(values)
+        """Note which values there are; those that are not one number have no column."""
+        self._written |= {name: None for name, value in values.items() if not isinstance(value, list | dict)}
 
     def chosen(self) -> list[str]:
         """The keys to show, in their order."""

@@ -16,7 +16,6 @@ from ignite.engine import Events
 from ignite_engine import Phase, Trainer, TrainingEvents
 from ignite_engine.errors import check_type, names_arguments
 from ignite_engine.handlers.history import History
-from ignite_engine.handlers.media import MediaFiles
 from ignite_engine.handlers.meters import CHUNK, Meter, Running, packed, unpacked
 from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink, Sink, attach_sink
 from ignite_engine.ranks import agreement
@@ -37,8 +36,7 @@ class MetricLogger:
     What is in ``state.meters`` (:class:`~ignite_engine.handlers.Meter`) is written beside the means, by its name.
 
     Args:
-        directory: gets a ``metrics.jsonl``, a ``history.jsonl`` (starts and stops), and ``media`` for what is in
-            ``state.media``; None: no files.
+        directory: gets a ``metrics.jsonl`` and a ``history.jsonl`` (starts and stops); None: no files.
         sinks: further ones; an error in a sink is a warning, and training continues.
         console: print a line at each log point; a list: with these columns (:class:`ConsoleSink`).
         name: in checkpoints; the interval's values are saved, so that a resumed run logs the same means.
@@ -63,13 +61,12 @@ class MetricLogger:
         name: str = "metric_logger",
     ) -> None:
         self.name = name
-        self.sinks: list[Sink | MediaFiles] = [*sinks]
+        self.sinks: list[Sink] = [*sinks]
         self.directory = None if directory is None else Path(directory).absolute()
         self.history = None if directory is None else History(directory)
         """Records the run's starts and ends in its folder."""
         if directory is not None:
             self.sinks.append(JSONLSink(Path(directory) / "metrics.jsonl", name=f"{name}/jsonl"))
-            self.sinks.append(MediaFiles(directory, name=f"{name}/media"))
         if console is not False:
             self.sinks.append(ConsoleSink(keys=None if console is True else console))
         self._rows: list[tuple[int, Row]] = []
@@ -161,10 +158,10 @@ class MetricLogger:
                 )
 
     def _make_plain(self, trainer: Trainer) -> None:
-        """On METRICS_READY, before the sinks: numbers of tensors and arrays become floats.
+        """On METRICS_READY, before the sinks: tensors and arrays become numbers, or lists of them.
 
         Raises:
-            ValueError: a value is not a number, or has the name of a column of the log.
+            ValueError: a value is neither a number nor lists of them, or has the name of a column of the log.
         """
         metrics = trainer.state.metrics
         for name, value in metrics.fresh.items():

@@ -36,7 +36,7 @@ class Profiler:
         ranks: that are profiled.
         options: of ``torch.profiler.profile``, such as ``record_shapes``, ``profile_memory`` and ``with_stack``.
 
-    The operators are also logged, and of rank 0 in ``state.media`` as ``profile/operators``. A window begins and ends
+    The operators are also logged. A window begins and ends
     behind the handlers of ITERATION_COMPLETED, so evaluations and saves between its iterations are in the trace. Where
     the run ends within a window, what was recorded is written; a file that cannot be written is a warning. While
     another profiler runs in this process, a window waits. No state is saved: a resumed run waits again.
@@ -136,8 +136,6 @@ class Profiler:
         path = self.directory / f"rank_{rank}_iterations_{first}_to_{self._last}.json.gz"
         table = operators(profile)
         logger.info("Profile of iterations %d to %d on rank %d (%s):\n%s", first, self._last, rank, path, table)
-        if rank == 0:
-            trainer.state.media["profile/operators"] = table
         part = path.with_name(f".part.{path.name}")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)

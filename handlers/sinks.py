@@ -1,8 +1,7 @@
 """Sinks: they write what is new in ``state.metrics`` to a file or a console, on rank 0.
 
-A sink is anything with ``write(iteration, values)``. It may also have ``image(name, iteration, pixels)``,
-``text(name, iteration, text)`` and ``histogram(name, iteration, counts, edges)``, which are given what handlers have
-put into ``state.media``. An error in a sink is logged once by its :class:`GuardedSink` and never stops the training.
+A sink is anything with ``write(iteration, values)``. An error in a sink is logged once by its :class:`GuardedSink` and
+never stops the training.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from typing import IO, Any, Protocol
 import ignite.distributed as idist
 
 from ignite_engine import Phase, Trainer, TrainingEvents
-from ignite_engine.checkpointing.manifest import json_number
 from ignite_engine.checkpointing.nested import dotted, walk
 from ignite_engine.handlers.columns import Columns, head_of, short, width_of
+from ignite_engine.run_directory import json_values
 
 Values = Mapping[str, Any]
 LINES_OF_A_TABLE = 40
@@ -73,23 +72,9 @@ class GuardedSink:
 
     def __call__(self, trainer: Trainer) -> None:
         state, started = trainer.state, perf_counter()
-        write = getattr(self.sink, "write", None)  # a sink of media needs none
-        media = state.media if idist.get_rank() == 0 else {}
-        if write is not None and state.metrics.fresh:
-            self.guard(write)(state.iteration, {"epoch": state.epoch, **state.metrics.fresh})
-        for name, item in media.items():
-            self.guard(self._pass_on)(name, state.iteration, item)
-        if write is None and not media:
-            return
+        self.guard(self.sink.write)(state.iteration, {"epoch": state.epoch, **state.metrics.fresh})
         name = str(getattr(self.sink, "name", type(self.sink).__name__)).rpartition("/")[2]
         state.sink_seconds[name] = state.sink_seconds.get(name, 0.0) + perf_counter() - started
-
-    def _pass_on(self, name: str, iteration: int, item: Any) -> None:
-        kind = "text" if isinstance(item, str) else getattr(item, "kind", None)
-        if kind is None:
-            raise TypeError(f"state.media[{name!r}] is {item!r:.40}, expected a str, an Image or a Histogram")
-        if (take := getattr(self.sink, kind, None)) is not None:
-            take(name, iteration, *((item,) if kind == "text" else item.content()))
 
     def guard(self, action: Callable[..., Any]) -> Callable[..., Any]:
         """``action``, except that an error is logged (the first one only) and None is returned."""
@@ -432,4 +417,4 @@ def number_of(value: Any) -> float | None:
 def _json_value(value: Any) -> Any:
     if hasattr(value, "item"):
         value = value.item()
-    return json_number(value) if isinstance(value, float) else value
+    return json_values(value)

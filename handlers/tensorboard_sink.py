@@ -1,4 +1,4 @@
-"""Values, config and media for TensorBoard, written by the training thread itself: no queue, no second thread."""
+"""Values and config for TensorBoard, written by the training thread itself: no queue, no second thread."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import ignite.distributed as idist
-import numpy as np
 import yaml
 from ignite.engine import Events
 
 from ignite_engine import Trainer
-from ignite_engine.handlers.media import png
 from ignite_engine.handlers.sinks import GuardedSink, Values, new_numbers, require, settings_of
 
 
@@ -69,44 +66,16 @@ class TensorBoardSink:
         new = new_numbers(iteration, values, self._written)
         if not new or idist.get_rank() != 0:
             return
-        self._report(iteration, {name: {"simple_value": number} for name, number in new.items()})
+        self._report(iteration, new)
 
-    def image(self, name: str, iteration: int, pixels: np.ndarray[Any, Any]) -> None:
-        if iteration > self._written.get(name, -1):
-            from tensorboard.compat.proto.summary_pb2 import Summary
-
-            height, width, channels = pixels.shape
-            image = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=png(pixels))
-            self._report(iteration, {name: {"image": image}})
-
-    def text(self, name: str, iteration: int, text: str) -> None:
-        if iteration > self._written.get(name, -1):
-            self._report(iteration, {name: _text_fields(name, text)})
-
-    def histogram(self, name: str, iteration: int, counts: list[float], edges: list[float]) -> None:
-        if iteration > self._written.get(name, -1):
-            from tensorboard.compat.proto.summary_pb2 import HistogramProto
-
-            centres = [(low + high) / 2 for low, high in pairwise(edges)]
-            histogram = HistogramProto(
-                min=edges[0],
-                max=edges[-1],
-                num=sum(counts),
-                sum=sum(count * centre for count, centre in zip(counts, centres, strict=True)),
-                sum_squares=sum(count * centre**2 for count, centre in zip(counts, centres, strict=True)),
-                bucket_limit=edges[1:],
-                bucket=counts,
-            )
-            self._report(iteration, {name: {"histo": histogram}})
-
-    def _report(self, iteration: int, points: Mapping[str, Mapping[str, Any]]) -> None:
-        """Write one event with the fields of each tag's value."""
+    def _report(self, iteration: int, points: Mapping[str, float]) -> None:
+        """Write one event."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         try:
             if self._writer is None:
                 self._open()
-            values = [Summary.Value(tag=name, **fields) for name, fields in points.items()]
+            values = [Summary.Value(tag=name, simple_value=number) for name, number in points.items()]
             self._add(step=iteration, summary=Summary(value=values))
             self._writer.flush()
         except OSError:

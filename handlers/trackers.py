@@ -1,4 +1,4 @@
-"""Weights & Biases and MLflow, by Ignite's own loggers: values, media, config and outcome under a run that resumes."""
+"""Weights & Biases and MLflow, by Ignite's own loggers: values, config and outcome under a run that resumes."""
 
 from __future__ import annotations
 
@@ -6,18 +6,14 @@ import contextlib
 import logging
 import netrc
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import ignite.distributed as idist
-import numpy as np
 from ignite.engine import Events
 
 from ignite_engine import Trainer
-from ignite_engine.handlers.media import png
 from ignite_engine.handlers.sinks import GuardedSink, Values, new_numbers, require, settings_of
 
 _WANDB_HOST = "api.wandb.ai"
@@ -66,15 +62,6 @@ class WandBSink:
             self._run.log(new, step=iteration)
             self._written |= dict.fromkeys(new, iteration)
 
-    def image(self, name: str, iteration: int, pixels: np.ndarray[Any, Any]) -> None:
-        self._show(name, iteration, lambda wandb: wandb.Image(pixels))
-
-    def text(self, name: str, iteration: int, text: str) -> None:
-        self._show(name, iteration, lambda wandb: wandb.Html(f"<pre>{escape(text)}</pre>"))
-
-    def histogram(self, name: str, iteration: int, counts: list[float], edges: list[float]) -> None:
-        self._show(name, iteration, lambda wandb: wandb.Histogram(np_histogram=(counts, edges)))
-
     def state_dict(self) -> dict[str, Any]:
         """The run's id, and the last iteration of each series."""
         return {"run_id": self.run_id, "written": dict(self._written)}
@@ -82,11 +69,6 @@ class WandBSink:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the saved run when the training starts."""
         self.run_id, self._written = state["run_id"], dict(state["written"])
-
-    def _show(self, name: str, iteration: int, medium: Callable[[Any], Any]) -> None:
-        if self._run is not None and iteration >= max(self._run.starting_step, self._written.get(name, -1) + 1):
-            self._run.log({name: medium(self._logger)}, step=iteration)
-            self._written[name] = iteration
 
     def _start(self, trainer: Trainer) -> None:
         if trainer.starts_fresh(self.name):
@@ -156,22 +138,6 @@ class MLflowSink:
         if self._logger is not None and (new := new_numbers(iteration, values, self._written)):
             self._logger.log_metrics(new, step=iteration, synchronous=False, run_id=self.run_id)
             self._written |= dict.fromkeys(new, iteration)
-
-    def image(self, name: str, iteration: int, pixels: np.ndarray[Any, Any]) -> None:
-        if self._logger is not None:
-            with tempfile.TemporaryDirectory() as folder:
-                file = Path(folder) / f"{iteration:08d}.png"
-                file.write_bytes(png(pixels))
-                self._logger.log_artifact(str(file), name, run_id=self.run_id)
-
-    def text(self, name: str, iteration: int, text: str) -> None:
-        if self._logger is not None:
-            self._logger.log_text(text, f"{name}/{iteration:08d}.txt", run_id=self.run_id)
-
-    def histogram(self, name: str, iteration: int, counts: list[float], edges: list[float]) -> None:
-        if self._logger is not None:
-            content = {"counts": counts, "edges": edges}
-            self._logger.log_dict(content, f"{name}/{iteration:08d}.json", run_id=self.run_id)
 
     def state_dict(self) -> dict[str, Any]:
         """The run's id, and the last iteration of each series."""

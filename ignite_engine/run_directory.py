@@ -9,6 +9,7 @@ import importlib.metadata
 import itertools
 import json
 import logging
+import math
 import os
 import shutil
 import sys
@@ -426,26 +427,34 @@ def as_float(what: str, value: SupportsFloat) -> float:
 
 
 def plain_metric(name: str, value: Any) -> Any:
-    """A value of ``state.metrics`` as JSON has it; a tensor or an array of one number becomes that number.
+    """A value of ``state.metrics`` as JSON has it: tensors and arrays become numbers, or lists of them.
 
     Raises:
-        ValueError: it is neither a number nor text, or no float holds it.
+        ValueError: it is neither a number nor text, nor made of them, or no float holds it.
     """
     if type(value) is int:
         as_float(f"state.metrics[{name!r}]", value)  # sinks and the best checkpoint take floats
     if type(value) in (float, int, bool, str, NoneType):
         return value
     try:
-        number = value.item() if hasattr(value, "item") else json.loads(json.dumps(value))
+        is_one = hasattr(value, "item") and math.prod(value.shape) == 1
+        plain = value.item() if is_one else json.loads(json.dumps(in_lists(value)))
     except (TypeError, ValueError, RuntimeError):
-        number = None
-    if not isinstance(number, bool | int | float | str | list | dict):
-        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+        plain = None
+    if plain is None:
         raise ValueError(
-            f"state.metrics[{name!r}] is a {type(value).__name__}{shape}, expected a number: write its mean, or "
-            "each of its numbers under a name of its own."
+            f"state.metrics[{name!r}] is a {type(value).__name__}, expected a number, or lists of numbers."
         )
-    return number
+    return plain
+
+
+def in_lists(value: Any) -> Any:
+    """A metric's value with its tensors and arrays as numbers, or lists of them."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: in_lists(element) for key, element in value.items()}
+    return [in_lists(element) for element in value] if isinstance(value, list | tuple) else value
 
 
 def json_values(value: Any) -> Any:

@@ -112,9 +112,6 @@ class TrainingState(State):
     """Newest value of everything measured, by name. Writers: the producers (Evaluation, MetricLogger, ...)."""
     output: Any
     """What the update of the last completed iteration returned; None before the first. Writer: Trainer."""
-    media: dict[str, Any]
-    """Images, histograms (of ``ignite_engine.handlers``) and texts (str) by name, until the sinks have them at the next
-    step boundary; what rank 0 has counts. Writers: handlers."""
     meters: dict[str, Any]
     """Meters of ``ignite_engine.handlers`` by the name under which MetricLogger writes them; the same on every rank.
     Writers: handlers."""
@@ -215,6 +212,5 @@ class TrainingState(State):
         self.saved_iteration = None
         self.save_seconds = 0.0
         self.sink_seconds = {}
-        self.media = {}
         self.meters = {}
         self.evaluating = None

@@ -7,7 +7,6 @@ standard output with ``{"task_id": ...}`` once the task exists, or with ``{"erro
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import fcntl
 import importlib.metadata
@@ -16,10 +15,9 @@ import math
 import os
 import signal
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterator, Mapping
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,11 +106,9 @@ class Session:
         self.task.set_user_properties(status="running", reason="")
 
     def take(self, message: Mapping[str, Any]) -> None:
-        """Carry out one message: values, a medium, a model, or the end."""
+        """Carry out one message: values, a model, or the end."""
         if "values" in message:
             self._report(message["iteration"], message["values"])
-        elif "name" in message:
-            self._show(message["name"], message["iteration"], message)
         elif "model" in message:
             self.model = message["model"]
             if not self.offline:
@@ -130,23 +126,6 @@ class Session:
                 self.logger.report_scalar(title, series or title, number, iteration)
             else:  # ClearML would plot it as 0
                 self.logger.report_text(f"iteration {iteration}: {name} is {value}", print_console=False)
-
-    def _show(self, name: str, iteration: int, medium: Mapping[str, Any]) -> None:
-        """An image as a debug sample, a histogram as a plot, a text in the log."""
-        if iteration <= self.known_until:
-            return
-        title, _, series = name.partition("/")
-        place = (title, series or title)
-        if "image" in medium:
-            with tempfile.NamedTemporaryFile(suffix=".png", delete=False) as file:
-                file.write(base64.b64decode(medium["image"]))
-            self.logger.report_image(*place, iteration, local_path=file.name, delete_after_upload=True)
-        elif "histogram" in medium:
-            counts, edges = medium["histogram"]["counts"], medium["histogram"]["edges"]
-            labels = [f"{(low + high) / 2:.4g}" for low, high in pairwise(edges)]
-            self.logger.report_histogram(*place, counts, iteration, xlabels=labels)
-        else:
-            self.logger.report_text(f"iteration {iteration}: {name}: {medium['text']}", print_console=False)
 
     def _register_model(self) -> None:
         """Register the newest checkpoint as the task's output model, by path; its files are not uploaded."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import logging
@@ -19,12 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import ignite.distributed as idist
-import numpy as np
 from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.checkpointing.environment import environment_values
-from ignite_engine.handlers.media import png
 from ignite_engine.handlers.sinks import GuardedSink, Values, new_numbers
 
 _SCRIPT = Path(__file__).with_name("session.py")
@@ -45,7 +42,7 @@ def server_is_configured() -> bool:
 
 
 class ClearMLLogger:
-    """A sink that reports metrics, media, config, environment, the newest checkpoint and the outcome to a ClearML task.
+    """A sink that reports metrics, config, environment, the newest checkpoint and the outcome to a ClearML task.
 
     Args:
         directory: of the run. Offline, the session is in ``clearml/offline/<task id>`` below it, and after the run as a
@@ -121,20 +118,6 @@ class ClearMLLogger:
         if new:
             self._session.send({"iteration": iteration, "values": new})
             self._written |= dict.fromkeys(new, iteration)
-
-    def image(self, name: str, iteration: int, pixels: np.ndarray[Any, Any]) -> None:
-        self._show(name, iteration, "image", base64.b64encode(png(pixels)).decode())
-
-    def text(self, name: str, iteration: int, text: str) -> None:
-        self._show(name, iteration, "text", text)
-
-    def histogram(self, name: str, iteration: int, counts: list[float], edges: list[float]) -> None:
-        self._show(name, iteration, "histogram", {"counts": counts, "edges": edges})
-
-    def _show(self, name: str, iteration: int, kind: str, content: Any) -> None:
-        if self._session is not None and iteration > self._written.get(name, -1):
-            self._session.send({"iteration": iteration, "name": name, kind: content})
-            self._written[name] = iteration
 
     def state_dict(self) -> dict[str, Any]:
         """The task's id, what finds it if it is not known yet, and the last reported iteration of each series."""

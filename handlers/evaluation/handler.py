@@ -51,8 +51,8 @@ class Evaluation:
             Ignite's metrics have collected is not saved.
         progress_every: batches between two writes of it.
 
-    A metric that is not one number (a value per class, a confusion matrix, a report, a curve) goes to ``state.media``
-    as a table or a picture, and is in :attr:`values`.
+    A metric that is not one number (a value per class, a confusion matrix, a report, a curve) is a list in the log,
+    up to 1,000 numbers, and in :attr:`values` whole.
 
     The mode of each module is restored and random numbers are isolated. A stop that comes during an evaluation ends it
     without metrics, on one process at once, on several after the same number of batches; the resumed run repeats it

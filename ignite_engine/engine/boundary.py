@@ -51,7 +51,6 @@ class StepBoundary:
             requests.pending
             or not requests.single_process
             or state.metrics.fresh
-            or state.media
             or engine.should_terminate
             or engine._event_handlers.get(_RESUME_POINT)
         ):
@@ -91,12 +90,11 @@ class StepBoundary:
 
     def publish(self) -> None:
         """Fire METRICS_READY if there are new values."""
-        metrics, media = self._state.metrics, self._state.media
-        if metrics.fresh or media:
+        metrics = self._state.metrics
+        if metrics.fresh:
             if bus.handlers_of(self._engine, _METRICS_READY):
                 self._fire(_METRICS_READY)
             metrics.fresh = {}
-            media.clear()
 
     def collect_stop(self) -> None:
         """After COMPLETED: a stop that was requested after the last boundary, in an evaluation for instance."""

@@ -196,7 +196,6 @@ def _reset(state: TrainingState, progress: Progress) -> None:
     if progress.left is not None and progress.left.ending is Ending.FAILED:
         state.metrics.clear()
         state.metrics.fresh = {}
-        state.media.clear()
     for counter in ("epoch", *COUNTERS):
         setattr(state, counter, 0)
     state.not_finite_at = state.micro_batch_limit = None

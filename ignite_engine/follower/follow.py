@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -222,8 +223,7 @@ class Follower:
             for evaluation in self.evaluations:
                 evaluation.load_state_dict({"evaluated_at": None, "unfinished_at": None, "rng": None})
                 evaluation(trainer)
-        trainer.state.media.clear()
-        values = {name: float(value) for name, value in trainer.state.metrics.items()}
+        values = {name: float(value) for name, value in trainer.state.metrics.items() if isinstance(value, Real)}
         if agreement.rank() == 0:
             self.log.add(checkpoint, values, self._current)
         place.measured(checkpoint, values)

@@ -21,11 +21,10 @@ from ignite_engine.errors import ReplayError
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.handlers import Checkpoint, DigestTrail, Evaluation, MetricLogger, ModelBank, Stopwatch
 from ignite_engine.handlers.checkpoint.saver import Saver, boundary_of, tell
-from ignite_engine.handlers.media import MediaFiles
 from ignite_engine.handlers.sinks import GuardedSink, JSONLSink
 from ignite_engine.ranks import agreement
 from ignite_engine.replay.iteration import scalars_of
-from ignite_engine.replay.logged import Difference, Kept, Lines, LoggedMetrics, LoggedTrail, NewestLine
+from ignite_engine.replay.logged import Difference, Kept, Lines, LoggedMetrics, LoggedTrail
 from ignite_engine.state import Start
 from ignite_engine.trainer import Trainer
 
@@ -100,10 +99,8 @@ class Quieted:
             if isinstance(sink, JSONLSink) and agreement.rank() == 0:
                 stand_in = LoggedMetrics(Lines(sink.path), self.note)
                 self.metrics.append(stand_in)
-            elif isinstance(sink, MediaFiles) and agreement.rank() == 0:
-                stand_in = NewestLine(Lines(sink.folder / "index.jsonl"), lambda: int(trainer.state.iteration))
             elif hasattr(sink, "state_dict"):
-                stand_in = Kept(sink.state_dict() if isinstance(sink, JSONLSink | MediaFiles) else None)
+                stand_in = Kept(sink.state_dict() if isinstance(sink, JSONLSink) else None)
             name = getattr(sink, "name", None)
             if stand_in is not None and name in trainer.registry.objects:
                 trainer.registry.objects[name] = stand_in

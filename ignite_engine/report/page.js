@@ -222,11 +222,3 @@ for (const folded of document.querySelectorAll("[data-folded]")) folded.addEvent
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", later);
 let width = 0;
 new ResizeObserver(([main]) => { if (main.contentRect.width !== width) { width = main.contentRect.width; later(); } }).observe(document.querySelector("main"));
-
-const sliders = inside => {
-  for (const figure of inside.querySelectorAll("figure.media")) {
-    const views = [...figure.querySelectorAll("[data-view]")];
-    figure.querySelector("[data-views]")?.addEventListener("input", event => views.forEach((view, at) => { view.hidden = at !== +event.target.value; }));
-  }
-};
-sliders(document);

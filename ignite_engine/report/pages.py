@@ -14,7 +14,6 @@ from typing import Any
 
 from ignite_engine.report.charts import chart, script_data, sparkline
 from ignite_engine.report.goodput.section import goodput_section
-from ignite_engine.report.media import media_section
 from ignite_engine.report.panels import COLOURS, OF_ENGINE, Panel, compared_panels, panels_of
 from ignite_engine.report.records import Record, read_run
 from ignite_engine.report.scales import Point
@@ -89,7 +88,6 @@ def report_page(run: Record, defaults: Mapping[str, Any]) -> str:
         *_notes(run),
         _tiles(_key_numbers(run)),
         *_curves(panels_of(run), [run], goodput_section(run.ledger)),
-        *media_section(run.path / "media"),
         *_config_section(run.config, defaults),
         *_last_values(run),
         *_environment(run.environment),

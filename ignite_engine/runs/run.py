@@ -29,7 +29,7 @@ from ignite_engine.ranks import agreement
 from ignite_engine.ranks.watching import cause_of, known_failure, on_failure, reason_of
 from ignite_engine.recovery import status as supervision
 from ignite_engine.report.goodput import goodput_line, read_ledger
-from ignite_engine.run_directory import PhaseTimes, RunDirectory, plain_metric, weights_sha256
+from ignite_engine.run_directory import PhaseTimes, RunDirectory, in_lists, plain_metric, weights_sha256
 from ignite_engine.runs.code import commit_of_code
 from ignite_engine.runs.history import Records, read_records
 from ignite_engine.runs.in_force import put_in_force
@@ -328,8 +328,7 @@ class Run:
         values: dict[str, Any] = {}
         for evaluation in self.evaluations():
             evaluation(self.trainer)
-            values |= {name: _in_lists(value) for name, value in evaluation.values.items()}
-        self.trainer.state.media.clear()  # they are of another moment than what is logged next
+            values |= {name: in_lists(value) for name, value in evaluation.values.items()}
         values |= self.trainer.state.metrics
         return {"checkpoint": str(loaded.path), "iteration": loaded.manifest.iteration, **dict(sorted(values.items()))}
 
@@ -524,12 +523,3 @@ class Run:
                 # the error that failed the run is raised instead: often the same full disk
                 logger.error("%s could not be written: %s.", self.directory.summary, error)
         return summary
-
-
-def _in_lists(value: Any) -> Any:
-    """A metric's value with its tensors and arrays as numbers, or lists of them."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, Mapping):
-        return {key: _in_lists(element) for key, element in value.items()}
-    return [_in_lists(element) for element in value] if isinstance(value, list | tuple) else value

@@ -287,18 +287,16 @@ def test_inference_has_the_accuracy_that_the_run_measured(tmp_path: Path, capsys
     assert best > 0.8
 
 
-def test_tensorboard_has_curves_and_images_over_a_resume(tmp_path: Path) -> None:
+def test_tensorboard_has_curves_over_a_resume(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     tensorboard_curves.main(str(tmp_path), epochs=2)
     tensorboard_curves.main(str(tmp_path))
-    read = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"images": 0}).Reload()
+    read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
 
     curve = [(event.step, event.value) for event in read.Scalars("loss")]
     assert curve == [(row["iteration"], pytest.approx(row["loss"], rel=1e-6)) for row in logged(tmp_path)]
     assert [step for step, _ in curve] == list(range(4, 33, 4)) and curve[-1][1] < curve[0][1]
-    assert [event.step for event in read.Images("image_and_restored")] == [8, 16, 24, 32]
-    assert read.Tags()["histograms"] == ["weights"]
 
 
 @pytest.mark.slow

@@ -470,11 +470,19 @@ def test_what_is_one_number_is_a_float_to_whoever_reads_it(number: Any, tmp_path
     assert type(trainer.state.metrics["mine"]) is float
 
 
+def test_several_numbers_are_a_list_in_the_log(tmp_path: Path) -> None:
+    trainer = counting([0.0])
+    several = {"a": torch.tensor([1.0, math.nan]), "b": np.ones((2, 1))}
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: trainer.state.metrics.update(several))
+    MetricLogger(tmp_path, console=False).attach(trainer)
+    trainer.run(range(1))
+
+    assert [lines(tmp_path)[0][name] for name in several] == [[1.0, "nan"], [[1.0], [1.0]]]
+
+
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("mine", torch.ones(3), r"state.metrics\['mine'\] is a Tensor of shape \(3,\), expected a number"),
-        ("mine", np.ones((2, 1)), r"state.metrics\['mine'\] is a ndarray of shape \(2, 1\), expected a number"),
         ("mine", object(), r"state.metrics\['mine'\] is a object, expected a number"),
         ("epoch", 7.0, "A metric is called 'epoch', which is a column of the log: give it another name"),
         ("iteration", 7.0, "A metric is called 'iteration', which is a column of the log"),

@@ -15,11 +15,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents
-from ignite_engine.handlers import Checkpoint, GracefulStop, Histogram, Image, MetricLogger, MLflowSink, WandBSink
+from ignite_engine.handlers import Checkpoint, GracefulStop, MetricLogger, MLflowSink, WandBSink
 from tests.builders import numbers_loader, trainer_of
 
 CONFIG = {"optimizer": {"lr": 0.5, "betas": [1, 2]}, "no": None}
@@ -34,9 +33,6 @@ class WandB(ModuleType):
         self.inits: list[dict[str, Any]] = []
         self.ended: list[tuple[dict[str, Any], int]] = []
         self.Settings = lambda **given: given
-        self.Image = lambda pixels: ("image", pixels.shape)
-        self.Html = lambda html: ("html", html)
-        self.Histogram = lambda np_histogram: ("histogram", sum(np_histogram[0]))
         self.run: Any = None
 
     def init(self, **given: Any) -> None:
@@ -61,7 +57,6 @@ class MLflow(ModuleType):
         super().__init__("mlflow")
         self.points: dict[str, list[tuple[str, int, float]]] = {}
         self.params: list[Any] = []
-        self.artifacts: list[str] = []
         self.settings: list[Any] = []
         self.ended: list[str] = []
         self.tags: dict[str, str] = {}
@@ -93,15 +88,6 @@ class MLflow(ModuleType):
         assert not synchronous
         self.points[run_id] += [(name, step, value) for name, value in values.items()]
 
-    def log_text(self, text: str, artifact_file: str, run_id: str) -> None:
-        self.artifacts.append(f"{artifact_file}: {text}")
-
-    def log_dict(self, dictionary: Any, artifact_file: str, run_id: str) -> None:
-        self.artifacts.append(f"{artifact_file}: {sum(dictionary['counts'])}")
-
-    def log_artifact(self, local_path: str, artifact_path: str, run_id: str) -> None:
-        self.artifacts.append(f"{artifact_path}/{Path(local_path).name}: {Path(local_path).read_bytes()[1:4]!r}")
-
     def get_run(self, run_id: str) -> Any:
         return SimpleNamespace(data=SimpleNamespace(metrics={name: value for name, _, value in self.points[run_id]}))
 
@@ -127,10 +113,6 @@ def built(run: Path, sink: Any, *, die_at: int | None = None) -> Trainer:
     MetricLogger(sinks=[sink], console=False).attach(trainer)
     checkpoint = Checkpoint(run / "checkpoints")
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=4))
-
-    @trainer.on(Events.ITERATION_COMPLETED(every=3))
-    def show() -> None:
-        trainer.state.media |= {"val/image": Image(torch.eye(2)), "text": "<a>", "weights": Histogram([1.0, 2.0])}
 
     if die_at is not None:
         trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=die_at), lambda: 1 / 0)
@@ -158,13 +140,6 @@ def test_wandb_run_is_resumed_and_has_each_value_once(
     points = wandb.server["run0"]
     assert [step for step, values in points if "loss" in values] == list(range(1, 13))
     assert [step for step, _ in points] == sorted(step for step, _ in points)
-    shown = [(step, *values.items()) for step, values in points if "loss" not in values]
-    assert shown[:3] == [
-        (3, ("val/image", ("image", (2, 2, 1)))),
-        (3, ("text", ("html", "<pre>&lt;a&gt;</pre>"))),
-        (3, ("weights", ("histogram", 2.0))),
-    ]
-    assert [each[0] for each in shown] == [3] * 3 + [6] * 3 + [9] * 3 + [12] * 3
     assert [(each["project"], each["config"], each["mode"], each["resume"]) for each in wandb.inits] == [
         ("p", CONFIG, None, None),
         ("p", CONFIG, None, "allow"),
@@ -187,11 +162,6 @@ def test_mlflow_run_is_resumed_and_has_each_value_once(
     assert set(counts.values()) == {1}
     assert mlflow.params == [{"optimizer.lr": 0.5, "optimizer.betas": "[1, 2]"}]
     assert mlflow.settings == [f"sqlite:///{tmp_path}/mlflow.db", "e"] * 2
-    assert mlflow.artifacts[:3] == [
-        "val/image/00000003.png: b'PNG'",
-        "text/00000003.txt: <a>",
-        "weights/00000003.json: 2.0",
-    ]
     assert mlflow.ended == ["FAILED", "FINISHED"] and mlflow.tags == {"reason": "max_epochs"}
 
 
@@ -285,7 +255,6 @@ def test_wandb_itself_writes_offline_under_one_id(tmp_path: Path) -> None:
 
     assert first.run_id == second.run_id and len(folders) == 2
     assert all(name.endswith(f"-{first.run_id}") for name in folders) and wandb.run is None
-    assert list((tmp_path / "wandb").glob("offline-run-*/files/media/images/val/image_*.png"))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="mlflow is not installed")

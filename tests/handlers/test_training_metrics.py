@@ -100,7 +100,9 @@ def test_second_run_begins_anew_and_a_matrix_is_a_table() -> None:
     trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn))
     matrix.attach(trainer)
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: found.append(matrix.values["fit/confusion"].sum()))
-    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: found.append("fit/confusion" in trainer.state.media))
+    trainer.add_event_handler(
+        Events.EPOCH_COMPLETED, lambda: found.append(type(trainer.state.metrics["fit/confusion"]) is list)
+    )
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=7), lambda: trainer.terminate())
     trainer.run(numbers_loader(8, 2), max_epochs=2)
     trainer.state.max_epochs = None

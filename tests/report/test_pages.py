@@ -416,7 +416,6 @@ def test_numbers_of_any_size_are_written_short(tmp_path: Path) -> None:
         ("environment.json", '{"packages": []}'),
         ("history.jsonl", '{"what": "started", "iteration": 0, "at": "2026-01-01"}\n{"what": 3, "iteration": 1}\n[]\n'),
         ("checkpoints/a/manifest.json", '{"sequence": "x", "best": [1], "config": 3, "environment": 4}'),
-        ("media/index.jsonl", '{"iteration": 1, "a": 5, "b": null}\n'),
         ("metrics.jsonl", "".join(json.dumps(row(n, loss=(-1) ** n * 1.7e308)) + "\n" for n in range(1, 5))),
         ("metrics.jsonl", '{"iteration": "1", "loss": {}}\n{"iteration": 2, "": 1, "/": 2}\n{"iteration": 1, "": 1}\n'),
     ],

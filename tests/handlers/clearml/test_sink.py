@@ -20,9 +20,8 @@ import torch
 from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents
-from ignite_engine.handlers import Checkpoint, ClearMLLogger, GracefulStop, Histogram, Image, MemoryLogger, MetricLogger
+from ignite_engine.handlers import Checkpoint, ClearMLLogger, GracefulStop, MemoryLogger, MetricLogger
 from ignite_engine.handlers.clearml import sink as clearml_log
-from ignite_engine.handlers.media import png
 from tests.builders import numbers_loader, trainer_of
 from tests.faults.commands import program
 from tests.handlers.clearml.server import clearml_server
@@ -66,15 +65,6 @@ def built(run: Path, *, every: int = 1, saves: bool = True, **options: Any) -> t
     return trainer, sink
 
 
-def show_media(trainer: Trainer) -> None:
-    """At iteration 3, 6, ..."""
-
-    @trainer.on(Events.ITERATION_COMPLETED(every=3))
-    def show() -> None:
-        trainer.state.media |= {"val/image": Image(torch.eye(4)), "val/text": "hello you"}
-        trainer.state.media["weights"] = Histogram(torch.arange(64.0))
-
-
 def lines(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
@@ -87,18 +77,9 @@ def test_offline_session_has_metrics_memory_config_environment_model_and_outcome
     trainer, sink = built(tmp_path, config={"optimizer": {"lr": 0.25}, "empty": None}, project="mine", tags=["first"])
     MemoryLogger().attach(trainer, Events.ITERATION_COMPLETED(every=6))
 
-    show_media(trainer)
     trainer.run(numbers_loader())
 
     reported = Reported(tmp_path)
-    images = [event for event in reported.events if event["type"] == "training_debug_image"]
-    assert [(event["metric"], event["variant"], event["iter"]) for event in images] == [
-        ("val", "image", n) for n in (3, 6)
-    ]
-    plots = [event for event in reported.events if event["type"] == "plot"]
-    assert [(event["metric"], event["iter"]) for event in plots] == [("weights", 3), ("weights", 6)]
-    assert [json.loads(event["plot_str"])["data"][0]["type"] for event in plots] == ["bar"] * 2
-    assert reported.log.count("val/text: hello you") == 2
     assert (reported.task["id"], reported.task["project_name"], reported.task["tags"]) == (
         sink.task_id,
         "mine",
@@ -386,13 +367,11 @@ def test_server_gets_all_of_it_once_over_a_failure_and_a_resume(
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         trainer, first = built(tmp_path, config={"optimizer": {"lr": 0.25}})
-        show_media(trainer)
         trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=6), lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             trainer.run(numbers_loader(24))
         failed, sent = dict(server.tasks["task0"]), len(server.scalars)
         trainer, second = built(tmp_path, config={"optimizer": {"lr": 0.25}})
-        show_media(trainer)
         trainer.run(numbers_loader(24))
 
     assert first.task_id == second.task_id == "task0" and list(server.tasks) == ["task0"]
@@ -406,7 +385,3 @@ def test_server_gets_all_of_it_once_over_a_failure_and_a_resume(
     ]
     uris = [model["uri"] for model in server.models.values()]
     assert uris[-1] == (tmp_path / "checkpoints" / "iteration_00000012").as_uri()
-    shown = sorted((event["metric"], event["iter"]) for event in server.shown if event["type"] != "log")
-    assert shown == [(name, at) for name in ("val", "weights") for at in (3, 6, 9, 12)]
-    assert sum(event.get("msg", "").count("val/text: hello you") for event in server.shown) == 4
-    assert len(server.files) == 4 and all(png(Image(torch.eye(4)).pixels) in content for content in server.files)
