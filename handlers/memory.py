@@ -12,12 +12,11 @@ import torch
 from ignite.engine import Engine, Events
 
 from ignite_engine import devices
-from ignite_engine.errors import is_number
+from ignite_engine.errors import is_number, shapes_of
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.handlers.host_memory import MIB, Limit, Limits, memory_groups, peak_mib, rss_mib
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.agreement import gather_floats
-from ignite_engine.step.out_of_memory import shapes_of
 
 logger = logging.getLogger(__name__)
 

@@ -297,7 +297,7 @@ class _CountedIteration:
         self._throughput = throughput
         self._count: FlopCount | None = None
         self._compiled = CompiledCalls()
-        self._iterations, self._limit = 0, None
+        self._iterations = 0
         self._flops: tuple[float, float] | None = None  # useful, executed
         self._units = (0, 0, 0)
         self._handles: list[Any] = []
@@ -334,7 +334,7 @@ class _CountedIteration:
                     why,
                 )
             return
-        self._count, self._limit = FlopCount(), trainer.state.micro_batch_limit
+        self._count = FlopCount()
         self._count.start()
         trainer.call_at_end(self._break_off)
 
@@ -355,10 +355,10 @@ class _CountedIteration:
         self._compiled.stop()
         if self._count is None:
             return
-        count, state = self._count, trainer.state
+        count = self._count
         self._break_off(trainer)
-        if self._iterations < 4 and (not count.executed or state.micro_batch_limit != self._limit):
-            return  # nothing had a weight, or a part was computed twice
+        if self._iterations < 4 and not count.executed:
+            return  # nothing had a weight
         self._done()
         if count.executed:
             self._flops = float(count.executed - count.recomputed), float(count.executed)

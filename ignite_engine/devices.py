@@ -350,13 +350,6 @@ def memory_summary(device: torch.device) -> str:
     return "\n".join(f"{name}: {value}" for name, value in memory_statistics(device).items())
 
 
-def free_cached_memory() -> None:
-    """Return what no tensor uses to the device."""
-    used = _used()
-    if used is not None:
-        used[1].empty_cache()
-
-
 def wait_for_device() -> None:
     """Wait until all work on the current device is done, so that it can be timed."""
     if _used() is not None:

@@ -142,8 +142,6 @@ class TrainingState(State):
     """Samples trained on in the whole run over all ranks, None: no interval counts them. Writer: Trainer."""
     tokens: int | None
     """Tokens, likewise. Writer: Trainer."""
-    micro_batch_limit: int | None
-    """Samples above which micro-batches are split, since one ran out of memory; None: none did. Writer: Update."""
     padding: int
     """Micro-batches at the end of this iteration's group that repeat one with weight zero, because this rank's data
     ran out before its peers'. Writer: Trainer."""
@@ -200,7 +198,6 @@ class TrainingState(State):
         self.window = self.max_windows = None
         self.samples = self.tokens = None
         self.checkpoint_path = None
-        self.micro_batch_limit = None
         self.padding = 0
         self.group_total = 0
         self.group_weights = None

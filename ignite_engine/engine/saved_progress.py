@@ -51,7 +51,6 @@ def counters(progress: Progress) -> dict[str, Any]:
         "epochs_completed": progress.epochs_completed,
         "epoch_iteration": progress.epoch_iteration,
         "epoch_ends": progress.epoch_ends,
-        "micro_batch_limit": state.micro_batch_limit,
         **progress.groupings.state_dict(),
         "output": _numbers(state.output),  # where this iteration turns out to be its epoch's last, its end reads it
     }
@@ -72,7 +71,7 @@ def _set_counters(progress: Progress, saved: dict[str, Any]) -> None:
         setattr(state, name, saved[name])
     for name in TOTALS:
         setattr(state, name, saved.get(name))
-    state.micro_batch_limit, state.epoch = saved["micro_batch_limit"], saved["epochs_completed"]
+    state.epoch = saved["epochs_completed"]
     progress.epochs_completed, progress.epoch_iteration = saved["epochs_completed"], saved["epoch_iteration"]
     progress.epoch_ends = saved["epoch_ends"]
     state.output = saved.get("output")

@@ -198,7 +198,7 @@ def _reset(state: TrainingState, progress: Progress) -> None:
         state.metrics.fresh = {}
     for counter in ("epoch", *COUNTERS):
         setattr(state, counter, 0)
-    state.not_finite_at = state.micro_batch_limit = None
+    state.not_finite_at = None
 
 
 def after_pause(arguments: RunArguments, state: TrainingState, progress: Progress) -> RunArguments:

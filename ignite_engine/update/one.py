@@ -13,8 +13,9 @@ from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_engine.errors import check_type, is_number, names_arguments
+from ignite_engine.errors import check_type, is_number, names_arguments, one_line, shapes_of
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
+from ignite_engine.ranks import agreement
 from ignite_engine.states.generators import OwnGenerators, owners_in
 from ignite_engine.states.model_and_optimizer import (
     ModelState,
@@ -23,14 +24,12 @@ from ignite_engine.states.model_and_optimizer import (
     sharded_modules,
     unwrap,
 )
-from ignite_engine.step import out_of_memory
 from ignite_engine.step.accumulate import (
     Accumulate,
     ForwardBackward,
     Plain,
     RankInvariant,
     WithPeers,
-    accumulate_in_memory,
 )
 from ignite_engine.step.device import device_of
 from ignite_engine.step.gradients import clip_gradients, gradient_norm
@@ -210,7 +209,7 @@ class Update:
     def __call__(self, engine: Engine, batch: Any) -> dict[str, Tensor]:
         """Do one update with ``batch``: a list of micro-batches where the engine groups them, else the loader's."""
         state: Any = engine.state
-        if not hasattr(state, "micro_batch_limit"):
+        if not hasattr(engine, "accumulation_steps"):  # Ignite's own engine
             if self.rank_invariant:
                 raise ValueError(
                     "Update(rank_invariant=True) needs Trainer(update, global_micro_batches=...), "
@@ -253,21 +252,16 @@ class Update:
         belongs into :meth:`stateful`.
         """
         self._parameters.clear_gradients()
-        limit = engine.state.micro_batch_limit  # type: ignore[attr-defined]  # the Trainer's
-        if limit is None and self.device.type in out_of_memory.NEVER_ON:
+        state: Any = engine.state
+        counted = state.micro_batches
+        try:
             return self._accumulation(engine, micro_batches, scales)
-        # peers wait for this rank's reduction, and invariant bits are those of whole micro-batches
-        splits = not self._reduces and self._invariance is None
-        return accumulate_in_memory(
-            self._accumulation,
-            engine,
-            micro_batches,
-            scales,
-            model=self.model,
-            parameters=self._parameters,
-            weight_fn=self.weight_fn,
-            splits=splits,
-        )
+        except torch.OutOfMemoryError as error:
+            batch = micro_batches[min(state.micro_batches - counted, len(micro_batches) - 1)]
+            raise torch.OutOfMemoryError(
+                f"Out of memory on rank {agreement.rank()} in iteration {state.iteration} with a micro-batch "
+                f"{shapes_of(batch)}: use a smaller batch_size with more accumulation_steps. {one_line(error)}"
+            ) from error
 
     @property
     def rank_invariant(self) -> bool:
@@ -404,4 +398,3 @@ class Update:
 def _prepare_plain_engine(engine: Engine) -> None:
     if not engine.has_registered_events(TrainingEvents.BACKWARD_COMPLETED):
         engine.register_events(*TrainingEvents, event_to_attr=EVENT_COUNTERS)
-    engine.state.micro_batch_limit = None  # type: ignore[attr-defined]

@@ -18,7 +18,6 @@ from ignite_engine import Trainer, devices
 from ignite_engine.checkpointing import Snapshot
 from ignite_engine.cli import main
 from ignite_engine.handlers import MemoryLogger
-from ignite_engine.step import out_of_memory
 from ignite_engine.step.device import device_of, to_device
 from tests.device.training import DEVICE, PLAIN, net, trainer_of
 
@@ -156,35 +155,6 @@ def test_a_batch_that_cannot_be_moved_is_named() -> None:
     with pytest.raises(RuntimeError, match="no room") as error:
         list(to_device([one, Fails(one)], DEVICE, iteration=7))
     assert error.value.__notes__ == [f"Raised while micro-batch 2 of iteration 7 was moved to {DEVICE}."]
-
-
-@pytest.mark.parametrize(
-    ("batch", "why"),
-    [
-        ((torch.ones(1, 3), torch.ones(1, 1)), "one sample cannot be split"),
-        ((torch.ones(4, 3), torch.ones(3, 1)), "as its tensors have no dimension 0 of one size"),
-    ],
-)
-def test_a_micro_batch_that_cannot_be_split_is_refused_with_its_shapes(batch: Any, why: str) -> None:
-    def too_much(model: nn.Module, batch: Any) -> Tensor:
-        torch.empty(2**50, dtype=torch.uint8, device=DEVICE)
-        raise AssertionError
-
-    trainer = trainer_of(net(DEVICE), steps=None, loss_fn=too_much)
-    with pytest.raises(torch.OutOfMemoryError, match=rf"in iteration 1 with a micro-batch .*{why}: use a smaller"):
-        trainer.run([batch], max_epochs=1)
-
-
-def test_parts_of_a_batch_have_their_samples_and_what_belongs_to_all() -> None:
-    inputs, total = torch.arange(5.0, device=DEVICE), torch.tensor(2.0, device=DEVICE)
-    batch = {"inputs": inputs, "names": list("abcde"), "pair": Pair(inputs, total), "scale": 3}
-    parts, scales = out_of_memory.split([batch, batch], [1.0, 0.0], 2, None)
-    assert [part["inputs"].tolist() for part in parts] == [[0], [1, 2], [3, 4], [0, 1, 2, 3, 4]]
-    assert [part["names"] for part in parts[:3]] == [["a"], ["b", "c"], ["d", "e"]]
-    assert all(part["pair"].second is total and part["scale"] == 3 for part in parts)
-    assert scales == pytest.approx([0.2, 0.4, 0.4, 0.0])
-    weighed, scales = out_of_memory.split([batch], [1.0], 2, lambda part: float(part["inputs"].sum()))
-    assert len(weighed) == 2 and scales == pytest.approx([0.3, 0.7])  # a part of no weight is left out
 
 
 def test_a_snapshot_takes_what_is_no_plain_tensor() -> None:

@@ -13,7 +13,7 @@ import torch
 from ignite.engine import Events
 from torch import Tensor, nn
 
-from ignite_engine import Trainer, Update, create_evaluator, devices, rng
+from ignite_engine import Trainer, Update, create_evaluator, rng
 from ignite_engine.checkpointing import CheckpointStore, Snapshot
 from ignite_engine.handlers import Checkpoint, Evaluation, MemoryLogger, MetricLogger, Profiler, StepTimes
 from ignite_engine.handlers.meters import CHUNK, Meter
@@ -208,32 +208,6 @@ def test_generators_of_all_devices_are_captured_restored_isolated_and_derived() 
     one = torch.rand(3, device=DEVICE)
     rng.seed_device(5, DEVICE)
     assert torch.equal(torch.rand(3, device=DEVICE), one)
-
-
-def test_a_micro_batch_that_does_not_fit_is_split_and_draws_as_if_it_had_been_small() -> None:
-    def trained(batch_size: int, steps: int, limit: int) -> tuple[list[Tensor], Any]:
-        model = net(DEVICE, dropout=0.5)
-        trainer = trainer_of(model, steps=steps, loss_fn=widened)
-        torch.manual_seed(1)
-        devices.free_cached_memory()
-        if limit:
-            fake.set_options(limit=torch.accelerator.memory_allocated() + limit)
-        state = trainer.run(data(batch_size=batch_size), max_epochs=1)
-        fake.set_options(limit=0)
-        return bits(model), state
-
-    def widened(model: nn.Module, batch: Any) -> Tensor:
-        loss = mse(model, batch)  # which draws
-        wide = batch[0].repeat(1, 4096)  # 48 KiB for each sample
-        return loss + 0 * wide.sum()
-
-    if not is_fake:
-        pytest.skip(f"{fake.ONLY}: it has a limit of so few bytes")
-    weights, state = trained(8, 1, 300 * 1024)
-    small, _ = trained(4, 2, 0)
-    assert state.micro_batch_limit == 4
-    for one, other in zip(weights, small, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_fp16_skips_what_overflows_and_reads_one_value_a_step() -> None:
