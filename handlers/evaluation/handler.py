@@ -27,7 +27,6 @@ from ignite_engine.ranks.ddp_buffers import share_buffers
 from ignite_engine.ranks.mesh import metrics_reduce
 from ignite_engine.state import OngoingEvaluation, Start
 from ignite_engine.states.generators import undrawn
-from ignite_engine.states.metrics import metrics_of
 from ignite_engine.states.model_and_optimizer import unwrap
 
 logger = logging.getLogger(__name__)
@@ -163,19 +162,6 @@ class Evaluation:
         self._evaluated_before, self._unfinished_at = state["evaluated_at"], state["unfinished_at"]
         self._rng = state["rng"]
         self._saved_windows = state.get("windows")
-
-    @property
-    def evaluated_by(self) -> dict[str, Any]:
-        """What of the user's makes its samples, predictions and numbers, by what it is.
-
-        Workers that end with the pass draw from the same copies in each.
-        """
-        data, predict = self.data, getattr(self.evaluator, "predict", None)
-        afresh = getattr(data, "num_workers", 0) and not getattr(data, "persistent_workers", False)
-        samples = {"data": getattr(data, "dataset", data), "collate function": getattr(data, "collate_fn", None)}
-        metrics = {f"metric {name}": metric for name, metric in metrics_of(self.evaluator).items()}
-        parts = {**({} if afresh else samples), "predict function": predict, **metrics}
-        return {f"{part} of evaluation {self.label}": maker for part, maker in parts.items()}
 
     def _start(self, trainer: Trainer) -> None:
         if trainer.starts_fresh(self.name):

@@ -27,7 +27,6 @@ class WithState(Replayed):
     def __init__(self, data: Any) -> None:
         super().__init__(data)
         self.exhausted = False
-        self.generators = generators_of(data)
 
     @property
     def inexact(self) -> str | None:
@@ -46,13 +45,6 @@ class WithState(Replayed):
         if not workers or hasattr(dataset, "state_dict"):
             return None
         return f"{kind} does not save the random numbers of its {workers} workers: samples that draw any differ"
-
-    @property
-    def makers(self) -> dict[str, Any]:
-        dataset = getattr(self.data, "dataset", None)
-        collate = {"collate function": getattr(self.data, "collate_fn", None)}
-        has_state = isinstance(dataset, IterableDataset) or hasattr(dataset, "state_dict")
-        return collate if has_state else {"dataset": dataset, **collate}
 
     def set_pass(self, place: Place) -> None:
         super().set_pass(place)

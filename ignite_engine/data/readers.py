@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
-from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, SequentialSampler, Subset
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, SequentialSampler
 
 from ignite_engine import rng
 from ignite_engine.data.place import Held, Place
@@ -56,19 +56,6 @@ class Replayed:
             order = getattr(self.data, "batch_sampler", None) or order
         by = "" if order is None or type(order) is SequentialSampler else f" with {type(order).__name__}"
         return f"{type(self.data).__name__}{by} keeps no state: its batches are replayed"
-
-    @property
-    def makers(self) -> dict[str, Any]:
-        """What of the user's makes samples and batches without a state of its own, by what it is.
-
-        Of data whose batches are replayed nothing is said beside that.
-        """
-        return {}
-
-    @property
-    def in_workers(self) -> bool:
-        """Samples and batches are made by other processes, from copies of what is here."""
-        return bool(getattr(self.data, "num_workers", 0))
 
     def measure(self, place: Place) -> int | None:
         """Batches of the pass, counted as ``place.batch`` is; None: unknown."""
@@ -150,13 +137,6 @@ class ByIndex(Replayed):
     @property
     def inexact(self) -> str | None:
         return self.sampler.inexact
-
-    @property
-    def makers(self) -> dict[str, Any]:
-        dataset = self.data.dataset.dataset
-        while type(dataset) is Subset:
-            dataset = dataset.dataset
-        return {"dataset": dataset, "collate function": self.data.dataset.collate_fn}
 
     def measure(self, place: Place) -> int | None:
         self.sampler.length, self.sampler.skipped = self.sampler.data_length(place.pass_number), place.skipped

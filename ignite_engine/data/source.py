@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -81,21 +81,6 @@ class DataSource:
     def inexact(self) -> str | None:
         """Why a resumed run would not see the same bits, None if it would."""
         return self.reader.inexact
-
-    @property
-    def makers(self) -> dict[str, Any]:
-        """What of the user's makes samples and batches without a state of its own, by what it is."""
-        return self.reader.makers
-
-    @property
-    def generators(self) -> Sequence[Any]:
-        """Those whose states are saved with the place."""
-        return self.reader.generators
-
-    @property
-    def in_workers(self) -> bool:
-        """Samples and batches are made by other processes, from copies of what is here."""
-        return self.reader.in_workers
 
     def agree_lengths(self) -> None:
         """Read the length of the pass that starts. A collective."""

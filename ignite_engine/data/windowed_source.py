@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
@@ -105,21 +105,6 @@ class WindowedSource:
     def inexact(self) -> str | None:
         """Why a resumed run would not see the same bits, None if it would; of its windows once one was opened."""
         return self.reader.inexact or self._inexact
-
-    @property
-    def makers(self) -> dict[str, Any]:
-        """What of the user's makes samples and batches without a state of its own, of the open window."""
-        return {} if self.window is None else self.window.makers
-
-    @property
-    def generators(self) -> Sequence[Any]:
-        """Those whose states are saved with the place in the open window."""
-        return () if self.window is None else self.window.generators
-
-    @property
-    def in_workers(self) -> bool:
-        """Samples and batches of the open window are made by other processes, from copies of what is here."""
-        return self.window is not None and self.window.in_workers
 
     def begin_after(self, place: Place) -> None:
         """Begin with the pass after ``place``, which is one in other data."""

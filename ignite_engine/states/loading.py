@@ -21,7 +21,6 @@ from ignite_engine.checkpointing.store import Checkpoints, Loaded
 from ignite_engine.checkpointing.weights_source import Source
 from ignite_engine.errors import CheckpointError, require_exact, shortened
 from ignite_engine.ranks import agreement
-from ignite_engine.states.generators import are_states, lost
 from ignite_engine.states.model_and_optimizer import OptimizerState
 from ignite_engine.states.registry import Registry, Stateful
 from ignite_engine.states.resume_state import Adapt
@@ -110,13 +109,6 @@ def name_unknown(registry: Registry, found: CheckpointInfo, reasons: Container[s
 def _load_all(registry: Registry, loaded: Loaded, ignore: Iterable[str], adapt: Adapt) -> None:
     manifest, source = loaded.manifest, str(loaded.path)
     states = {**loaded.shared, **loaded.local}
-    known = {*registry.objects, *ignore}
-    for part in [part for part, state in states.items() if part not in known and are_states(part, state)]:
-        # an update has one of this name as long as there is any
-        reasons = lost(states.pop(part))
-        registry.resumed_otherwise += reasons
-        if agreement.rank() == 0:
-            logger.warning("%s may go on with other bits: %s.", loaded.path.name, "; ".join(reasons))
     taken = registry.load(states, source=source, ignore=ignore, kinds=manifest.kinds, adapt=adapt)
     for part, names in manifest.left_out.items():
         if part in taken:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ReferenceType
 
@@ -14,10 +15,9 @@ from torch.optim import Optimizer
 from ignite_engine import devices
 from ignite_engine.checkpointing.nested import walk
 from ignite_engine.errors import shortened
-from ignite_engine.held import held, parts_of
 from ignite_engine.ranks.ddp_buckets import unsettled_buckets
 from ignite_engine.ranks.ddp_buffers import data_parallel, rescaled_weights
-from ignite_engine.states.generators import is_of, saved_generators, unsaved_generators, unsaved_of_data
+from ignite_engine.states.generators import unsaved_generators
 from ignite_engine.states.metrics import MetricState
 from ignite_engine.states.model_and_optimizer import OptimizerState
 from ignite_engine.states.registry import Registry
@@ -36,18 +36,6 @@ class Source(Protocol):
     @property
     def inexact(self) -> str | None:
         """Why a resumed run would not have the same batches."""
-
-    @property
-    def makers(self) -> Mapping[str, Any]:
-        """What of the user's makes samples and batches without a state of its own, by what it is."""
-
-    @property
-    def generators(self) -> Sequence[Any]:
-        """Those whose states are saved with the data's place."""
-
-    @property
-    def in_workers(self) -> bool:
-        """They are made by other processes, from copies of what is here."""
 
     @property
     def changed(self) -> str | None:
@@ -70,16 +58,7 @@ def reasons_of(
     reasons = _of_states(registry)
     if registry.filters:  # there is a checkpoint to miss it
         reasons += _unsaved_of(update, registry)
-        saved = saved_generators(registry.objects)
-        reasons += unsaved_generators(registry.objects, update, saved)
-        if source is not None:
-            if source.in_workers:
-                reasons += unsaved_of_data({}, source.makers, set())
-            else:
-                reasons += unsaved_of_data(registry.objects, source.makers, saved | {*map(id, source.generators)})
-        for obj in registry.objects.values():
-            if isinstance(makers := getattr(obj, "evaluated_by", None), Mapping):
-                reasons += unsaved_of_data(registry.objects, makers, saved)
+        reasons += unsaved_generators(registry.objects, update, getattr(source, "data", None))
     if source is not None and source.inexact is not None:
         reasons.append(source.inexact)
     if source is not None and source.changed is not None:
@@ -128,7 +107,7 @@ def _holds_parameters(registry: Registry) -> bool:
 
 def _unsaved_of(update: Callable[..., Any], registry: Registry) -> list[str]:
     """One reason per unregistered optimizer or loss scaler that a custom ``update`` uses."""
-    if is_of(update, "ignite_engine"):
+    if type(update).__module__.startswith("ignite_engine."):
         return []  # it registers its own
     objects = registry.objects.values()
     saved = [registered.optimizer if isinstance(registered, OptimizerState) else registered for registered in objects]
@@ -145,7 +124,7 @@ def _unsaved_of_hooks(models: Collection[Any], registry: Registry) -> list[str]:
     found = {id(ddp): ddp for model in models for ddp in data_parallel(model)}.values()
     states = [state for ddp in found if ddp.mixed_precision is None for _, state in getattr(ddp, "_comm_hooks", ())]
     states = [state for state in states if not isinstance(state, _WITHOUT_MEMORY)]
-    saved = [part for obj in registry.objects.values() if states for _, part in [("", obj), *parts_of("", obj)]]
+    saved = [part for obj in registry.objects.values() for part in (obj, *getattr(obj, "__dict__", {}).values())]
     return [
         f"the state of DistributedDataParallel's communication hook ({type(state).__name__}) is not saved"
         for state in states
@@ -154,6 +133,10 @@ def _unsaved_of_hooks(models: Collection[Any], registry: Registry) -> list[str]:
 
 
 def _used_by(update: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in held({"": update}, (Optimizer, GradScaler)):
-        if isinstance(value, Optimizer) or value.is_enabled():
-            yield name.removeprefix("."), value
+    variables = {**getattr(update, "__dict__", {})}
+    if inspect.isfunction(update):
+        named = inspect.getclosurevars(update)
+        variables |= {**named.globals, **named.nonlocals}
+    for name, value in variables.items():
+        if isinstance(value, Optimizer) or (isinstance(value, GradScaler) and value.is_enabled()):
+            yield name, value

@@ -21,7 +21,6 @@ from ignite_engine.errors import shortened
 from ignite_engine.held import UNORDERED, held
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.ranks.ddp_buffers import data_parallel, shared_buffers
-from ignite_engine.states.generators import is_of
 from ignite_engine.states.model_and_optimizer import (
     ModelState,
     OptimizerState,
@@ -319,6 +318,11 @@ class _Reason(NamedTuple):
     text: str
     remedy: str
     of_some_ranks: bool = False
+
+
+def is_of(value: Any, package: str) -> bool:
+    """Whether the class is a package's own, and no subclass of the user's."""
+    return type(value).__module__.partition(".")[0] == package
 
 
 def _is_the_engines(update: Any) -> bool:

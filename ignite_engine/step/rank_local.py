@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_engine.held import held
 from ignite_engine.ranks import agreement, mesh
-from ignite_engine.rng import GENERATORS, is_generator
+from ignite_engine.rng import is_generator
 
 
 def inside_ddp(model: nn.Module) -> nn.Module:
@@ -75,5 +74,4 @@ _OWN_GENERATOR = (
 
 
 def _generator_of(loss_fn: Any) -> str | None:
-    found = (name for name, value in held({"loss_fn": loss_fn}, GENERATORS) if is_generator(value))
-    return next((name.removeprefix("loss_fn.") for name in found), None)
+    return next((name for name, value in getattr(loss_fn, "__dict__", {}).items() if is_generator(value)), None)

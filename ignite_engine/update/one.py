@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from ignite_engine.errors import check_type, is_number, names_arguments, one_line, shapes_of
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.ranks import agreement
-from ignite_engine.states.generators import OwnGenerators, owners_in
+from ignite_engine.states.generators import ModelGenerators
 from ignite_engine.states.model_and_optimizer import (
     ModelState,
     OptimizerState,
@@ -147,8 +146,7 @@ class Update:
         # one context for good: making one costs more than entering it
         context = None if precision == "fp32" else autocast(precision, self.device.type)
         self._forward_backward = held = ForwardBackward(model, loss_fn, context, self.scaler)
-        this = weakref.ref(self)  # of a cycle the model would not be freed with the last name of it
-        self._generators = OwnGenerators(lambda: {"model": held.model, **owners_in(this())})
+        self._generators = ModelGenerators(lambda: held.model)
         self._capture: Capture | None = None
         self._accumulation = self._chosen_accumulation()
         if capture:
@@ -278,7 +276,7 @@ class Update:
         outside.is_saved = bool(outside.tensors())
         if outside.is_saved:
             yield "parameters", outside, True
-        if self._generators.begin():
+        if self._generators.found():
             yield "generators", self._generators, False
         if self.scaler is not None:
             yield "scaler", self.scaler, True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ignite_engine.engine.bus import events_with_handlers, handlers_of
-from ignite_engine.peek import is_of_user
-from ignite_engine.states.generators import OwnGenerators
+from ignite_engine.states.generators import ModelGenerators
 from ignite_engine.states.model_and_optimizer import unwrap
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _SCALARS = (bool, int, float, str, type(None))
 _LARGEST_TENSOR = 1 << 18
 _LONGEST_LIST = 1000
+_LIBRARIES = {"torch", "torchdata", "numpy", "ignite", "ignite_engine", *sys.stdlib_module_names} - {"__main__"}
 
 
 def unsaved_state(trainer: Trainer) -> dict[str, Any]:
@@ -33,8 +34,8 @@ def unsaved_state(trainer: Trainer) -> dict[str, Any]:
     collections of them count; anything else, and what is inside libraries, is passed over.
     """
     found: dict[str, Any] = {}
-    parts = [obj for obj in trainer.registry.objects.values() if isinstance(obj, OwnGenerators)]
-    saved = {id(generator) for part in parts for generator in part.held().values()}
+    parts = [obj for obj in trainer.registry.objects.values() if isinstance(obj, ModelGenerators)]
+    saved = {id(generator) for part in parts for generator in part.found().values()}
     for label, obj in _objects_of_user(trainer):
         if trainer.registry.holds(obj):
             continue
@@ -81,7 +82,8 @@ def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:
 
 def _is_users(obj: Any) -> bool:
     """Whether it was not defined in a library."""
-    return is_of_user(getattr(obj, "__module__", None) or type(obj).__module__)
+    module = getattr(obj, "__module__", None) or type(obj).__module__
+    return str(module).partition(".")[0] not in _LIBRARIES
 
 
 def _plain_copy(value: Any, depth: int = 0) -> Any:

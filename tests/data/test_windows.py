@@ -785,30 +785,6 @@ def test_a_resume_over_other_data_stays_in_the_report_when_its_window_has_ended(
     assert resumed.reproducibility() == [told]
 
 
-class Noisy(Numbers):
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
-        self.generator = torch.Generator()
-
-
-def test_what_a_checkpoint_was_saved_without_is_named_where_its_window_is_the_last(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def run(kind: type[Numbers], stop: bool) -> None:
-        trainer, checkpoint = trainer_of(linear()), Checkpoint(tmp_path)
-        checkpoint.attach(trainer)
-        checkpoint.resume()
-        if stop:
-            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: trainer.request_stop("here"))
-        trainer.run(Windows([5], lambda count: loader(kind(count), 2)), max_epochs=1)
-
-    run(Noisy, stop=True)
-    caplog.clear()
-    run(Numbers, stop=False)
-    said = "iteration_00000001 may go on with other bits: a generator in the dataset"
-    assert any(message.startswith(said) for message in caplog.messages)
-
-
 @pytest.mark.parametrize("how", ["repaired", "removed"])
 def test_a_torn_window_may_be_repaired_or_removed_before_the_resume(tmp_path: Path, how: str) -> None:
     """Nothing of it was trained on."""

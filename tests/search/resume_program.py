@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator
 from ignite_engine.engine.loop import Loop
 from ignite_engine.handlers import EMA, Checkpoint, EarlyStopping, Evaluation, GracefulStop, MetricLogger
-from ignite_engine.states.generators import OwnGenerators
+from ignite_engine.states.generators import ModelGenerators
 from ignite_engine.step.accumulate import forward_backward
 from tests.search import resume_data
 from tests.search.common import device_kind
@@ -285,7 +285,7 @@ class Program:
             run = self.trainer.run
             self.trainer.run = lambda *args, **given: (torch.rand(1), run(*args, **given))[1]  # type: ignore[method-assign]
         elif kind == "generators stay":
-            OwnGenerators.load_state_dict = lambda generators, state: None  # type: ignore[method-assign]
+            ModelGenerators.load_state_dict = lambda generators, state: None  # type: ignore[method-assign]
 
     # -- what is written down ------------------------------------------------------------------------------------
 
