@@ -16,7 +16,6 @@ LOOKS = 10
 _WAIT_S = 0.5
 """A save holds its checkpoint a moment longer than until it is committed, a prune until it is renamed."""
 _WRITE_WITHIN_S = 10.0
-_UPLOADS = ".uploads.lock"
 T = TypeVar("T")
 
 
@@ -90,49 +89,6 @@ def one_writer(directory: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def uploads(directory: Path, *, alone: bool, wait_s: float = 0.0) -> Iterator[bool]:
-    """Take part in the uploads from a folder of checkpoints, of any process; the lock ends with its process.
-
-    Args:
-        alone: nothing else is uploaded from it within the body; others share it with each other.
-
-    Yields:
-        Whether it may begin, within so many seconds. True also where the file system allows no lock.
-    """
-    path, kind = directory / _UPLOADS, fcntl.LOCK_EX if alone else fcntl.LOCK_SH
-    deadline = time.monotonic() + wait_s
-    with contextlib.ExitStack() as stack:
-        try:
-            while not (is_free := _locked_at(path, kind, stack)) and time.monotonic() < deadline:
-                time.sleep(0.05)
-        except OSError:  # the folder is not there, or read-only
-            is_free = True
-        yield is_free
-
-
-def _locked_at(path: Path, kind: int, stack: contextlib.ExitStack) -> bool:
-    """Whether a file, made if it is missing, is locked until the stack is closed; the last holder deletes it."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except PermissionError:  # another user has made it
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    if not _lock(descriptor, kind) or not _is_at(descriptor, path):  # its last holder has just deleted it
-        os.close(descriptor)
-        return False
-
-    def unlock() -> None:
-        with contextlib.suppress(OSError):
-            if _lock(descriptor, fcntl.LOCK_EX) and _is_at(descriptor, path):
-                path.unlink()
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile would keep it
-        os.close(descriptor)
-
-    stack.callback(unlock)
-    return True
 
 
 def read_chosen(

@@ -32,7 +32,7 @@ class SaveKeywords(TypedDict, total=False):
     on_exception: bool
     strict: bool
     memory: int | Literal["auto"] | None
-    mirror: str | PathLike[str] | Mapping[str, Any] | None
+    mirror: str | PathLike[str] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +64,9 @@ class SaveOptions:
         memory: after how many iterations the state is copied into shared memory, from where a run that was killed goes
             on if the machine lives; ``auto``: as few as cost at most 1 % of the time. It holds two copies of the state.
             None: never.
-        mirror: a second place of all checkpoints: a directory, a URL of ``fsspec``, or the fields of
-            :class:`~ignite_engine.mirror.MirrorOptions` by name. A checkpoint is uploaded there after it was saved,
-            beside training; a resume takes the newest valid one of both places. It never has credentials.
+        mirror: a second place of this run's checkpoints: a directory or a URL of ``fsspec``, without credentials. A
+            checkpoint is uploaded there after it was saved, beside training; a resume takes the newest valid one of
+            both places.
 
     Raises:
         TypeError: a value is of another type.
@@ -89,7 +89,7 @@ class SaveOptions:
     on_exception: bool = False
     strict: bool = False
     memory: int | Literal["auto"] | None = None
-    mirror: str | PathLike[str] | Mapping[str, Any] | None = None
+    mirror: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         mode: Any = self.mode
@@ -110,6 +110,8 @@ class SaveOptions:
         check_type("memory", memory, memory in (None, "auto") or is_whole(memory), "a whole number, 'auto' or None")
         if isinstance(memory, int) and memory < 1:
             raise ValueError(f"memory must be at least 1 iteration, 'auto' or None, got {memory}.")
+        mirror = self.mirror
+        check_type("mirror", mirror, mirror is None or isinstance(mirror, str | PathLike), "a directory or a URL")
         if self.when_busy not in ("wait", "skip"):
             raise ValueError(f"when_busy must be 'wait' or 'skip', got {self.when_busy!r}.")
         if self.strict and self.on_exception:

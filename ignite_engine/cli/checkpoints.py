@@ -47,13 +47,10 @@ def add_parser(subparsers: Any) -> None:
         return actions.add_parser(name, help=text, description=text, allow_abbrev=False)
 
     listing = action("list", "one line per checkpoint")
-    listing.add_argument("where", type=mirrors.place, metavar="RUN_OR_DIR", help=f"{_WHERE}, or the URL of a mirror")
+    listing.add_argument("where", type=Path, metavar="RUN_OR_DIR", help=_WHERE)
     verify = action("verify", "read every byte; code 1 if anything is damaged, with the file's name")
     verify.add_argument(
-        "where",
-        type=mirrors.place,
-        metavar="RUN_OR_DIR",
-        help=f"{_WHERE}, or one checkpoint, RUN/best, RUN/last; or the URL of a mirror, or of one checkpoint in it",
+        "where", type=Path, metavar="RUN_OR_DIR", help=f"{_WHERE}, or one checkpoint, RUN/best, RUN/last"
     )
     mirrors.add_actions(action)
     diff = action("diff", "what differs between two checkpoints; code 1 if anything does")
@@ -91,8 +88,7 @@ def checkpoints(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    where: Path | str = options.where
-    readable, unreadable = mirrors.listed(where) if isinstance(where, str) else scan(find_directory(where))
+    readable, unreadable = scan(find_directory(options.where))
     rule = followed(readable)
     best = ranked(of_one_run(readable), *rule)[:1] if rule else []
     heads = ("checkpoint", "epoch", "metrics", "size", "labels", "state")
@@ -119,10 +115,8 @@ def _row(checkpoint: CheckpointInfo, names: list[str]) -> tuple[str, ...]:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    where: Path | str = options.where
-    if isinstance(where, str):
-        problems_by_path = mirrors.verified(where)
-    elif (where / MANIFEST_NAME).exists() or named_iteration(where) is not None:
+    where: Path = options.where
+    if (where / MANIFEST_NAME).exists() or named_iteration(where) is not None:
         problems_by_path = {where: CheckpointStore(where.parent).verify(where)}
     elif where.name in NAMES and not where.exists():
         problems_by_path = _verified(*split_name(where))

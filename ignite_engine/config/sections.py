@@ -15,7 +15,7 @@ from ignite_engine.checkpointing.retention import usual_mode
 from ignite_engine.config.intervals import Every, EveryOrMinutes, TimeLimit
 from ignite_engine.config.yaml_file import SCIENTIFIC, display
 from ignite_engine.errors import did_you_mean
-from ignite_engine.mirror.options import MirrorOptions, check_protocol
+from ignite_engine.mirror.remote import check_url
 from ignite_engine.sparse.rowwise_adagrad import RowwiseAdagrad
 
 
@@ -48,8 +48,9 @@ def _as_switch_or_keys(value: object) -> object:
 
 def _as_mirror(value: object) -> object:
     try:
-        check_protocol(MirrorOptions.of(value).url)  # type: ignore[arg-type]  # it refuses what is of another type
-    except (TypeError, ValueError) as error:  # without what was given: it may hold a password
+        if isinstance(value, str):
+            check_url(value)
+    except ValueError as error:  # without what was given: it may hold a password
         raise PydanticCustomError("setting", "{complaint}", {"key": "", "complaint": str(error)}) from None
     return value
 
@@ -58,7 +59,7 @@ Number = Annotated[float, BeforeValidator(_as_number), Field(allow_inf_nan=False
 NotNegative = Annotated[Number, Field(ge=0)]
 Positive = Annotated[Number, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
-Mirror = Annotated[str | dict[str, Any], BeforeValidator(_as_mirror)]
+Mirror = Annotated[str, BeforeValidator(_as_mirror)]
 StepsOrFraction = Annotated[int | float, BeforeValidator(_as_steps_or_fraction)]
 SwitchOrKeys = Annotated[bool | list[str], BeforeValidator(_as_switch_or_keys)]
 
@@ -358,7 +359,7 @@ class CheckpointSection(Section):
         Annotated[LoadSection, Tag("<one>")] | Annotated[list[LoadSection], Tag("<several>")],
         Discriminator(_form_of_load),
     ] = LoadSection()
-    mirror: Mirror | None = None  # second place of all: a directory, an fsspec URL, or {url, keep_last, ...}
+    mirror: Mirror | None = None  # second place of all: a directory or an fsspec URL
     reload_every: Every = Every(epochs=1)  # when to look whether a dynamic source has a newer state
 
     @property

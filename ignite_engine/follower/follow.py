@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
@@ -11,17 +12,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ignite_engine import rng
-from ignite_engine.checkpointing import CheckpointError, CheckpointInfo, CheckpointStore, SaveOptions
-from ignite_engine.checkpointing.filesystem import DirectoryInUse, held
+from ignite_engine.checkpointing import CheckpointError, CheckpointInfo, CheckpointStore
+from ignite_engine.checkpointing.filesystem import DirectoryInUse, held, is_held
+from ignite_engine.checkpointing.in_use import in_use
 from ignite_engine.checkpointing.retention import of_one_run
 from ignite_engine.data.windows import Windows
 from ignite_engine.errors import check_type, is_number
-from ignite_engine.followed_log import FollowedLog, identity_of
-from ignite_engine.follower.here import Here
-from ignite_engine.follower.there import There, begins_there
-from ignite_engine.mirror import MirrorOptions
-from ignite_engine.mirror.followed import without_left
-from ignite_engine.mirror.remote import Remote
+from ignite_engine.follower.log import FollowedLog, identity_of
 from ignite_engine.ranks import agreement
 from ignite_engine.report import write_report
 from ignite_engine.run_directory import FOLLOWED_CHECKPOINT, RunDirectory, RunDirectoryInUse
@@ -31,6 +28,7 @@ from ignite_engine.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 Announce = Callable[[Mapping[str, Any]], object]
+_LOOKS_EVERY_S = 0.5
 
 
 class Evaluates(Protocol):
@@ -55,7 +53,7 @@ def follow(
     that iteration, on as many ranks. It is in ``follow/metrics.jsonl`` of the run's folder, with which the report,
     ``compare`` and ``run.history`` join the run's log, and in the checkpoint's manifest: the run keeps the best ones by
     it, and ``RUN/best`` finds them. A checkpoint is not deleted while it is evaluated. Killed and started again it
-    continues; nothing that was measured is measured again.
+    continues; what was measured is not measured again.
 
     Args:
         directory: of the run; its checkpoints are there, or in its ``checkpoints``.
@@ -63,8 +61,7 @@ def follow(
             attached. Nothing is trained in it.
         every_checkpoint: evaluate all of them, the oldest first, and let none that was seen be deleted before that;
             False: the newest first, and older ones, if they are still there, when there is no newer one.
-        wait_s: seconds for which a run that has not begun, or was killed, is waited for; half of it, and 60 s at most,
-            for one that says it has failed.
+        wait_s: seconds for which a run that has not begun, was killed, or has failed, is waited for.
         announce: called on rank 0 with ``checkpoint``, ``iteration``, ``epoch`` and what was measured, by name.
 
     Returns:
@@ -111,22 +108,12 @@ def follow_with(
     run = RunDirectory(directory)
     with contextlib.ExitStack() as stack:
         agreement.on_rank_0(lambda: _take(run, stack))
-        place = _place_of_run(run, trainer, wait_s)
-        stack.callback(place.release)
-        follower = Follower(place, trainer, evaluations, every_checkpoint=every_checkpoint, announce=announce)
-        count = follower.follow()
+        follower = Follower(run, trainer, evaluations, every_checkpoint=every_checkpoint, announce=announce)
+        stack.callback(follower.release)
+        count = follower.follow(wait_s)
         if agreement.rank() == 0 and (run.path / "report.html").exists():
             write_report(run.given, None, defaults)
         return count
-
-
-def _place_of_run(run: RunDirectory, trainer: Trainer, wait_s: float) -> Here | There:
-    """Where the run is: in its folder, or else in the mirror of the trainer's Checkpoint."""
-    options = [getattr(obj, "options", None) for obj in trainer.registry.objects.values()]
-    mirrors = [MirrorOptions.of(saves.mirror) for saves in options if isinstance(saves, SaveOptions) and saves.mirror]
-    if mirrors and begins_there(run, remote := Remote(mirrors[0].url), wait_s):
-        return There(remote, run, wait_s, mirrors[0].parallel)
-    return Here(run, wait_s)
 
 
 def _take(run: RunDirectory, stack: contextlib.ExitStack) -> None:
@@ -143,77 +130,104 @@ class Follower:
 
     def __init__(
         self,
-        place: Here | There,
+        run: RunDirectory,
         trainer: Trainer,
         evaluations: Sequence[Evaluates],
         *,
         every_checkpoint: bool,
         announce: Announce | None,
     ) -> None:
-        self.place, self.trainer, self.evaluations = place, trainer, evaluations
+        self.run, self.trainer, self.evaluations = run, trainer, evaluations
         self.every_checkpoint, self.announce = every_checkpoint, announce
-        self.log = FollowedLog(place.run.followed)
+        self.log = FollowedLog(run.followed)
         self._refused: list[dict[str, Any]] = []
-        self._current: list[CheckpointInfo] = []
-        """What the run had saved at the last look, without iterations that it has left."""
+        self._kept: dict[Path, contextlib.ExitStack] = {}
+        """Checkpoints that retention does not delete."""
 
-    def follow(self) -> int:
+    def follow(self, wait_s: float) -> int:
         """Evaluate what comes until the run has ended or is given up; returns how many."""
-        count, place = 0, self.place
-        place.begin(self.log)
+        count, signs, seen_at = 0, None, time.monotonic()
         while True:
             # asked first: what the run has saved before it ended is seen after that
-            life = place.ask(lambda: (place.life.has_ended(), place.life.is_silent()), None)
-            has_ended, is_given_up = life or (False, agreement.on_rank_0(place.life.is_silent))
-            chosen = place.ask(lambda: [self._choose()], None)  # None: the run was not reached, and may have more
-            if chosen and chosen[0] is not None:
-                count += self._evaluate(chosen[0])
-                place.life.wait_anew()
-            elif has_ended and chosen:
-                place.end()
-                logger.info("The run in %s has ended; %d of its checkpoints were evaluated.", place, count)
+            is_training, status, now = agreement.on_rank_0(self._look)
+            if is_training or now != signs:
+                signs, seen_at = now, time.monotonic()
+            is_silent = agreement.on_rank_0(lambda: time.monotonic() - seen_at > wait_s)  # noqa: B023  # called at once
+            chosen = agreement.on_rank_0(self._choose)
+            if chosen is not None:
+                count += self._evaluate(chosen)
+                seen_at = time.monotonic()  # nobody has looked meanwhile
+            elif status in ("completed", "interrupted"):
+                logger.info("The run in %s has ended; %d of its checkpoints were evaluated.", self.run.given, count)
                 return count
-            elif is_given_up:
-                place.end()
+            elif is_silent:
                 logger.warning(
-                    "%s shows no sign of a run for %g s: it has not begun, or was killed. The same command goes on.",
-                    *(place, place.life.wait_s),
+                    "%s shows no sign of a run for %g s: it has not begun, was killed, or has failed. The same command "
+                    "goes on.",
+                    *(self.run.given, wait_s),
                 )
                 return count
             else:
-                time.sleep(place.look_every_s)
+                time.sleep(_LOOKS_EVERY_S)
+
+    def release(self) -> None:
+        """Let retention delete what was kept."""
+        for path in list(self._kept):
+            self._kept.pop(path).close()
+
+    def _look(self) -> tuple[bool, str | None, list[tuple[int, int] | None]]:
+        """Whether the run is trained by a process; else the status that it was left with; and signs of life."""
+        run = self.run
+        signs = [_stamp(path) for path in (run.summary, run.metrics, run.history, run.checkpoints)]
+        # of a run of a config or of fit(), and of Checkpoint alone
+        if is_held(run.path) or is_held(run.checkpoints):
+            return True, None, signs
+        if "status" in (summary := run.read_summary()):
+            return False, str(summary["status"]), signs
+        history = run.read_history()
+        return False, str(history[-1]["what"]) if history else None, signs
+
+    def _store(self) -> CheckpointStore:
+        is_folder_of_its_own = self.run.checkpoints.is_dir() or not self.run.path.is_dir()
+        return CheckpointStore(self.run.checkpoints if is_folder_of_its_own else self.run.path)
 
     def _choose(self) -> CheckpointInfo | None:
-        """The checkpoint that is evaluated next, held; None: there is none now."""
+        """The checkpoint that is evaluated next, kept from deletion; None: there is none now."""
         while waiting := self._waiting():
             if self.every_checkpoint:
-                held_now = [checkpoint for checkpoint in waiting if self.place.hold(checkpoint)]
-                if held_now:
-                    return held_now[0]
-            elif self.place.hold(waiting[-1]):
+                kept = [checkpoint for checkpoint in waiting if self._keep(checkpoint.path)]
+                if kept:
+                    return kept[0]
+            elif self._keep(waiting[-1].path):
                 return waiting[-1]
         return None
 
+    def _keep(self, path: Path) -> bool:
+        """Keep retention from deleting a checkpoint; False: it has been deleted."""
+        if path not in self._kept:
+            with contextlib.ExitStack() as stack:
+                if not stack.enter_context(in_use(path)):
+                    return False
+                self._kept[path] = stack.pop_all()
+        return True
+
     def _waiting(self) -> list[CheckpointInfo]:
         """Those of the run that were not evaluated yet, in the order in which it has saved them."""
-        self._current = without_left(of_one_run(self.place.saved()))
+        current = _without_left(of_one_run(self._store().checkpoints()))
         seen = [*self._refused, *(line[FOLLOWED_CHECKPOINT] for line in self.log.lines())]
-        return [checkpoint for checkpoint in self._current if identity_of(checkpoint) not in seen]
+        return [checkpoint for checkpoint in current if identity_of(checkpoint) not in seen]
 
     def _evaluate(self, checkpoint: CheckpointInfo) -> bool:
         """Measure, write, let it go; False: it cannot be read, which is a warning."""
-        trainer, place = self.trainer, self.place
+        trainer, path, rank_0 = self.trainer, checkpoint.path, agreement.rank() == 0
         try:
-            if (path := place.bring(checkpoint)) is None:
-                return False
-            store = CheckpointStore(path.parent)
-            loaded = agreement.together(lambda: store.load(path, agreement.rank(), whole=False))
+            loaded = agreement.together(lambda: self._store().load(path, agreement.rank(), whole=False))
             agreement.agreed(lambda: load_evaluated(trainer.registry, loaded))
         except CheckpointError as error:
-            if agreement.rank() == 0:
-                logger.warning("%s is not evaluated: %s", place.name_of(checkpoint), error)
-            self._refused.append(identity_of(checkpoint))
-            place.let_go(checkpoint)
+            if rank_0:
+                logger.warning("%s is not evaluated: %s", path, error)
+                self._refused.append(identity_of(checkpoint))
+                self._kept.pop(path).close()
             return False
         trainer.state.iteration = loaded.manifest.iteration
         trainer.state.metrics.clear()
@@ -224,11 +238,35 @@ class Follower:
                 evaluation.load_state_dict({"evaluated_at": None, "unfinished_at": None, "rng": None})
                 evaluation(trainer)
         values = {name: float(value) for name, value in trainer.state.metrics.items() if isinstance(value, Real)}
-        if agreement.rank() == 0:
-            self.log.add(checkpoint, values, self._current)
-        place.measured(checkpoint, values)
-        place.let_go(checkpoint)
-        if agreement.rank() == 0 and self.announce is not None:
-            manifest, name = checkpoint.manifest, place.name_of(checkpoint)
-            self.announce({"checkpoint": name, "iteration": manifest.iteration, "epoch": manifest.epoch, **values})
+        try:
+            self._store().annotate(path, metrics=values)
+        except CheckpointError as error:
+            logger.warning("%s", error)
+        if rank_0:
+            self.log.add(checkpoint, values)  # last: killed before that, it is measured again
+            self._kept.pop(path).close()
+            if self.announce is not None:
+                about = {"iteration": checkpoint.iteration, "epoch": checkpoint.manifest.epoch}
+                self.announce({"checkpoint": str(path), **about, **values})
         return True
+
+
+def _without_left(saved: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Those of one run, in the order in which it has saved them, without iterations that it has left.
+
+    It has left those after an earlier one that it has saved since: it was resumed before them.
+    """
+    earliest_since, current = math.inf, list[CheckpointInfo]()
+    for checkpoint in reversed(saved):
+        if checkpoint.iteration < earliest_since:
+            current.append(checkpoint)
+        earliest_since = min(earliest_since, checkpoint.iteration)
+    return current[::-1]
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size

@@ -148,7 +148,7 @@ def test_of_a_killed_run_it_waits_so_long_and_continues_with_it(tmp_path: Path) 
     os.killpg(run.pid, signal.SIGKILL)
     run.wait()
     assert beside.wait(timeout=30) == 0
-    assert "it has not begun, or was killed" in (tmp_path / "follower.txt").read_text()
+    assert "it has not begun, was killed, or has failed" in (tmp_path / "follower.txt").read_text()
     (tmp_path / "fast").touch()
     run, beside = start(config, *NOT_BY_ITSELF), follower(config, output="resumed.txt")
     assert run.wait() == 0 and beside.wait() == 0

@@ -6,8 +6,6 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,8 @@ from torch import Tensor, nn
 from ignite_engine import Trainer, Windows, create_evaluator, follow, rng
 from ignite_engine.checkpointing import CheckpointInfo, CheckpointStore, Retention, read_manifest
 from ignite_engine.checkpointing.in_use import in_use
-from ignite_engine.checkpointing.manifest import MANIFEST_NAME
-from ignite_engine.followed_log import FollowedLog, identity_of
 from ignite_engine.follower.follow import Follower
-from ignite_engine.follower.here import Here
-from ignite_engine.follower.life import is_begun
+from ignite_engine.follower.log import FollowedLog, identity_of
 from ignite_engine.handlers import EMA, Checkpoint, Evaluation, MetricLogger
 from ignite_engine.report import read_run
 from ignite_engine.run_directory import RunDirectory
@@ -94,18 +89,6 @@ def test_with_random_numbers_dropout_and_an_average_the_values_have_the_bits_of_
     torch.set_rng_state(state)
 
 
-def test_on_machines_whose_clocks_differ_each_is_evaluated_once(tmp_path: Path) -> None:
-    its_own = train(tmp_path)
-    for info in infos(tmp_path)[1:]:  # the run went on on one whose clock is a day behind
-        saved = (datetime.fromisoformat(info.manifest.created_at) - timedelta(days=1)).isoformat(
-            timespec="milliseconds"
-        )
-        (info.path / MANIFEST_NAME).write_bytes(replace(info.manifest, created_at=saved).to_json())
-    assert followed(tmp_path) == its_own
-    log = FollowedLog(RunDirectory(tmp_path).followed).lines()
-    assert {line["iteration"]: line["val/loss"] for line in log} == its_own
-
-
 def test_without_waiting_what_is_there_is_evaluated(tmp_path: Path) -> None:
     train(tmp_path)
     assert follow(tmp_path, build, wait_s=0) == 3
@@ -161,15 +144,6 @@ def test_what_was_measured_is_in_the_log_the_manifest_and_whatever_reads_them(tm
     assert best is not None and best.manifest.metrics["val/loss"] == min(its_own.values())
 
 
-def test_killed_between_log_and_manifest_the_manifest_is_made_up_for(tmp_path: Path) -> None:
-    train(tmp_path)
-    log = FollowedLog(RunDirectory(tmp_path).followed)
-    for info in infos(tmp_path):
-        log.add(info, {"val/other": float(info.iteration)})
-    assert followed(tmp_path) == {}
-    assert [info.manifest.metrics["val/other"] for info in infos(tmp_path)] == [2.0, 4.0, 6.0]
-
-
 @pytest.mark.parametrize(("value", "stays"), [(0.5, True), (2.0, False)])
 def test_the_best_stays_though_its_value_comes_after_the_next_save(tmp_path: Path, value: float, stays: bool) -> None:
     (first,) = saved_by_hand(tmp_path, 1)
@@ -213,7 +187,7 @@ def test_iterations_that_the_run_has_left_are_neither_evaluated_nor_logged(tmp_p
     assert [line["iteration"] for line in log.lines()] == [2, 4]
 
     saved_by_hand(tmp_path / "other", 1, 2, 3, 2)  # resumed from 1, beside 2 and 3
-    follower = Follower(Here(RunDirectory(tmp_path / "other"), 1), trainer, [], every_checkpoint=False, announce=None)
+    follower = Follower(RunDirectory(tmp_path / "other"), trainer, [], every_checkpoint=False, announce=None)
     assert [info.iteration for info in follower._waiting()] == [1, 2]
 
 
@@ -268,9 +242,3 @@ def test_wrong_use_is_one_sentence(tmp_path: Path) -> None:
     for function, options, message in wrong:
         with pytest.raises((TypeError, ValueError), match=message):
             follow(tmp_path, function, **{"wait_s": 1, **options})
-
-
-def test_a_folder_that_holds_checkpoints_alone_is_that_of_a_run(tmp_path: Path) -> None:
-    assert not is_begun(RunDirectory(tmp_path))
-    save(CheckpointStore(tmp_path), 2)
-    assert is_begun(RunDirectory(tmp_path))

@@ -19,17 +19,14 @@ from pathlib import Path
 import torch
 
 from ignite_engine.checkpointing import CheckpointStore, Retention
-from ignite_engine.mirror import MirrorOptions
-from ignite_engine.mirror.bring import bring
-from ignite_engine.mirror.remote import Remote
+from ignite_engine.mirror.fetch import bring
+from ignite_engine.mirror.remote import Remote, Torn
 from ignite_engine.mirror.upload import Uploader
 from tests.checkpointing.states import holds, save
 from tests.mirror.servers import CREDENTIALS, make_bucket, s3_server
 
 SIZE = 12_000
 """Rows of 100 floats."""
-UPLOADED_MIB_PER_S = 10.0
-"""So that an upload takes longer than it takes to begin, and what a killed process has sent is not all of it."""
 
 
 def child(work: Callable[[], object], kill_after_s: float) -> int | None:
@@ -64,7 +61,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def uploading(url: str, directory: Path) -> None:
-    uploader = Uploader(Remote(url), MirrorOptions(url=url, max_mib_per_s=UPLOADED_MIB_PER_S), Retention(keep_last=2))
+    uploader = Uploader(Remote(url), directory, Retention(keep_last=2))
     for checkpoint in CheckpointStore(directory).checkpoints():
         uploader.offer(checkpoint.path)
         while uploader.missing:
@@ -87,12 +84,15 @@ def check_there(url: str) -> None:
 
 
 def problems_there(remote: Remote) -> list[str]:
-    found = [
-        remote.problem(f"{checkpoint.path.name}/{file}", record, lambda count: None)
-        for checkpoint in remote.checkpoints()[0]
-        for file, record in checkpoint.manifest.files.items()
-    ]
-    return [problem for problem in found if problem is not None]
+    found = []
+    for checkpoint in remote.checkpoints()[0]:
+        for file, record in checkpoint.manifest.files.items():
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    remote.get(f"{checkpoint.path.name}/{file}", Path(folder) / file, record)
+                except Torn as problem:
+                    found.append(str(problem))
+    return found
 
 
 def kill_uploads(port: int, folder: Path, times: int, seed: int = 0) -> int:
@@ -129,11 +129,11 @@ def kill_fetches(port: int, folder: Path, times: int, seed: int = 0) -> int:
     save(CheckpointStore(folder / "source"), 100, size=SIZE, run_id="the run")
     assert child(lambda: uploading(url, folder / "source"), 60) == 0
     directory, killed = folder / "fetches", 0
-    longest = seconds_of(lambda: bring(Remote(url), directory))
+    longest = seconds_of(lambda: bring(Remote(url), directory, Retention()))
     shutil.rmtree(directory)
     for turn in range(times):
         began = time.monotonic()
-        code = child(lambda: bring(Remote(url), directory), draw.uniform(0.2 * longest, longest))
+        code = child(lambda: bring(Remote(url), directory, Retention()), draw.uniform(0.2 * longest, longest))
         assert code in (0, None), f"fetch {turn} ended with {code}"
         longest = time.monotonic() - began if code == 0 else longest
         killed += code is None
@@ -142,7 +142,7 @@ def kill_fetches(port: int, folder: Path, times: int, seed: int = 0) -> int:
         assert newest is None or holds(CheckpointStore(directory), newest.path, 100, SIZE)
         if newest is not None or draw.random() < 0.3:
             shutil.rmtree(directory, ignore_errors=True)
-    assert child(lambda: bring(Remote(url), directory), 60) == 0
+    assert child(lambda: bring(Remote(url), directory, Retention()), 60) == 0
     newest = CheckpointStore(directory).latest().checkpoint
     assert newest is not None and holds(CheckpointStore(directory), newest.path, 100, SIZE)
     return killed

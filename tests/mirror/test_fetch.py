@@ -8,16 +8,15 @@ import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, Retention
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME, read_manifest
-from ignite_engine.checkpointing.verification import Verification
-from ignite_engine.mirror.bring import bring
-from ignite_engine.mirror.fetch import Fetch
+from ignite_engine.mirror.fetch import bring
 from ignite_engine.mirror.remote import Remote
+from ignite_engine.mirror.upload import upload
 from tests.checkpointing.states import holds, save
 from tests.mirror.servers import Proxy
 
@@ -32,7 +31,7 @@ def there(tmp_path: Path) -> CheckpointStore:
 
 
 def brought(tmp_path: Path) -> CheckpointStore:
-    bring(Remote(str(tmp_path / "mirror")), tmp_path / "here")
+    bring(Remote(str(tmp_path / "mirror")), tmp_path / "here", Retention())
     return CheckpointStore(tmp_path / "here")
 
 
@@ -155,37 +154,15 @@ def test_a_newer_one_of_another_run_is_not_taken(tmp_path: Path, there: Checkpoi
     assert [one.iteration for one in brought(tmp_path).checkpoints()] == [10]
 
 
-def test_of_one_that_is_damaged_here_only_what_is_damaged_is_fetched(
-    tmp_path: Path, there: CheckpointStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_that_is_damaged_here_is_fetched_again(tmp_path: Path, there: CheckpointStore) -> None:
     shutil.copytree(there.directory, tmp_path / "here")
     flip(tmp_path / "here" / "iteration_00000200" / "rank_0.pt")
-    size = (there.directory / "iteration_00000200" / "rank_0.pt").stat().st_size
 
     here = brought(tmp_path)
 
     newest = here.latest().checkpoint
     assert newest is not None and newest.iteration == 200 and holds(here, newest.path, 200)
-    assert f"{size / 1024:.1f} KiB in" in caplog.text
-
-
-def test_a_fetch_goes_on_with_the_files_that_a_killed_one_has_left(
-    tmp_path: Path, there: CheckpointStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    left = tmp_path / "here" / ".mirror" / "fetched" / "iteration_00000200"
-    left.mkdir(parents=True)
-    shutil.copy(there.directory / "iteration_00000200" / "shared.pt", left)
-    (left / "rank_0.pt").write_bytes(b"half")
-    (left / "of_another_time.pt").write_bytes(b"x")
-    size = (there.directory / "iteration_00000200" / "rank_0.pt").stat().st_size
-
-    here = brought(tmp_path)
-
-    assert holds(here, tmp_path / "here" / "iteration_00000200", 200)
-    assert f"{size / 1024:.1f} KiB in" in caplog.text
-    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["iteration_00000200"]
-    names = {path.name for path in (tmp_path / "here" / "iteration_00000200").iterdir()}
-    assert names == {MANIFEST_NAME, "shared.pt", "rank_0.pt"}
+    assert sorted(path.name for path in here.directory.iterdir()) == ["iteration_00000100", "iteration_00000200"]
 
 
 def test_a_mirror_that_holds_nothing_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -201,8 +178,7 @@ def test_a_store_that_fails_in_the_middle_is_a_refusal_and_then_goes_on(
 ) -> None:
     remote = Remote(s3)
     for checkpoint in there.checkpoints():
-        for file in (*checkpoint.manifest.files, MANIFEST_NAME):
-            remote.write(f"{checkpoint.path.name}/{file}", (checkpoint.path / file).read_bytes())
+        upload(remote, checkpoint.path)
     get = Remote.get
 
     def get_and_fail(self: Remote, name: str, *arguments: object) -> None:
@@ -212,31 +188,14 @@ def test_a_store_that_fails_in_the_middle_is_a_refusal_and_then_goes_on(
 
     monkeypatch.setattr(Remote, "get", get_and_fail)
     with pytest.raises(CheckpointError, match="so the run would start over") as raised:
-        bring(remote, tmp_path / "here")
+        bring(remote, tmp_path / "here", Retention())
     assert "\n" not in str(raised.value)
 
     monkeypatch.setattr(Remote, "get", get)
     proxy.mode = "open"
-    bring(remote, tmp_path / "here")
+    bring(remote, tmp_path / "here", Retention())
     newest = CheckpointStore(tmp_path / "here").latest().checkpoint
     assert newest is not None and newest.iteration == 200
-
-
-def test_a_long_look_at_the_folder_is_no_silence_of_the_mirror(
-    tmp_path: Path, there: CheckpointStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    shutil.copytree(there.directory, tmp_path / "here")
-    problems = Verification.problems
-
-    def slowly(self: Verification, *arguments: Any) -> list[str]:
-        time.sleep(1.5)
-        return problems(self, *arguments)
-
-    monkeypatch.setattr(Verification, "problems", slowly)
-    monkeypatch.setattr("ignite_engine.mirror.bring.ANSWERS_WITHIN_S", 0.5)
-    brought(tmp_path)
-
-    assert caplog.records == []
 
 
 def test_no_clock_says_which_one_of_a_run_is_the_newest(tmp_path: Path, there: CheckpointStore) -> None:
@@ -254,23 +213,3 @@ def test_no_clock_says_which_one_of_a_run_is_the_newest(tmp_path: Path, there: C
     shutil.copytree(first, tmp_path / "here" / first.name)
     newest = brought(tmp_path).latest().checkpoint
     assert newest is not None and newest.iteration == 200
-
-
-def test_each_rank_fetches_its_own_files_and_its_share_of_the_others(tmp_path: Path, there: CheckpointStore) -> None:
-    names = ["shared.pt", "rank_0.pt", "rank_1.pt", "shards_0.pt", "shards_1.pt", "extra.pt"]
-    folder = there.directory / "iteration_00000200"
-    for name in names:
-        if not (folder / name).exists():
-            shutil.copy(folder / "rank_0.pt", folder / name)
-    manifest = read_manifest(folder)
-    records = {name: manifest.files["shared.pt" if name == "shared.pt" else "rank_0.pt"] for name in names}
-    (folder / MANIFEST_NAME).write_bytes(replace(manifest, files=records).to_json())
-
-    fetched = []
-    for rank in range(2):
-        work = Fetch(Remote(str(there.directory)), tmp_path / f"here_{rank}", folder.name)
-        ((name, wanted),) = work.missing()
-        into = work.begin(name)
-        work.files(name, wanted, lambda count: None, rank, 2)
-        fetched.append({path.name for path in into.iterdir()})
-    assert fetched == [{"shared.pt", "rank_0.pt", "shards_0.pt"}, {"extra.pt", "rank_1.pt", "shards_1.pt"}]
