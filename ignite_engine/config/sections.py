@@ -90,9 +90,7 @@ class RunSection(Section):
     matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of fp32 products
     threads: Count | None = None  # CPU threads of each rank; default: torch's own
     time_limit: TimeLimit | None = None  # wall clock; the run stops so that it is saved before it
-    stop_file: Annotated[str, Field(min_length=1)] | None = (
-        "stop"  # stops when it appears; in the run's folder
-    )
+    stop_file: Annotated[str, Field(min_length=1)] | None = "stop"  # stops when it appears; in the run's folder
 
     @model_validator(mode="after")
     def _has_a_length(self) -> RunSection:
@@ -146,7 +144,7 @@ class OptimizerSection(Section):
             raise _fault(
                 "name",
                 "got 'LBFGS', which needs a closure; expected an optimizer that steps without one, or for LBFGS: give "
-                "Trainer an update of your own, as examples/lbfgs.py does.",
+                "Trainer an update of your own, as examples/own_update.py does.",
             )
         if self.name.lower() not in types:
             near = did_you_mean(self.name, [kind.__name__ for kind in types.values()])

@@ -69,7 +69,7 @@ def optimizers_by_name(optimizer: Optimizer | Mapping[str, Optimizer]) -> dict[s
         if needs_closure(one):
             raise ValueError(
                 f"{type(one).__name__} needs a closure that computes the loss again, which Update does not give: "
-                "give Trainer an update of your own that calls step(closure), as examples/lbfgs.py does."
+                "give Trainer an update of your own that calls step(closure)."
             )
     return optimizers
 

@@ -1,6 +1,6 @@
-"""The first losses of the shipped configs, bit for bit: ``python -m tests.examples.golden`` writes ``configs/golden/``.
+"""The first losses of the shipped configs, bit for bit: ``python -m tests.examples.golden`` writes ``golden.json``.
 
-The bits are those of one thread, one torch and one family of processors, so the files name them. Written anew, a file
+The bits are those of one thread, one torch and one family of processors, so the file names them. Written anew, it
 keeps the losses of other environments only if those of this one are as they were.
 """
 
@@ -19,7 +19,7 @@ from tests.faults.commands import Command
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
-GOLDEN = CONFIGS / "golden"
+GOLDEN = Path(__file__).with_name("golden.json")
 ITERATIONS = 50
 OPTIONS: dict[str, tuple[str, ...]] = {
     "byte_gpt": ("task_options.validation_windows=32",),
@@ -55,21 +55,20 @@ def losses(name: str, folder: Path) -> dict[str, Any]:
     return {"weights_sha256": weights, "losses": [row["loss"] for row in rows if "loss" in row]}
 
 
-def recorded(name: str) -> dict[str, Any]:
-    """What is kept of a config, by environment."""
-    path = GOLDEN / f"{name}.json"
-    return dict(json.loads(path.read_text())) if path.exists() else {}
+def recorded() -> dict[str, dict[str, Any]]:
+    """What is kept of each config, by environment."""
+    return dict(json.loads(GOLDEN.read_text()))
 
 
 def main() -> None:
-    GOLDEN.mkdir(exist_ok=True)
+    kept, key = recorded(), environment()
     for name in OPTIONS:
         with tempfile.TemporaryDirectory() as folder:
             now = losses(name, Path(folder) / "run")
-        before, key = recorded(name), environment()
-        others = before if before.get(key, now) == now else {}
-        (GOLDEN / f"{name}.json").write_text(json.dumps({**others, key: now}, indent=1) + "\n")
+        before = kept.get(name, {})
         print(f"{name}: {'as before' if before.get(key) == now else 'written'}, for {key}")
+        kept[name] = {**(before if before.get(key, now) == now else {}), key: now}
+    GOLDEN.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 if __name__ == "__main__":
