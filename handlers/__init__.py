@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ignite_engine.handlers.throughput import Throughput
     from ignite_engine.handlers.trackers import MLflowSink, WandBSink
     from ignite_engine.handlers.training_metrics import TrainingMetrics
-    from ignite_engine.handlers.weight_drift import WeightDrift
     from ignite_engine.schedules import (
         Schedule,
         constant,
@@ -67,7 +66,6 @@ __all__ = [
     "TrainingMetrics",
     "WallClockLimit",
     "WandBSink",
-    "WeightDrift",
     "constant",
     "warmup_constant",
     "warmup_cosine",
@@ -107,7 +105,6 @@ _MODULES = {
     "TrainingMetrics": "ignite_engine.handlers.training_metrics",
     "WallClockLimit": "ignite_engine.handlers.limits",
     "WandBSink": "ignite_engine.handlers.trackers",
-    "WeightDrift": "ignite_engine.handlers.weight_drift",
     "constant": "ignite_engine.schedules",
     "warmup_constant": "ignite_engine.schedules",
     "warmup_cosine": "ignite_engine.schedules",

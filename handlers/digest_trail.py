@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ignite_engine import Phase, Trainer, TrainingEvents
 from ignite_engine.checkpointing.digests import HASH, hashes
-from ignite_engine.errors import is_whole
+from ignite_engine.errors import RanksDiffer, is_whole
 from ignite_engine.handlers.sinks import GuardedSink, LogFile
 from ignite_engine.ranks import agreement
 from ignite_engine.states.model_and_optimizer import weights_of
+from ignite_engine.states.rank_digests import different_names
 
 Digests = Mapping[str, Any]
 
@@ -30,6 +31,7 @@ class DigestTrail:
     Args:
         directory: of the run.
         every: updates from one line to the next.
+        compare_ranks: end the run on all ranks where they have different weights.
 
     The device is read once. On several ranks rank 0 writes its own weights; of sharded tensors
     (DTensor) each rank reads its shard, and the digest is that of all. A resumed run writes no line twice. Nothing is
@@ -38,15 +40,17 @@ class DigestTrail:
 
     Raises:
         ValueError: ``every`` is below 1.
+        RanksDiffer: with ``compare_ranks``, in the run.
     """
 
     phase = Phase.LAST
     replayed = True
 
-    def __init__(self, directory: str | Path, *, every: int = 100) -> None:
+    def __init__(self, directory: str | Path, *, every: int = 100, compare_ranks: bool = False) -> None:
         if not is_whole(every) or every < 1:
             raise ValueError(f"every must be a whole number of updates of at least 1, got {every!r}.")
         self.path, self.every = Path(directory).absolute() / "trail.jsonl", every
+        self.compare_ranks = compare_ranks
         self.write: Callable[[int, Digests], None] = GuardedSink(self).guard(self._append)
         """Takes each line; what replays a run puts a comparison in its place."""
         self._file = LogFile(self.path)
@@ -57,7 +61,14 @@ class DigestTrail:
         trainer.add_event_handler(TrainingEvents.RESUME_POINT(every=self.every) if event is None else event, self)
 
     def __call__(self, trainer: Trainer) -> None:
-        """Write a line now; a collective where weights are sharded."""
+        """Write a line now; a collective where weights are sharded, or ranks compared."""
+        compared = trainer.registry.rank_digests if self.compare_ranks else None
+        if compared is not None and (names := different_names(compared.tensors())):
+            raise RanksDiffer(
+                f"The ranks have different weights at iteration {trainer.state.iteration}: {names[0]} is the first of "
+                f"{len(names)} tensors. All must start alike and change by reduced gradients only: look for a step, a "
+                "clipping or a loading of weights that ranks do differently."
+            )
         if (digests := digests_of(trainer)) is not None:
             self.write(trainer.state.iteration, digests)
 

@@ -111,7 +111,6 @@ class Trainer(Engine):
         self.register_events(*TrainingEvents, event_to_attr=EVENT_COUNTERS)
         self.resume_state = ResumeState()
         self.registry = Registry(self.resume_state)
-        self.registry.update = update
         self.requests = StopRequests()
         self.intervals = Intervals()
         self.progress = Progress(
@@ -388,11 +387,9 @@ class Trainer(Engine):
         }
         settings["what a checkpoint holds"] = sorted(self.registry.objects)
         start.check_ranks_agree(arguments, settings, getattr(self.update, "optimizers", {}))
-        if (apart := self.registry.trained_apart) is not None:
-            apart.check()
         start.begin(arguments, state, self.progress, self.registry, self.resume_state)
-        if apart is not None:
-            apart.watch(self, boundary=TrainingEvents.RESUME_POINT)
+        if (digests := self.registry.rank_digests) is not None:
+            digests.watch(self, boundary=TrainingEvents.RESUME_POINT)
         limits = {"max_epochs": state.max_epochs, "max_iters": state.max_iters}
         limit = ", ".join(f"{name}={value}" for name, value in limits.items() if value is not None)
         if state.start is Start.FRESH:

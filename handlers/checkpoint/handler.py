@@ -420,9 +420,8 @@ class Checkpoint:
         if trainer.progress.windows is not None and not trainer.has_event_handler(self._require_exact):
             # the kind of their data is known when they are opened
             trainer.add_event_handler(TrainingEvents.WINDOW_STARTED, self._require_exact)
-        apart, completed = trainer.registry.trained_apart, Events.ITERATION_COMPLETED
-        if apart is not None and apart.compares and not trainer.has_event_handler(self._require_exact, completed):
-            trainer.add_event_handler(completed(event_filter=apart.is_compared), self._require_exact)
+        if (digests := trainer.registry.rank_digests) is not None:
+            digests.call_when_they_differ(self._require_exact)
         self._saver.start(trainer)
         trainer.call_at_end(self._end)
         for place in self.places:

@@ -83,7 +83,6 @@ class Config(Section):
             "checkpoint.every": self.checkpoint.every,
             "checkpoint.reload_every": self.checkpoint.reload_every,
             "logging.every": self.logging.every,
-            "distributed.drift_every": self.distributed.drift_every,
         }
         return {key: interval for key, interval in known.items() if interval is not None}
 

@@ -418,6 +418,7 @@ class LoggingSection(Section):
     project: Annotated[str, Field(min_length=1)] = "ignite_engine"  # of ClearML, Weights & Biases; experiment of MLflow
     report: bool = True  # a page with the curves, when the run ends
     trail: Count | None = None  # updates from one digest of the weights to the next; null: none are written
+    compare_ranks: bool = False  # at each digest; the run ends where ranks have different weights
 
 
 class ProfilerSection(Section):
@@ -452,7 +453,6 @@ class DistributedSection(Section):
     reduce_each_micro_batch: bool = False  # gradients in each backward, not in a group's last only
     ddp_options: dict[str, Any] = Field(default_factory=dict)  # of DistributedDataParallel, as torch names them
     sync_bn: bool = False  # DDP: batch statistics over all ranks; CUDA and XPU only
-    drift_every: Every | None = None  # compare the ranks' weights bit by bit; the run ends where they differ
 
     @field_validator("ddp_options")
     @classmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from ignite.engine import Engine
@@ -24,7 +23,6 @@ from ignite_engine.engine.length import Length
 from ignite_engine.ranks import agreement
 from ignite_engine.schedules import Schedule
 from ignite_engine.states.registry import Registry
-from ignite_engine.states.trained import trained_parameters
 from ignite_engine.text import in_units
 
 
@@ -52,7 +50,6 @@ def describe(
         *timetable(engine, entries, length),
         *(_rates(entries, length) if rates else ()),
         *_memory_lines(registry, models),
-        *_trained(registry),
         *_contents(registry),
         *disk,
         "The bus (event: handlers in the order in which they run)",
@@ -105,18 +102,6 @@ def _memory_lines(registry: Registry, models: Sequence[nn.Module]) -> list[str]:
         f"  {found.parameters:,} parameters: {found.trained:,} trained, {found.parameters - found.trained:,} frozen",
         f"  {', '.join(parts)}: {in_units(total)}{' of each rank' if agreement.world_size() > 1 else ''}, and what the "
         "forward pass keeps",
-    ]
-
-
-def _trained(registry: Registry) -> list[str]:
-    """On several ranks, which optimizer trains how many parameters, and what reduces their gradients."""
-    if agreement.world_size() == 1:
-        return []
-    rows = trained_parameters(registry.objects)
-    counts = Counter((row.optimizer, row.reduced_by or "nothing") for row in rows)
-    return [
-        "Trained on several ranks",
-        *(f"  {count:,} by {optimizer}, reduced by {reducer}" for (optimizer, reducer), count in counts.items()),
     ]
 
 

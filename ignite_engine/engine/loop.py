@@ -129,8 +129,6 @@ class Loop:
         feed, update, fire = self.feed, self.update, self._fire
         with undone(self.registry) if progress.epoch_iteration else nullcontext():
             fire(Events.EPOCH_STARTED)
-        if (apart := self.registry.trained_apart) is not None:
-            apart.check()  # a handler may have unfrozen something
         self._finish_resume()
         if not begun:
             boundary.check()

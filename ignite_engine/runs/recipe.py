@@ -359,13 +359,12 @@ def _attach(
         handlers.StepTimes(run.directory.path, since=run.startup.began).attach(trainer, log_point)
     metric_logger.attach(trainer, log_point)
     if logging.trail is not None:
-        handlers.DigestTrail(run.directory.path, every=logging.trail).attach(trainer)
+        trail = handlers.DigestTrail(run.directory.path, every=logging.trail, compare_ranks=logging.compare_ranks)
+        trail.attach(trainer)
     profile = config.profiler
     if profile.active is not None:
         numbers = {"wait": profile.wait, "warmup": profile.warmup, "active": profile.active, "repeat": profile.repeat}
         handlers.Profiler(run.directory.path, ranks=profile.ranks, **numbers).attach(trainer)
-    if config.distributed.drift_every is not None:
-        handlers.WeightDrift().attach(trainer, interval_event(config.distributed.drift_every, task))
     if logging.progress:
         handlers.Progress(logging.console if isinstance(logging.console, list) else None).attach(trainer)
     stopping = config.early_stopping

@@ -18,7 +18,7 @@ from ignite_engine.states.resume_state import Adapt, ResumeState, unchanged
 
 if TYPE_CHECKING:
     from ignite_engine.checkpointing import SaveFilter
-    from ignite_engine.states.trained import TrainedApart
+    from ignite_engine.states.rank_digests import RankDigests
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +44,6 @@ class Registry:
         self.shared: set[str] = set()
         self.kinds: dict[str, str] = {}
         """What each object is: ``model``, ``optimizer``, ``schedule``, ``average``, ``metric``, ... or ``other``."""
-        self.update: Any = None
-        """What the Trainer calls in each iteration."""
         self.of_update: list[str] = []
         """Names of what the update's bits depend on."""
         self.nameless: list[str] = []
@@ -57,17 +55,17 @@ class Registry:
         self.times_replaced = 0
         """How often what is registered was loaded again within the run."""
         self._automatic: set[str] = set()
-        self._trained_apart: TrainedApart | None = None
+        self._rank_digests: RankDigests | None = None
         self._resume = resume
 
     @property
-    def trained_apart(self) -> TrainedApart | None:
-        """Notices what each rank trains by itself; None on one process."""
-        if self._trained_apart is None and agreement.world_size() > 1:
-            from ignite_engine.states.trained import TrainedApart
+    def rank_digests(self) -> RankDigests | None:
+        """Notices where ranks have different weights; None on one process."""
+        if self._rank_digests is None and agreement.world_size() > 1:
+            from ignite_engine.states.rank_digests import RankDigests
 
-            self._trained_apart = TrainedApart(self.objects, self.shared, self.update)
-        return self._trained_apart
+            self._rank_digests = RankDigests(self.objects, self.shared)
+        return self._rank_digests
 
     def register(self, name: str, obj: Any, *, shared: bool = False, kind: str | None = None) -> None:
         """Save ``obj`` in every checkpoint under ``name``; load it at once if a loaded checkpoint has it.

@@ -84,8 +84,8 @@ def _of_kernels(models: Collection[Any]) -> list[str]:
 def _of_states(registry: Registry) -> list[str]:
     """Why the states that are captured now are not all, or not those of the resumed run."""
     found = [*registry.resumed_otherwise, *(f"{name} is attached but not saved" for name in registry.nameless)]
-    if registry.trained_apart is not None:
-        found += registry.trained_apart.reasons()
+    if registry.rank_digests is not None:
+        found += registry.rank_digests.reasons()
     if registry.filters and not _holds_parameters(registry):
         found.append("no parameters are saved, as no model is registered (trainer.register(name, model) saves one)")
     for name, obj in registry.objects.items():
@@ -112,9 +112,8 @@ def _unsaved_of(update: Callable[..., Any], registry: Registry) -> list[str]:
     objects = registry.objects.values()
     saved = [registered.optimizer if isinstance(registered, OptimizerState) else registered for registered in objects]
     return [
-        f"{name} ({type(obj).__name__}) of the update is not saved (trainer.register({last!r}, {last}, shared=True))"
+        f"{name} ({type(obj).__name__}) of the update is not saved (trainer.register({name!r}, {name}, shared=True))"
         for name, obj in _used_by(update)
-        for last in (name.rpartition(".")[2],)
         if not any(obj is registered for registered in saved)
     ]
 
@@ -133,7 +132,7 @@ def _unsaved_of_hooks(models: Collection[Any], registry: Registry) -> list[str]:
 
 
 def _used_by(update: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    variables = {**getattr(update, "__dict__", {})}
+    variables = {**getattr(getattr(update, "__self__", update), "__dict__", {})}
     if inspect.isfunction(update):
         named = inspect.getclosurevars(update)
         variables |= {**named.globals, **named.nonlocals}

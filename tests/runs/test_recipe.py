@@ -583,7 +583,7 @@ def test_settings_reach_what_they_are_for(build: Callable[..., Run]) -> None:
                 "non_finite": "skip",
                 "max_skips": 3,
             },
-            "distributed": {"drift_every": 7},
+            "logging": {"trail": 7},
         },
         model=model,
         parameter_groups=groups,
@@ -596,7 +596,7 @@ def test_settings_reach_what_they_are_for(build: Callable[..., Run]) -> None:
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
     assert (update.clip_norm, update.precision, update.scaler.get_scale()) == (2.0, "fp16", 8.0)
     assert (update.non_finite.action, update.non_finite.max_skips) == ("skip", 3)
-    assert "WeightDrift" in run.describe()
+    assert "DigestTrail" in run.describe()
     assert [run.schedules["optimizer"].lrs_at(step)[0] for step in (0, 1, 2)] == pytest.approx([0.05, 0.1, 0.1])
     assert run.train()["iteration"] == 6
 

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ignite_engine import Trainer, Update
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.ranks import agreement
-from ignite_engine.states.trained import TrainedApart
+from ignite_engine.states.rank_digests import RankDigests
 from tests.ranks.forkserver import PRELOADED
 from tests.search import resume_program, resume_search
 from tests.search.common import PASSED, REFUSED, Failure, Result, case_seeds
@@ -181,9 +181,7 @@ class RankProgram(Program):
             for name, obj, shared in update.update.stateful():
                 self.trainer.register(name, obj, shared=shared)
         super()._attach()
-        by_value = self.plan.get("wrapping", "all") != "all" or self.plan["ddp"] == "own buffers"
-        if isinstance(update, OwnFunction) or by_value:  # else known at the start
-            self.trainer.add_event_handler(Events.ITERATION_COMPLETED | Events.COMPLETED, self._note_apart)
+        self.trainer.add_event_handler(Events.ITERATION_COMPLETED | Events.COMPLETED, self._note_apart)
 
     def _note_apart(self, trainer: Trainer) -> None:
         """It is known from the first update on."""
@@ -283,10 +281,7 @@ def _rank(rank: int, world: int, plans: list[tuple[int, Plan]], until: float | N
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
     """A planted mistake: nobody looks for what each rank trains by itself."""
-    with (
-        patch.object(TrainedApart, "reasons", lambda self: []),
-        patch.object(TrainedApart, "check", lambda self, **options: None),
-    ):
+    with patch.object(RankDigests, "_compare", lambda self, engine: None):
         yield
 
 

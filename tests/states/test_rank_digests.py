@@ -1,0 +1,80 @@
+"""What ranks train apart is noticed by its values, named, and refused by ``strict``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_engine import Trainer, TrainingEvents, Update, loader
+from ignite_engine.errors import NotExact, RanksDiffer
+from ignite_engine.handlers import Checkpoint, DigestTrail
+from tests.builders import Numbers, linear, mse
+from tests.ranks.forkserver import on_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter that nothing reduces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs, targets = batch
+        return nn.functional.mse_loss(self.scale * model(inputs), targets)
+
+
+def trainer_of(model: nn.Module, loss_fn: Any = mse, *others: nn.Parameter) -> Trainer:
+    return Trainer(Update(model, torch.optim.SGD([*model.parameters(), *others], lr=0.1), loss_fn))
+
+
+def run(trainer: Trainer, iterations: int = 6) -> list[str]:
+    trainer.run(loader(Numbers(48), 2), max_iters=iterations)
+    return [reason for reason in trainer.reproducibility() if "the ranks have different values" in reason]
+
+
+def spoil_on_rank_1(rank: int, trainer: Trainer, iteration: int) -> None:
+    def add() -> None:
+        if rank == 1:
+            with torch.no_grad():
+                trainer.update.model.module[2].weight.view(-1)[0] += 1  # type: ignore[attr-defined]
+
+    trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_COMPLETED(once=iteration), add)
+
+
+def compared(rank: int, folder: str) -> None:
+    with_statistics = nn.Sequential(linear(), nn.BatchNorm1d(1))
+    assert run(trainer_of(DistributedDataParallel(with_statistics))) == []  # DDP broadcasts them
+
+    margin = Scaled()
+    (reason,) = run(trainer_of(DistributedDataParallel(linear()), margin, margin.scale))
+    assert reason == "the ranks have different values of parameters.loss_fn.scale: rank 0's are saved"
+
+    margin = Scaled()
+    strict = trainer_of(DistributedDataParallel(linear()), margin, margin.scale)
+    Checkpoint(f"{folder}/strict", strict=True).attach(strict)
+    with pytest.raises(NotExact, match=r"loss_fn\.scale"):
+        run(strict)
+    assert strict.state.iteration == 1
+
+    late = trainer_of(DistributedDataParallel(linear()))
+    spoil_on_rank_1(rank, late, 5)
+    (reason,) = run(late)  # by the comparison after the last iteration
+    assert "model.2.weight" in reason
+
+    trailed = trainer_of(DistributedDataParallel(linear()))
+    spoil_on_rank_1(rank, trailed, 3)
+    DigestTrail(folder, every=1, compare_ranks=True).attach(trailed)
+    with pytest.raises(RanksDiffer, match=r"at iteration 3: model\.2\.weight is the first of 1 tensors"):
+        run(trailed)
+
+
+def test_what_differs_between_ranks_is_named(tmp_path: Path) -> None:
+    on_ranks(2, compared, tmp_path)
