@@ -1,7 +1,7 @@
 """The overhead of a training loop per micro-batch: ours, hand-written ones, Ignite's engine.
 
     python -m benchmarks.overhead [--quick] [--rounds N] [--settings bare,full] [--contenders plain,ours]
-        [--processes N] [--json PATH]
+        [--processes N] [--before CHECKOUT] [--json PATH]
 
 See ``benchmarks/README.md`` for what is measured and how to read it. Exit code 1: the final weights differ, so the
 contenders did not do the same work.
@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.contenders import CONTENDERS
 from benchmarks.machine import machine
 from benchmarks.ratios import TARGETS, ratio_of_medians
-from benchmarks.rounds import Measured, measure
+from benchmarks.rounds import BEFORE, Measured, measure
 from benchmarks.workload import LOG_EVERY
 
 LEAST_ROUNDS = 15
@@ -41,8 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in CONTENDERS[setting]
         if options.contenders is None or name in options.contenders
     ]
+    if options.before is not None:
+        chosen += [(setting, f"{name}{BEFORE}") for setting, name in chosen if name.startswith("ours")]
     # one after the other: a process may be faster than the next by where its memory lies
-    runs = [measure(chosen, options.micro_batches, options.rounds) for _ in range(options.processes)]
+    runs = [measure(chosen, options.micro_batches, options.rounds, options.before) for _ in range(options.processes)]
     measured = [Measured.joined(each) for each in zip(*runs, strict=True)]
     report = {
         "machine": machine(),
@@ -69,11 +71,11 @@ def equal_work(measured: Sequence[Measured], setting: str) -> bool:
 
 
 def ratios(measured: Sequence[Measured]) -> list[dict[str, Any]]:
-    """Every contender against the plain loop and against the cheapest one of its setting."""
+    """Every contender against the plain loop, the cheapest one of its setting, and itself before the change."""
     rows = []
     for result in measured:
         for baseline in measured:
-            if baseline.setting == result.setting and baseline.name in ("plain", "cheapest"):
+            if baseline.setting == result.setting and baseline.name in ("plain", "cheapest", f"{result.name}{BEFORE}"):
                 ratio = ratio_of_medians(result.cpu_us, baseline.cpu_us, processes=result.processes)
                 rows.append({"setting": result.setting, "contender": result.name, "to": baseline.name} | asdict(ratio))
     return rows
@@ -98,12 +100,14 @@ def print_report(report: dict[str, Any], measured: Sequence[Measured]) -> None:
     rounds = f"{report['rounds']} rounds of {report['micro_batches_per_round']} micro-batches"
     print(f"{machine_line}\n{rounds} in each of {report['processes']} processes, CPU time")
     for setting, equal in report["equal_work"].items():
-        print(f"\n{setting:12}{'us':>8}  {'to plain [95 %]':24}{'to cheapest [95 %]':24}weights")
+        print(f"\n{setting:20}{'us':>8}  {'to plain [95 %]':24}{'to cheapest [95 %]':24}{'to before':24}weights")
         for result in measured:
             if result.setting == setting:
                 sides = {row["to"]: row for row in report["ratios"] if _is_row_of(row, result)}
-                cells = "".join(f"{_interval(sides.get(to)):24}" for to in ("plain", "cheapest"))
-                print(f"{result.name:12}{median(result.cpu_us):8.1f}  {cells}{result.digest[:12]}")
+                cells = "".join(
+                    f"{_interval(sides.get(to)):24}" for to in ("plain", "cheapest", f"{result.name}{BEFORE}")
+                )
+                print(f"{result.name:20}{median(result.cpu_us):8.1f}  {cells}{result.digest[:12]}")
         print("all ended with the same weights" if equal else "THE WEIGHTS OR LOG LINES DIFFER: not the same work")
     if report["targets"]:
         print("\ntargets")
@@ -131,6 +135,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--settings", type=_names, default=list(CONTENDERS), help="of bare,full")
     parser.add_argument("--contenders", type=_names, help=f"of {','.join(CONTENDERS['full'])}")
     parser.add_argument("--processes", type=int, default=3, help="of each contender, default 3")
+    parser.add_argument("--before", type=Path, help="a checkout of another commit: ours is measured with it, too")
     parser.add_argument("--json", type=Path, help="file for all results")
     options = parser.parse_args(arguments)
     options.rounds = options.rounds or (3 if options.quick else 20)

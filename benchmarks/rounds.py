@@ -6,13 +6,16 @@ import logging
 import multiprocessing
 import random
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 WARMUP_ROUNDS = 2
+BEFORE = "@before"
 
 
 @dataclass
@@ -43,11 +46,11 @@ class Measured:
 
 
 class _Worker:
-    def __init__(self, setting: str, name: str, micro_batches: int, passes: int) -> None:
+    def __init__(self, setting: str, name: str, micro_batches: int, passes: int, before: Path | None) -> None:
         context = multiprocessing.get_context("spawn")
         self.setting, self.name, self.micro_batches = setting, name, micro_batches
         self.pipe, far_end = context.Pipe()
-        arguments = (far_end, setting, name, micro_batches, passes)
+        arguments = (far_end, setting, name, micro_batches, passes, before)
         self.process: BaseProcess = context.Process(target=_work, args=arguments, daemon=True)
         # Ctrl-C is handled by the parent, which ends its workers; a child inherits what is ignored here
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -75,11 +78,14 @@ class _Worker:
         self.cpu_us.append(seconds / self.micro_batches * 1e6)
 
 
-def measure(contenders: Sequence[tuple[str, str]], micro_batches: int, rounds: int) -> list[Measured]:
+def measure(
+    contenders: Sequence[tuple[str, str]], micro_batches: int, rounds: int, before: Path | None = None
+) -> list[Measured]:
     """Run every ``(setting, name)`` for ``rounds`` rounds of ``micro_batches``, one at a time, in random order.
 
     A round is an epoch of one single run; between its epochs a contender waits for its turn, which costs no CPU time.
-    Two additional rounds at the start are not counted.
+    Two additional rounds at the start are not counted. A name that ends with ``BEFORE`` is measured with the engine
+    and the contender of the checkout ``before``.
 
     Raises:
         RuntimeError: a contender died.
@@ -88,7 +94,7 @@ def measure(contenders: Sequence[tuple[str, str]], micro_batches: int, rounds: i
     workers: list[_Worker] = []
     try:
         for setting, name in contenders:
-            workers.append(_Worker(setting, name, micro_batches, passes))
+            workers.append(_Worker(setting, name, micro_batches, passes, before))
             if len(workers) % 2 == 0:  # started all at once they would only compete for the cores
                 workers[-1].receive()
         for index, worker in enumerate(workers):
@@ -111,7 +117,11 @@ def measure(contenders: Sequence[tuple[str, str]], micro_batches: int, rounds: i
             worker.process.join()
 
 
-def _work(pipe: Connection, setting: str, name: str, micro_batches: int, passes: int) -> None:
+def _work(pipe: Connection, setting: str, name: str, micro_batches: int, passes: int, before: Path | None) -> None:
+    if name.endswith(BEFORE):
+        sys.path.insert(0, str(before))
+        for module in [module for module in sys.modules if module.partition(".")[0] == "benchmarks"]:
+            del sys.modules[module]
     import torch
 
     from benchmarks.contenders import CONTENDERS
@@ -132,7 +142,7 @@ def _work(pipe: Connection, setting: str, name: str, micro_batches: int, passes:
         since = time.process_time()
 
     work = build(micro_batches, passes, gate)
-    CONTENDERS[setting][name](work)
+    CONTENDERS[setting][name.removesuffix(BEFORE)](work)
     assert since is not None
     pipe.send(time.process_time() - since)
     pipe.send(weights_digest(work.model))
