@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from ignite_engine.checkpointing.export import Format, weights_of, write_weights
 from ignite_engine.checkpointing.in_use import in_use
 from ignite_engine.checkpointing.layout import named_iteration, scan
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME
-from ignite_engine.checkpointing.naming import NAMES, followed, rule_of, scored_by, split_name
-from ignite_engine.checkpointing.retention import of_one_run, ranked, usual_mode
+from ignite_engine.checkpointing.naming import followed
+from ignite_engine.checkpointing.retention import of_one_run, ranked
 from ignite_engine.checkpointing.weights_source import read_named
 from ignite_engine.cli import mirrors
 from ignite_engine.errors import shortened
@@ -49,9 +49,7 @@ def add_parser(subparsers: Any) -> None:
     listing = action("list", "one line per checkpoint")
     listing.add_argument("where", type=Path, metavar="RUN_OR_DIR", help=_WHERE)
     verify = action("verify", "read every byte; code 1 if anything is damaged, with the file's name")
-    verify.add_argument(
-        "where", type=Path, metavar="RUN_OR_DIR", help=f"{_WHERE}, or one checkpoint, RUN/best, RUN/last"
-    )
+    verify.add_argument("where", type=Path, metavar="RUN_OR_DIR", help=f"{_WHERE}, or one checkpoint")
     mirrors.add_actions(action)
     diff = action("diff", "what differs between two checkpoints; code 1 if anything does")
     for name in ("first", "second"):
@@ -67,15 +65,9 @@ def add_parser(subparsers: Any) -> None:
         metavar="raw|ema",
         help="the trained weights, or their average (the part's name); default: of RUN/best those that were evaluated",
     )
-    prune = action("prune", "delete what is not asked to be kept; pinned ones and the last valid one always stay")
+    prune = action("prune", "delete all but the newest ones and the best by the run's metric; pinned ones stay")
     prune.add_argument("where", type=Path, metavar="RUN_OR_DIR", help=_WHERE)
-    prune.add_argument("--keep-last", type=int, metavar="N", help="newest ones; default: 1")
-    prune.add_argument("--keep-best", metavar="KEY", help="a metric's key, such as val/loss")
-    prune.add_argument("--keep-best-count", type=int, default=1, metavar="N", help="best ones; default: 1")
-    prune.add_argument(
-        "--mode", choices=["min", "max"], help="which score is better; default: as the run says, or its name"
-    )
-    prune.add_argument("--keep-every", type=int, metavar="N", help="those whose iteration is a multiple of N")
+    prune.add_argument("--keep-last", type=int, default=1, metavar="N", help="newest ones; default: 1")
     prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
 
 
@@ -118,8 +110,6 @@ def _verify(options: argparse.Namespace) -> int:
     where: Path = options.where
     if (where / MANIFEST_NAME).exists() or named_iteration(where) is not None:
         problems_by_path = {where: CheckpointStore(where.parent).verify(where)}
-    elif where.name in NAMES and not where.exists():
-        problems_by_path = _verified(*split_name(where))
     else:
         directory = find_directory(where)
         readable, unreadable = scan(directory)
@@ -132,22 +122,6 @@ def _verify(options: argparse.Namespace) -> int:
     for path, problems in sorted(problems_by_path.items()):
         print(f"{path.name}  {'damaged: ' + '; '.join(problems) if problems else 'valid'}")
     return int(any(problems_by_path.values()))
-
-
-def _verified(where: Path, which: str) -> dict[Path, list[str]]:
-    """What is wrong with the one that a name means, and with those that should have been it."""
-    store = CheckpointStore(find_directory(where))
-    if which != "best":
-        newest = store.latest()
-        problems_by_path = {path: [reason] for path, reason in newest.skipped}
-        return problems_by_path | ({newest.checkpoint.path: []} if newest.checkpoint else {})
-    metric, mode = scored_by(store)
-    problems_by_path = {}
-    for checkpoint in ranked(of_one_run(store.checkpoints()), metric, mode):
-        problems_by_path[checkpoint.path] = store.verify(checkpoint.path)
-        if not problems_by_path[checkpoint.path]:
-            break
-    return problems_by_path
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -190,22 +164,10 @@ def _export(options: argparse.Namespace) -> int:
 
 def _prune(options: argparse.Namespace) -> int:
     store = CheckpointStore(find_directory(options.where))
-    if options.keep_last is None and options.keep_best is None and options.keep_every is None:
-        raise CheckpointError("prune needs to know what to keep: give --keep-last, --keep-best or --keep-every.")
     before = store.checkpoints()
-    if options.keep_best is not None and not any(
-        options.keep_best in checkpoint.manifest.metrics for checkpoint in before
-    ):
-        known = sorted({key for checkpoint in before for key in checkpoint.manifest.metrics})
-        raise CheckpointError(f"no checkpoint has the metric {options.keep_best!r}; there are {shortened(known, 6)}.")
+    rule = followed(before)
     try:
-        retention = Retention(
-            keep_last=1 if options.keep_last is None else options.keep_last,
-            keep_best=options.keep_best_count,
-            best=options.keep_best,
-            mode=_mode(options, before),
-            keep_every=options.keep_every,
-        )
+        retention = Retention(options.keep_last, **({"best": rule[0], "mode": rule[1]} if rule else {}))
     except ValueError as error:
         raise CheckpointError(str(error)) from None
     gone = [checkpoint.path for checkpoint in store.to_delete(retention)] if options.dry_run else store.apply(retention)
@@ -213,15 +175,6 @@ def _prune(options: argparse.Namespace) -> int:
         print(f"{path.name}  {'would be deleted' if options.dry_run else 'deleted'}")
     print(f"{len(before) - len(gone)} of {len(before)} {'would stay' if options.dry_run else 'stay'}")
     return 0
-
-
-def _mode(options: argparse.Namespace, checkpoints: Sequence[CheckpointInfo]) -> Any:
-    """Whether a small or a large score is better: as asked for, as the newest manifest with it says, or its name."""
-    if options.mode is not None:
-        return options.mode
-    usual = usual_mode(options.keep_best or "") or "min"
-    rules = [rule_of(checkpoint.manifest) for checkpoint in reversed(checkpoints)]
-    return next((rule[1] for rule in rules if rule and rule[0] == options.keep_best), usual)
 
 
 def _size(manifest: Manifest) -> str:
