@@ -165,9 +165,9 @@ def _export(options: argparse.Namespace) -> int:
 def _prune(options: argparse.Namespace) -> int:
     store = CheckpointStore(find_directory(options.where))
     before = store.checkpoints()
-    rule = followed(before)
+    rule: Any = followed(before) or (None, "min")
     try:
-        retention = Retention(options.keep_last, **({"best": rule[0], "mode": rule[1]} if rule else {}))
+        retention = Retention(options.keep_last, best=rule[0], mode=rule[1])
     except ValueError as error:
         raise CheckpointError(str(error)) from None
     gone = [checkpoint.path for checkpoint in store.to_delete(retention)] if options.dry_run else store.apply(retention)

@@ -25,7 +25,6 @@ from ignite_engine.ranks.joining import is_launched
 from ignite_engine.recovery.parallel import Parallel
 from ignite_engine.run_directory import RunDirectory, RunDirectoryInUse, json_values
 from ignite_engine.runs import recipe
-from ignite_engine.runs.followed_loggers import followed_loggers
 from ignite_engine.task import TaskError, find_task
 
 FAILED, USAGE_ERROR = 1, 2
@@ -219,10 +218,8 @@ def _follow(config: Config, options: argparse.Namespace) -> None:
     settings: dict[str, Any] = {"every_checkpoint": options.all, "defaults": default_values()}
     if options.wait is not None:
         settings["wait_s"] = options.wait
-    with followed_loggers(config) as report:
 
-        def announce(values: Mapping[str, Any]) -> None:
-            print(json.dumps(json_values(values)), flush=True)
-            report(values)
+    def announce(values: Mapping[str, Any]) -> None:
+        print(json.dumps(json_values(values)), flush=True)
 
-        follow_with(config.directory, run.trainer, during_the_run, announce=announce, **settings)
+    follow_with(config.directory, run.trainer, during_the_run, announce=announce, **settings)

@@ -127,18 +127,13 @@ def _function(name: str) -> Callable[[Any], Any]:
 
 def _on_ranks(work: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
     """Call ``work`` here, on the ranks of a launcher that started this process, or on ranks that are spawned."""
-    if is_launched():
-        with Parallel(backend=devices.default_backend()) as parallel:
-            parallel.run(_rank_main, work, options)
-        return 0
-    if (options.nproc_per_node or 1) == 1:
+    processes = None if is_launched() else options.nproc_per_node or 1
+    if processes == 1:
         return work(options)
     try:
-        with Parallel(backend=devices.default_backend(), nproc_per_node=options.nproc_per_node) as parallel:
+        with Parallel(backend=devices.default_backend(), nproc_per_node=processes) as parallel:
             parallel.run(_rank_main, work, options)
-    except ProcessExitedException as error:
-        return error.exit_code
-    except ProcessRaisedException as error:
+    except (ProcessExitedException, ProcessRaisedException) as error:
         print(f"error: {str(error).strip()}", file=sys.stderr, flush=True)
         return DIFFERS
     return 0

@@ -174,21 +174,6 @@ def test_two_ranks_follow_two_ranks(tmp_path: Path) -> None:
     assert printed(tmp_path) == list(values)
 
 
-@pytest.mark.slow
-@pytest.mark.faults
-def test_clearml_gets_a_task_of_the_followers_own(tmp_path: Path) -> None:
-    config = write_config(tmp_path, run={"max_epochs": 1}, checkpoint={"every": 2, "keep_last": 9})
-    assert start(config).wait() == 0
-    assert follower(config, "logging.clearml=true").wait() == 0
-    assert printed(tmp_path) == [7, 6, 4, 2]
-    folder = tmp_path / "run" / "follow" / "clearml" / "offline"
-    (points,) = folder.glob("offline-*/metrics.jsonl")
-    events = [event for line in points.read_text().splitlines() for event in json.loads(line)]
-    reported = {event["iter"]: event["value"] for event in events if event["metric"] == "val"}
-    assert reported == {iteration: row["val/accuracy"] for iteration, row in followed(tmp_path).items()}
-    assert json.loads((points.parent / "task.json").read_text())["name"].endswith(", followed")
-
-
 def test_options_that_belong_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from ignite_engine.cli import main
 
