@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ignite_engine import Trainer, Update, create_evaluator, loader, seed_everything
-from ignite_engine.checkpointing import LoadPlan
 from ignite_engine.handlers import Checkpoint, Evaluation
 
 
@@ -58,7 +57,7 @@ def run(
     checkpoint = Checkpoint(directory / "checkpoints")
     checkpoint.attach(trainer)
     if checkpoint.resume() is None and start is not None:
-        print(checkpoint.load(start, LoadPlan.fine_tune(ignore=["model:head.*"])))
+        print(checkpoint.load(start, ignore=["model:head.*"]))
     trainer.run(loader(train_set, 64, shuffle=True), max_epochs=epochs)
     return trainer
 

@@ -11,8 +11,8 @@ from typing import Any
 from ignite.engine import Events
 
 from ignite_engine import Phase, Trainer
-from ignite_engine.checkpointing import CheckpointError, CheckpointStore, LoadSource, LoadTable, Source
-from ignite_engine.checkpointing.load.sources import Found, SourceWatch, load_sources
+from ignite_engine.checkpointing import CheckpointError, CheckpointStore, LoadReport, LoadSource, Source
+from ignite_engine.checkpointing.load_sources import Found, SourceWatch, load_sources
 from ignite_engine.errors import one_line
 from ignite_engine.ranks import agreement
 from ignite_engine.state import Start
@@ -27,9 +27,10 @@ class ModelBank:
     """Start from several checkpoints; look at each event whether a dynamic one has a newer state, and load that.
 
     Args:
-        sources: the last that has a name brings it. Those that are ``dynamic`` are loaded again.
-        reset_optimizers: optimizers forget the state of tensors that are loaded again; otherwise they keep it. Where a
-            plan has the optimizer, it is loaded with its tensors in either case.
+        sources: if several contain a name, the last one wins. Those that are ``dynamic`` are loaded again, with all
+            their ``parts``, whatever a later source has brought at the start.
+        reset_optimizers: optimizers forget the state of tensors that are loaded again; otherwise they keep it. A source
+            with the optimizer among its ``parts`` brings it in either case.
         name: of the handler's own state in a checkpoint: what was loaded, and at which iteration.
 
     The event is one between two steps. A newer state is loaded at it, on all ranks, before an evaluation of the same
@@ -47,12 +48,11 @@ class ModelBank:
     def __init__(
         self, sources: Sequence[LoadSource], *, reset_optimizers: bool = False, name: str = "model_bank"
     ) -> None:
-        self.sources = load_sources(sources, None, dynamic=True)
+        self.sources = load_sources(sources, {})
         self.reset_optimizers, self.name = reset_optimizers, name
         self.loaded: dict[int, dict[str, Any]] = {}
         """Of each source that was loaded, by its place: what, and at which iteration of this run."""
         self._watches = {at: SourceWatch(source) for at, source in enumerate(self.sources) if source.dynamic}
-        self._origins: dict[str, dict[str, int]] = {}
         self._trainer: Trainer | None = None
 
     def attach(self, trainer: Trainer, event: Any = Events.EPOCH_COMPLETED) -> None:
@@ -72,11 +72,11 @@ class ModelBank:
             else None
         )
 
-    def load(self) -> LoadTable:
+    def load(self) -> LoadReport:
         """Start with what the sources have, where ``checkpoint.resume()`` found nothing; a collective.
 
         Returns:
-            What was loaded, from which source, and what was missing; it is logged, too.
+            What was loaded, missing and unexpected; it is logged, too.
 
         Raises:
             CheckpointError, StateMismatch, ValueError: as ``Checkpoint.load``; nothing was loaded.
@@ -84,14 +84,12 @@ class ModelBank:
         """
         if self._trainer is None:
             raise RuntimeError("ModelBank.load() needs a trainer: call attach(trainer, event) before.")
-        table, by_source = loading.begin_from(self._trainer.registry, self.sources)
-        self.loaded, self._origins = {}, {}
+        report, by_source = loading.begin_from(self._trainer.registry, self.sources)
+        self.loaded = {}
         for at, found in enumerate(by_source):
             if found is not None:
                 self._note(at, found)
-        for row in table.rows:
-            self._origins[row.part] = {name: row.origin(name) for name in row.brought}
-        return table
+        return report
 
     def __call__(self, trainer: Trainer) -> None:
         """Look for newer sources and load them; a collective."""
@@ -108,21 +106,16 @@ class ModelBank:
             trainer.vote_at_next_boundary()
 
     def state_dict(self) -> dict[str, Any]:
-        several = self._watches and len(self.sources) > 1
         return {
             "loaded": {str(at): dict(entry) for at, entry in self.loaded.items()},
             "sources": [str(source.path) for source in self.sources],
-            "origins": {part: dict(names) for part, names in self._origins.items()} if several else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with what was loaded; sources that were added or moved since are taken as they are now."""
-        place = _places_by_path(state["sources"], [str(source.path) for source in self.sources])
-        self.loaded = {place[int(at)]: dict(entry) for at, entry in state["loaded"].items() if int(at) in place}
-        self._origins = {
-            part: {name: place[at] for name, at in names.items() if at in place}
-            for part, names in state["origins"].items()
-        }
+        """Continue with what was loaded; of a source that is new at its place in the list, nothing was."""
+        before, now = dict(enumerate(state["sources"])), [str(source.path) for source in self.sources]
+        same = [at for at, path in enumerate(now) if before.get(at) == path and str(at) in state["loaded"]]
+        self.loaded = {at: dict(state["loaded"][str(at)]) for at in same}
 
     def _start(self, trainer: Trainer) -> None:
         objects = trainer.registry.objects.values()
@@ -144,32 +137,24 @@ class ModelBank:
         return [(at, found) for at, found in newer if found is not None]
 
     def _load_again(self, trainer: Trainer, at: int, found: Found, read: Source) -> bool:
-        held: dict[str, set[str] | None] = {self.name: None}
-        elsewhere: dict[str, set[str]] = {}
-        for part, names in self._origins.items():
-            later = {name for name, origin in names.items() if origin > at}
-            held[part] = None if "" in later else later
-            if others := {name for name, origin in names.items() if origin != at}:
-                elsewhere[part] = others
-        table = loading.load_again(
-            trainer.registry, self.sources[at].plan, read, held, elsewhere, reset_optimizers=self.reset_optimizers
+        report = loading.load_again(
+            trainer.registry,
+            self.sources[at],
+            read,
+            alone=len(self.sources) == 1,
+            reset_optimizers=self.reset_optimizers,
         )
-        if isinstance(table, str):
-            self._watches[at].unfit(found)
-            self._refuse(at, found, table)
+        if isinstance(report, str):
+            self._refuse(at, found, report)
             return False
         self._note(at, found)
-        for row in table.rows:
-            self._origins.setdefault(row.part, {}).update(dict.fromkeys(row.brought, at))
         if agreement.rank() == 0:
-            what = "; ".join(f"{row.part} {row}" for row in table.rows if row.brought)
-            what = what or "nothing, as later sources have all of it"
-            logger.info("Iteration %d: loaded again from %s: %s.", trainer.state.iteration, found.path, what)
+            logger.info("Iteration %d: loaded again: %s.", trainer.state.iteration, report)
         return True
 
     def _refuse(self, at: int, found: Found, reason: str) -> None:
         if agreement.rank() == 0:
-            self._watches[at].refuse(found.path, reason)
+            self._watches[at].refuse(found, reason)
 
     def _note(self, at: int, found: Found) -> None:
         assert self._trainer is not None
@@ -185,16 +170,6 @@ class ModelBank:
 def _read(registry: Registry, found: Found) -> Source | str:
     """What was found, or why it cannot be read, which may be so on one rank only."""
     try:
-        return loading.read(registry, found)
+        return loading.read_found(registry, found)
     except (CheckpointError, OSError) as error:
         return one_line(error)
-
-
-def _places_by_path(before: Sequence[str], now: Sequence[str]) -> dict[int, int]:
-    """Where each source of a list is in another one; of several with one path in their order."""
-    places: dict[int, int] = {}
-    for at, path in enumerate(before):
-        free = [index for index, other in enumerate(now) if other == path and index not in places.values()]
-        if free:
-            places[at] = free[0]
-    return places

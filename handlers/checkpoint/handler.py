@@ -17,15 +17,14 @@ from ignite_engine.checkpointing import (
     CheckpointError,
     CheckpointInfo,
     CheckpointStore,
-    LoadPlan,
+    LoadReport,
     LoadSource,
-    LoadTable,
     SaveOptions,
     StateMismatch,
     read_manifest,
     require_exact,
 )
-from ignite_engine.checkpointing.load.sources import Found, load_sources
+from ignite_engine.checkpointing.load_sources import Found, load_sources
 from ignite_engine.checkpointing.retention import of_one_run, ranked
 from ignite_engine.checkpointing.save_options import SaveKeywords
 from ignite_engine.checkpointing.store import Checkpoints
@@ -103,7 +102,8 @@ class Checkpoint:
         """What was resumed and no run has started from yet."""
         self._best: float | None = None
         self._measured: tuple[int, dict[str, float]] = (-1, {})
-        self._replaced = self._evaluated = 0  # `registry.times_replaced`, at the last boundary and evaluation
+        self._stale: set[str] = set()
+        """Metrics of this boundary that were measured before weights were loaded again."""
 
     def attach(self, trainer: Trainer, event: Any = Events.EPOCH_COMPLETED) -> None:
         """Save at the step boundary after ``event``; always at the end and on a stop."""
@@ -123,7 +123,6 @@ class Checkpoint:
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(event, self)
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self._measure)
-        trainer.add_event_handler(TrainingEvents.EVALUATION_COMPLETED, self._note_evaluation)
         trainer.add_event_handler(TrainingEvents.RESUME_POINT, self._save_if_due)
         if self._followed is not None:
             trainer.add_event_handler(Events.COMPLETED, self._followed.warn_if_never_written)
@@ -172,8 +171,8 @@ class Checkpoint:
             saver.finish(trainer)
         best = agreement.on_rank_0(self._valid_best)
         weights = agreement.on_rank_0(lambda: read_manifest(best.path).weights_of(best.metric))
-        source = agreement.together(lambda: loading.read(trainer.registry, Found.of(best.path)))
-        outcome = loading.load_again(trainer.registry, LoadPlan.fine_tune(weights=weights), source, {}, {})
+        read = agreement.together(lambda: loading.read_found(trainer.registry, Found.of(best.path)))
+        outcome = loading.load_again(trainer.registry, LoadSource(best.path, weights=weights), read)
         if isinstance(outcome, str):
             raise StateMismatch(outcome)
         if agreement.rank() == 0:
@@ -350,32 +349,36 @@ class Checkpoint:
         self._override.apply(trainer)
         return found.path
 
-    def load(self, path: str | Path | Sequence[LoadSource], plan: LoadPlan | None = None) -> LoadTable:
-        """Start with what a plan takes from another run's checkpoint, where :meth:`resume` found none; a collective.
+    def load(self, path: str | Path | Sequence[LoadSource], **options: Any) -> LoadReport:
+        """Start with what sources have, where :meth:`resume` found none; a collective.
 
         What ``exclude`` leaves out of this run's own checkpoints is to be loaded before :meth:`resume`, each time.
 
         Args:
             path: a checkpoint, a folder of checkpoints or of a run (its newest valid one), or a file of weights
                 (safetensors, or a state_dict of ``torch.save``). Or a list of
-                :class:`~ignite_engine.checkpointing.LoadSource`, each with its plan: the last that has a name brings
-                it.
-            plan: such as ``LoadPlan.fine_tune()``.
+                :class:`~ignite_engine.checkpointing.LoadSource`, each with its options; if several contain a name, the
+                last one wins.
+            options: beside a path: ``parts``, ``rename``, ``ignore``, ``strict`` and the others of ``LoadSource``; by
+                default the model is loaded.
 
         Returns:
-            What was loaded, skipped and missing, part by part; it is logged, too.
+            What was loaded, missing and unexpected; it is logged, too.
 
         Raises:
             CheckpointError: there is none, or it cannot be read; the same on all ranks, as the others are.
-            StateMismatch: the plan is strict, and what was saved does not fit what was built.
-            ValueError: something in the plan matches nothing.
+            StateMismatch: a strict source does not fit what was built.
+            ValueError: a pattern matches nothing.
             RuntimeError: it is not attached to a trainer yet.
         """
         if self._trainer is None:
             raise RuntimeError("Checkpoint.load() needs a trainer: call attach(trainer, event) before.")
-        table, _ = loading.begin_from(self._trainer.registry, load_sources(path, plan))
-        self._saver.parent = table.source
-        return table
+        sources = load_sources(path, options)
+        if dynamic := next((source for source in sources if source.dynamic), None):
+            raise ValueError(f"{dynamic.path} is dynamic: give the list to a ModelBank, which loads it again.")
+        report, _ = loading.begin_from(self._trainer.registry, sources)
+        self._saver.parent = report.source
+        return report
 
     def state_dict(self) -> dict[str, Any]:
         """The best value so far, and what ``override`` gave; which checkpoints there are is read from disk."""
@@ -455,11 +458,19 @@ class Checkpoint:
         if reasons and agreement.rank() == 0:
             logger.warning("A run resumed from these checkpoints may have other bits: %s.", "; ".join(reasons))
 
+    def weights_replaced(self) -> None:
+        """Weights were loaded again within the run: this boundary was not saved, and what was measured came before."""
+        assert self._trainer is not None
+        self._saver.forget_boundary()
+        self._measured, self._stale = (-1, {}), set(self._trainer.state.metrics.fresh)
+
     def _measure(self, trainer: Trainer) -> None:
-        values = {key: float(value) for key, value in trainer.state.metrics.fresh.items() if _is_number(value)}
+        stale, self._stale = self._stale, set()
+        fresh = {key: value for key, value in trainer.state.metrics.fresh.items() if key not in stale}
+        values = {key: float(value) for key, value in fresh.items() if _is_number(value)}
         score = None if self._followed is None else self._followed.new_value(trainer)
-        if self._is_of_other_weights(trainer):
-            return
+        if self._followed is not None and self._followed.key in stale:
+            score = None
         if self._followed is not None and score is not None:
             values[self._followed.key] = score
             if self._saver.busy and self._saver.has_saved(trainer):
@@ -472,21 +483,10 @@ class Checkpoint:
         (measured_at, before), iteration = self._measured, trainer.state.iteration
         self._measured = (iteration, before | values if measured_at == iteration else values)
 
-    def _note_evaluation(self, trainer: Trainer) -> None:
-        self._evaluated = trainer.registry.times_replaced
-
-    def _is_of_other_weights(self, trainer: Trainer) -> bool:
-        """Whether weights were loaded again since the last boundary, and what was measured there came before."""
-        return trainer.registry.times_replaced not in (self._replaced, self._evaluated)
-
     def _save_if_due(self, trainer: Trainer) -> None:
-        state, saver, replaced = trainer.state, self._saver, trainer.registry.times_replaced
-        asked = self._due or self._must or self._elsewhere or any(state.boundary)
-        if not asked and replaced == self._replaced:
+        state, saver = trainer.state, self._saver
+        if not (self._due or self._must or self._elsewhere or any(state.boundary)):
             return
-        if self._is_of_other_weights(trainer):
-            self._measured = (-1, {})
-        self._replaced = replaced
         at_end = state.last and (self.options.save_at_end or state.stopping)
         must = self._must or at_end or state.save_requested
         due = self._due or must

@@ -70,7 +70,7 @@ class Saver:
         self._pruning: threading.Thread | None = None
         self._prune_failure = ""
         self._lock = contextlib.ExitStack()
-        self._saved_at: tuple[int, int, int] | None = None
+        self._saved_at: tuple[int, int] | None = None
         self._saving_at = -1
         self._saved_evaluations = 0
         self._captured_s = 0.0
@@ -83,6 +83,10 @@ class Saver:
     def has_saved(self, trainer: Trainer) -> bool:
         """Whether the step boundary at which the run is was saved, or is being saved."""
         return self._saved_at == boundary_of(trainer)
+
+    def forget_boundary(self) -> None:
+        """What was saved at this step boundary is no longer the state of the run."""
+        self._saved_at = None
 
     def has_evaluated_since(self, trainer: Trainer) -> bool:
         """Whether an evaluation has completed since the run was saved or resumed."""
@@ -358,7 +362,6 @@ def tell(trainer: Trainer, event: TrainingEvents) -> None:
         trainer.fire_event(event)
 
 
-def boundary_of(trainer: Trainer) -> tuple[int, int, int]:
-    """Iteration and epochs completed, as an iteration has two boundaries where unsized data turns out to have ended;
-    and how often weights were loaded again, which may happen at the second of them."""
-    return trainer.state.iteration, trainer.progress.epochs_completed, trainer.registry.times_replaced
+def boundary_of(trainer: Trainer) -> tuple[int, int]:
+    """Iteration and epochs completed, as an iteration has two boundaries where unsized data turns out to have ended."""
+    return trainer.state.iteration, trainer.progress.epochs_completed

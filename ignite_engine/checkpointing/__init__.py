@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ignite_engine.checkpointing.background import BackgroundSave
-    from ignite_engine.checkpointing.load.plan import LoadPlan
-    from ignite_engine.checkpointing.load.prepare import prepare
-    from ignite_engine.checkpointing.load.sources import LoadSource
-    from ignite_engine.checkpointing.load.table import LoadTable
+    from ignite_engine.checkpointing.load import LoadReport
+    from ignite_engine.checkpointing.load_sources import LoadSource
     from ignite_engine.checkpointing.manifest import FORMAT_VERSION, Manifest, read_manifest
     from ignite_engine.checkpointing.naming import find_directory, find_source
     from ignite_engine.checkpointing.part_file import all_finite
@@ -29,9 +27,8 @@ __all__ = [
     "CheckpointError",
     "CheckpointInfo",
     "CheckpointStore",
-    "LoadPlan",
+    "LoadReport",
     "LoadSource",
-    "LoadTable",
     "Loaded",
     "Manifest",
     "Newest",
@@ -45,7 +42,6 @@ __all__ = [
     "all_finite",
     "find_directory",
     "find_source",
-    "prepare",
     "read_manifest",
     "read_source",
     "require_exact",
@@ -54,10 +50,8 @@ __all__ = [
 # A trainer stands on the modules about plain data alone; the store is loaded by what saves and loads.
 _HOMES = {
     "checkpointing.background": ("BackgroundSave",),
-    "checkpointing.load.plan": ("LoadPlan",),
-    "checkpointing.load.prepare": ("prepare",),
-    "checkpointing.load.sources": ("LoadSource",),
-    "checkpointing.load.table": ("LoadTable",),
+    "checkpointing.load": ("LoadReport",),
+    "checkpointing.load_sources": ("LoadSource",),
     "checkpointing.manifest": ("FORMAT_VERSION", "Manifest", "read_manifest"),
     "checkpointing.naming": ("find_directory", "find_source"),
     "checkpointing.part_file": ("all_finite",),

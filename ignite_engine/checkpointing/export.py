@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ignite_engine.checkpointing.filesystem import replace_file
-from ignite_engine.checkpointing.load.part_names import averages
 from ignite_engine.checkpointing.memories import memory_of
+from ignite_engine.checkpointing.part_names import averages
 from ignite_engine.checkpointing.unread import whole
 from ignite_engine.checkpointing.weights_source import Source, model_part, safetensors_torch
 from ignite_engine.errors import CheckpointError, one_line

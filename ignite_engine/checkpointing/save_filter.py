@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ignite_engine.checkpointing.load import part_names
-from ignite_engine.checkpointing.load.patterns import Patterns
+from ignite_engine.checkpointing import part_names
+from ignite_engine.checkpointing.patterns import Patterns
 from ignite_engine.errors import StateMismatch, shortened
 
 KeepFn = Callable[[str, str, Any], bool]

@@ -318,13 +318,11 @@ class LoadSection(Section):
     which: Literal["last", "best", "newest"] = "last"  # valid checkpoint of a folder; newest is the last
     metric: Annotated[str, Field(min_length=1)] | None = None  # of the best; default: as the run that saved it says
     mode: Literal["min", "max"] | None = None  # with metric: whether a smaller or a larger value is better
-    optional: bool = False  # it may be missing; one that is there must be valid
+    required: bool = True  # false: it may be missing; one that is there must be valid
     dynamic: bool = False  # loaded again while training, when there is a newer one
-    plan: Literal["fine_tune", "warm_start", "resume"] = "fine_tune"  # the model; also its optimizers; everything
-    parts: list[str] | None = None  # instead of the plan's: model, optimizer, schedule, counters, ...
-    include: list[str] | None = None  # only these names of the parts named here, such as model:backbone.*
-    ignore: list[str] | None = None  # parts and names that are not loaded
-    rename: dict[str, str] | None = None  # prefix there: prefix here; names with *; re:... for a regular expression
+    parts: list[str] = ["model"]  # model, optimizer, schedule, counters, ...; model:backbone.*; "*" is everything
+    ignore: list[str] = []  # parts and names that are not loaded
+    rename: dict[str, str] | None = None  # prefix of a name there: prefix here
     weights: Annotated[str, Field(min_length=1)] = "raw"  # or the part of an average, such as ema
     strict: bool = True  # a name missing on either side is an error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 
 from ignite_engine import rng
-from ignite_engine.checkpointing import CheckpointError, LoadPlan, Source, prepare
+from ignite_engine.checkpointing import CheckpointError, LoadSource, Source
+from ignite_engine.checkpointing.load import prepare
 from ignite_engine.checkpointing.naming import Which
 from ignite_engine.checkpointing.weights_source import model_part, read_named
 from ignite_engine.errors import StateMismatch, check_type
@@ -116,26 +118,15 @@ def _part_of(ema: bool | str | None) -> str | None:
 
 def _load(source: Source, weights: str, model: nn.Module, *, strict: bool, part: str | None = None) -> None:
     path, state = source.path, ModelState(model)
-    plan = LoadPlan.fine_tune(weights=weights, strict=False)
     part = model_part(source, part)
     saved = source.parts[part] if source.manifest is not None else _unwrapped(source.parts[part], state)
-    states, table = prepare(
-        plan,
-        {**source.parts, "model": saved},
-        {"model": state},
-        source=str(path),
-        left_out={"model": source.left_out.get(part, ())},
-        kinds={**source.kinds, "model": "model"},
-    )
-    row = table["model"]
-    if row.differences and (strict or not row.loaded):
+    wanted = LoadSource(path, weights=weights, strict=False)
+    read = replace(source, parts={**source.parts, "model": saved})
+    states, report = prepare(wanted, read, {"model": state}, kinds={"model": "model"})
+    if not report.complete and (strict or not report.loaded):
         raise StateMismatch(
-            f"The model is not that of {path} ({row.differences}): build it as it was saved, or use strict=False to "
-            "leave these as they are."
-        )
-    if strict and row.left_out:
-        raise CheckpointError(
-            f"{path} was saved without some of its model ({row}): use strict=False to keep these as they are built."
+            f"The model is not that of {path} ({report.differences.replace('model:', '')}): build it as it was saved, "
+            "or use strict=False to leave these as they are."
         )
     load_state(state, states["model"])
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from ignite_engine import every, handlers
-from ignite_engine.checkpointing import CheckpointError, LoadPlan, LoadSource, SaveOptions
+from ignite_engine.checkpointing import CheckpointError, LoadSource, SaveOptions
 from ignite_engine.config import Config, ConfigWarning, Every
 from ignite_engine.config.sections import LoadSection, ScheduleSection
 from ignite_engine.data import Windows
@@ -467,14 +467,8 @@ def _loading(config: Config, task: Task, run: Run) -> Callable[[], object]:
 
 
 def _source(config: Config, key: str, section: LoadSection) -> LoadSource:
-    values = {"parts": section.parts, "include": section.include, "ignore": section.ignore, "rename": section.rename}
-    preset = {"fine_tune": LoadPlan.fine_tune, "warm_start": LoadPlan.warm_start, "resume": LoadPlan.resume}
-    settings = {name: value for name, value in values.items() if value is not None}
-    assert section.path is not None  # it is one of the config's sources
     try:
-        plan = preset[section.plan](**settings, weights=section.weights, strict=section.strict)
-        chosen = {name: getattr(section, name) for name in ("which", "metric", "mode", "optional", "dynamic")}
-        return LoadSource(section.path, plan, **chosen)
+        return LoadSource(**section.model_dump())
     except ValueError as error:
         raise config.error(key, str(error)) from None
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ignite_engine.checkpointing import BestCheckpoint, CheckpointStore, Loaded, LoadSource, LoadTable
+from ignite_engine.checkpointing import BestCheckpoint, CheckpointStore, Loaded, LoadReport, LoadSource
 from ignite_engine.checkpointing.in_use import read_chosen
 from ignite_engine.checkpointing.naming import NAMES, find_source, followed, scored_by
 from ignite_engine.checkpointing.shards import is_sharded
@@ -64,7 +64,7 @@ class Saves(Protocol):
 
     def resume(self, ignore: Iterable[str] = ()) -> Path | None: ...
 
-    def load(self, path: Sequence[LoadSource]) -> LoadTable: ...
+    def load(self, path: Sequence[LoadSource]) -> LoadReport: ...
 
 
 class Evaluates(Protocol):

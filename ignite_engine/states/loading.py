@@ -10,11 +10,9 @@ from typing import Any
 
 from ignite_engine import rng
 from ignite_engine.checkpointing.environment import environment_values, inexact_reasons
-from ignite_engine.checkpointing.load.part_names import filled
-from ignite_engine.checkpointing.load.plan import LoadPlan
-from ignite_engine.checkpointing.load.prepare import Wanted, prepare_all
-from ignite_engine.checkpointing.load.sources import Found, LoadSource
-from ignite_engine.checkpointing.load.table import LoadTable
+from ignite_engine.checkpointing.load import LoadReport, joined, prepare
+from ignite_engine.checkpointing.load_sources import Found, LoadSource
+from ignite_engine.checkpointing.part_names import filled
 from ignite_engine.checkpointing.retention import CheckpointInfo
 from ignite_engine.checkpointing.shards import has_sharded
 from ignite_engine.checkpointing.store import Checkpoints, Loaded
@@ -140,57 +138,53 @@ def load_state(obj: Stateful, state: Any) -> None:
     obj.load_state_dict(fitted_state(obj, state, shared=True) if has_sharded((own, state)) else state)
 
 
-def begin_from(registry: Registry, sources: Sequence[LoadSource]) -> tuple[LoadTable, list[Found | None]]:
-    """Load what plans take from checkpoints that are not this run's; a collective.
+def begin_from(registry: Registry, sources: Sequence[LoadSource]) -> tuple[LoadReport, list[Found | None]]:
+    """Load from sources that are not this run's checkpoints; a collective.
 
     Args:
         sources: rank 0 chooses which checkpoint of each is loaded on all ranks. If several contain a name, the last
             one wins.
 
     Returns:
-        What was loaded, and from where; None for a source that is optional and was not there.
+        What was loaded, and from where; None for a source that is not required and was not there.
 
     Raises:
         CheckpointError, StateMismatch, ValueError: one line, on all ranks the same; nothing was loaded.
     """
     chosen = agreement.on_rank_0(lambda: [source.find() for source in sources])
-    nothing = LoadPlan(parts=[], strict=False)
 
-    def prepared() -> tuple[dict[str, Any], LoadTable]:
-        wanted = [
-            _wanted_of(registry, source.plan, read(registry, found))
-            if found is not None
-            else Wanted(nothing, f"{source.path} (optional, not there)", {})
-            for source, found in zip(sources, chosen, strict=True)
-        ]
-        return prepare_all(wanted, registry.objects)
+    def prepared() -> tuple[dict[str, Any], LoadReport]:
+        states: dict[str, Any] = {}
+        reports = []
+        for source, found in zip(sources, chosen, strict=True):
+            if found is None:
+                reports.append((source, LoadReport(f"{source.path} (not required, not there)")))
+                continue
+            read = read_found(registry, found)
+            brought, report = prepare(source, read, registry.objects, before=states, kinds=registry.kinds)
+            states |= brought
+            reports.append((source, report))
+        return states, joined(reports)
 
-    states, table = agreement.together(prepared)
-    agreement.agreed(lambda: registry.take(states, table.source, _adapter_of(registry, states)))
-    logger.log(logging.INFO if table.complete else logging.WARNING, "%s", table)
-    return table, chosen
+    states, report = agreement.together(prepared)
+    agreement.agreed(lambda: registry.take(states, report.source, _adapter_of(registry, states)))
+    logger.log(logging.INFO if report.complete else logging.WARNING, "%s.", report)
+    return report, chosen
 
 
-def read(registry: Registry, found: Found) -> Source:
+def read_found(registry: Registry, found: Found) -> Source:
     """What this rank needs of a checkpoint, sharded tensors without their values."""
     return found.read(agreement.rank(), mmap=bool(layout_of_models(registry.objects.values())))
 
 
 def load_again(
-    registry: Registry,
-    plan: LoadPlan,
-    source: Source,
-    held: Mapping[str, Container[str] | None],
-    elsewhere: Mapping[str, Iterable[str]],
-    *,
-    reset_optimizers: bool = False,
-) -> LoadTable | str:
-    """Load what a plan takes from a source at a step boundary within a run; a collective.
+    registry: Registry, source: LoadSource, read: Source, *, alone: bool = True, reset_optimizers: bool = False
+) -> LoadReport | str:
+    """Load from a source at a step boundary within a run; a collective.
 
     Args:
-        source: the same on all ranks.
-        held: what stays as it is, whatever the plan says: names by part, or None for a whole part.
-        elsewhere: what a strict plan may lack, as it came from another source.
+        read: what was found, the same on all ranks.
+        alone: False: a strict source may lack names, which came from another.
         reset_optimizers: optimizers forget what they know of the model's tensors that are loaded, unless it is
             loaded, too.
 
@@ -198,13 +192,13 @@ def load_again(
         What was loaded; or, on all ranks the same, why nothing was.
     """
 
-    def prepared() -> tuple[dict[str, Any], LoadTable] | str:
+    def prepared() -> tuple[dict[str, Any], LoadReport] | str:
         try:
-            wanted = [_wanted_of(registry, plan, source)]
-            states, table = prepare_all(wanted, registry.objects, held=held, elsewhere=elsewhere)
+            states, report = prepare(source, read, registry.objects, kinds=registry.kinds)
+            joined([(source, report if alone else replace(report, missing=[]))])
             # pieces of sharded tensors are read now, while nothing has changed
             adapt = _adapter_of(registry, states)
-            return {name: adapt(name, states[name]) for name in states if name in registry.objects}, table
+            return {name: adapt(name, states[name]) for name in states if name in registry.objects}, report
         except (CheckpointError, ValueError) as error:
             return str(error)
 
@@ -213,25 +207,19 @@ def load_again(
     if reason := next(filter(None, refusals), None):
         return reason
     assert not isinstance(outcome, str)
-    states, table = outcome
-    agreement.agreed(lambda: _replace(registry, states, table, reset_optimizers))
-    registry.times_replaced += 1
-    return table
+    states, report = outcome
+    agreement.agreed(lambda: _replace(registry, states, report, reset_optimizers))
+    return report
 
 
-def _replace(registry: Registry, states: Mapping[str, Any], table: LoadTable, reset_optimizers: bool) -> None:
+def _replace(registry: Registry, states: Mapping[str, Any], report: LoadReport, reset_optimizers: bool) -> None:
     for name, state in states.items():
         registry.load_into(name, state)
-    if not reset_optimizers or "model" not in states:
-        return
     for name, obj in registry.objects.items():
-        if isinstance(obj, OptimizerState):
-            kept = table[name].loaded if name in states else []
-            obj.reset(set(table["model"].loaded) - set(kept))
-
-
-def _wanted_of(registry: Registry, plan: LoadPlan, source: Source) -> Wanted:
-    return Wanted(plan, str(source.path), source.parts, source.left_out, {**registry.kinds, **source.kinds})
+        if reset_optimizers and isinstance(obj, OptimizerState):
+            obj.reset(report.names("model") - report.names(name))
+        if callable(tell := getattr(obj, "weights_replaced", None)):
+            tell()
 
 
 def _adapter_of(registry: Registry, states: Mapping[str, Any]) -> Adapt:

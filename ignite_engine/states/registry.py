@@ -52,8 +52,6 @@ class Registry:
         """What the attached checkpoint handlers leave out."""
         self.resumed_otherwise: list[str] = []
         """How this run's update, ranks, sharding or machine differ from what the checkpoint was saved with."""
-        self.times_replaced = 0
-        """How often what is registered was loaded again within the run."""
         self._automatic: set[str] = set()
         self._rank_digests: RankDigests | None = None
         self._resume = resume

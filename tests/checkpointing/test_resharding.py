@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, Partial
 
 from ignite_engine import Task, load_model
-from ignite_engine.checkpointing import CheckpointError, CheckpointStore, LoadPlan
+from ignite_engine.checkpointing import CheckpointError, CheckpointStore
 from ignite_engine.checkpointing.digests import tensor_sha256
 from ignite_engine.checkpointing.filesystem import hash_file
 from ignite_engine.cli import main
@@ -83,7 +83,7 @@ def resumed(source: Path, folder: Path, layout: str, options: dict[str, Any]) ->
 def fine_tuned(source: Path, folder: Path, layout: str) -> Any:
     """Begins with the average of another run."""
     trainer, checkpoint, _ = trainer_in(layout, folder)
-    table = checkpoint.load(source, LoadPlan.fine_tune(weights="ema"))
+    table = checkpoint.load(source, weights="ema")
     return {"state": whole_digests(trainer), "complete": table.complete}
 
 

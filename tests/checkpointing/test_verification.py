@@ -16,7 +16,6 @@ from ignite_engine import Trainer, Update, load_weights
 from ignite_engine.checkpointing import (
     CheckpointError,
     CheckpointStore,
-    LoadPlan,
     part_file,
     read_manifest,
     read_source,
@@ -104,7 +103,7 @@ def test_who_chooses_a_checkpoint_and_who_loads_it_hash_each_file_once(
     model = trainer.update.model  # type: ignore[attr-defined]  # an Update
     for use in (
         lambda: trainer_with("run")[1].resume(),
-        lambda: trainer_with("other")[1].load(tmp_path / "run", LoadPlan.fine_tune()),
+        lambda: trainer_with("other")[1].load(tmp_path / "run"),
         lambda: load_weights(model, tmp_path / "run", "best"),
         checkpoint.restore_best,
     ):

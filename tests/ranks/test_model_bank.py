@@ -13,8 +13,8 @@ import torch
 from ignite.engine import Events
 from torch import nn
 
-from ignite_engine.checkpointing import CheckpointStore, LoadPlan, LoadSource
-from ignite_engine.checkpointing.load.sources import Found
+from ignite_engine.checkpointing import CheckpointStore, LoadSource
+from ignite_engine.checkpointing.load_sources import Found
 from ignite_engine.handlers import ModelBank
 from ignite_engine.ranks import agreement
 from ignite_engine.states import loading
@@ -43,7 +43,7 @@ def trained(
     logging.getLogger("ignite_engine").addHandler(lines)
     model = linear(dropout=True)
     wrapped = nn.parallel.DistributedDataParallel(model) if ddp else model
-    sources = [LoadSource(source, HEAD, optional=True, dynamic=True)]
+    sources = [LoadSource(source, **HEAD, required=False, dynamic=True)]
     trainer, bank, checkpoint = run_of(folder, sources, model=wrapped)
     if checkpoint.resume() is None:
         bank.load()
@@ -93,8 +93,8 @@ def sharded(folder: Path, layout: str) -> Any:
         for parameter in model.parameters():
             parameter.add_(0.5)
     trainer, _, own_data = trainer_in(layout, folder / "student", model=model)
-    plan = LoadPlan.warm_start(include=["model:0.*", "optimizer:0.*"])
-    bank = ModelBank([LoadSource(folder / "teacher", plan, optional=True, dynamic=True)], reset_optimizers=True)
+    wanted = LoadSource(folder / "teacher", ["model:0.*", "optimizer:0.*"], required=False, dynamic=True)
+    bank = ModelBank([wanted], reset_optimizers=True)
     bank.attach(trainer, Events.ITERATION_COMPLETED(every=2))
     at_iteration(trainer, 3, lambda: other.run(data, max_epochs=1))
     found: list[Any] = []
@@ -107,10 +107,10 @@ def sharded(folder: Path, layout: str) -> Any:
     trainer.run(own_data, max_epochs=2)
     # the source prunes what was found before it is loaded
     before, path = whole_digests(trainer), folder / "teacher" / "iteration_00000004"
-    read = loading.read(trainer.registry, Found.of(path))
+    read = loading.read_found(trainer.registry, Found.of(path))
     agreement.wait_for_all()
     agreement.on_rank_0(lambda: shutil.rmtree(path))
-    pruned = loading.load_again(trainer.registry, plan, read, {}, {})
+    pruned = loading.load_again(trainer.registry, wanted, read)
     unchanged = layout == "ddp" or (isinstance(pruned, str) and before == whole_digests(trainer))
     return found, bank.loaded[0]["at_iteration"], unchanged, before
 

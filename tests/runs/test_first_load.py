@@ -102,7 +102,7 @@ def test_logs_of_the_other_run_are_left_to_it(build: Build, pretrained: Path, tm
     lines = (pretrained / "metrics.jsonl").read_text()
     length = {"run": {"directory": str(tmp_path / "branch"), "max_iterations": 12}}
     length["run"]["seed"] = 5
-    branch = build("branch", {**length, "checkpoint": {"load": {"path": str(pretrained), "plan": "resume"}}}, seed=5)
+    branch = build("branch", {**length, "checkpoint": {"load": {"path": str(pretrained), "parts": ["*"]}}}, seed=5)
     assert branch.train()["iteration"] == 12
     logged = [json.loads(line)["iteration"] for line in (tmp_path / "branch/metrics.jsonl").read_text().splitlines()]
 
@@ -132,7 +132,7 @@ def test_frozen_backbone_is_left_out_and_comes_from_its_source_each_time(
     ("load", "width", "line"),
     [
         ({"path": "nowhere"}, 4, "config: checkpoint.load.path: nowhere does not exist"),
-        ({}, 6, r"config: checkpoint.load: .* differ \(model: 3 of another shape: backbone.weight \(saved \(4, 2\), "),
+        ({}, 6, r"config: checkpoint.load: .* differ \(3 unexpected: model:backbone.weight \(saved \(4, 2\), "),
         ({"ignore": ["model:tail.*"]}, 4, "config: checkpoint.load: ignore: 'model:tail.*' matches no name"),
         ({"weights": "average"}, 4, "config: checkpoint.load: weights='average'"),
     ],
@@ -162,8 +162,8 @@ def test_a_run_begins_with_several_sources(build: Build, pretrained: Path, tmp_p
     build("heads", {"ema": {"decay": None}, "checkpoint": {"best": "val/loss"}}, seed=6).train()
     load = [
         {"path": str(pretrained), "weights": "ema"},
-        {"path": str(tmp_path / "heads"), "include": ["model:head.*"], "which": "best"},
-        {"path": str(tmp_path / "nowhere.pt"), "optional": True},
+        {"path": str(tmp_path / "heads"), "parts": ["model:head.*"], "which": "best"},
+        {"path": str(tmp_path / "nowhere.pt"), "required": False},
     ]
     run = build("run", {"checkpoint": {"load": load}})
     began: list[dict[str, torch.Tensor]] = []
@@ -183,11 +183,11 @@ def test_a_run_begins_with_several_sources(build: Build, pretrained: Path, tmp_p
 @pytest.mark.parametrize(
     ("load", "line"),
     [
-        ([{"path": "a"}, {"optional": True}], "checkpoint.load.1.path: this is missing, expected what to load"),
+        ([{"path": "a"}, {"required": False}], "checkpoint.load.1.path: this is missing, expected what to load"),
         ([{"path": "a", "pth": 1}], r"checkpoint.load.0.pth: got 1 for a key that is not known; did you mean 'path'\?"),
         ([{"path": "a", "which": "lats"}], "checkpoint.load.0.which: got 'lats', expected 'last', 'best' or 'newest'"),
         ([{"path": "a", "metric": "loss"}], "checkpoint.load.0: metric and mode say together"),
-        ({"path": "a", "optional": 1}, "checkpoint.load.optional: got 1, expected true or false"),
+        ({"path": "a", "required": 1}, "checkpoint.load.required: got 1, expected true or false"),
         ("a", "checkpoint.load: got 'a', expected a mapping of settings"),
         (["a"], "checkpoint.load.0: got 'a', expected a mapping of settings"),
     ],
@@ -219,5 +219,5 @@ def test_a_dynamic_source_is_loaded_again(build: Build, pretrained: Path, tmp_pa
 def test_an_interval_without_a_dynamic_source_has_no_effect(build: Build, pretrained: Path) -> None:
     with pytest.warns(ConfigWarning, match="reload_every has no effect: nothing in checkpoint.load is dynamic"):
         build("run", {"checkpoint": {"load": {"path": str(pretrained)}, "reload_every": 2}})
-    with pytest.raises(ConfigError, match=r"checkpoint.load.0: A dynamic source is loaded while training: its plan"):
-        build("run", {"checkpoint": {"load": [{"path": "a", "dynamic": True, "plan": "resume"}]}})
+    with pytest.raises(ConfigError, match=r"checkpoint.load.0: A dynamic source is loaded while training: its parts"):
+        build("run", {"checkpoint": {"load": [{"path": "a", "dynamic": True, "parts": ["*"]}]}})

@@ -313,7 +313,7 @@ def test_a_damaged_best_one_is_skipped_and_another_model_refused(
     other, its = trainer_of(linear(features=3, dtype=torch.float32)), Checkpoint(tmp_path, best="val/loss")
     other.update.model.add_module("more", nn.Linear(1, 1))  # type: ignore[attr-defined]
     its.attach(other)
-    with pytest.raises(StateMismatch, match=r"2 missing: more\.weight, more\.bias"):
+    with pytest.raises(StateMismatch, match=r"2 missing: model:more\.weight, model:more\.bias"):
         its.restore_best()
 
 

@@ -24,7 +24,6 @@ from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as torch_schedulers
 
 from ignite_engine import Trainer, TrainingEvents, Update, Updates, loader, schedules
-from ignite_engine.checkpointing import LoadPlan
 from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import Checkpoint, LRSchedule
 from ignite_engine.runs.components import SCHEDULES
@@ -348,7 +347,7 @@ def test_what_another_run_was_given_does_not_count_in_one_that_begins_with_all_o
     def train() -> dict[int, list[float]]:
         run = Run(tmp_path / "run", override={"optimizer.lr": NEW})
         if run.path is None:
-            run.checkpoint.load(tmp_path / "other", LoadPlan.resume())
+            run.checkpoint.load(tmp_path / "other", parts=["*"])
         return run.train(1)
 
     Run(tmp_path / "other").train(2)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ignite_engine.checkpointing.load.patterns import Patterns
+from ignite_engine.checkpointing.patterns import Patterns
 
 CONTENTS = {"model": ["head.weight", "body.weight"], "optimizer/dense": ["body.weight"], "ema": []}
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from ignite_engine.checkpointing import CheckpointStore, LoadPlan, prepare, read_source
+from ignite_engine.checkpointing import CheckpointStore, LoadSource, read_source
 from ignite_engine.checkpointing.export import weights_of
-from ignite_engine.checkpointing.load.part_names import category, guessed_kind, named, with_names
+from ignite_engine.checkpointing.load import prepare
+from ignite_engine.checkpointing.part_names import guessed_kind, named, renamed
 from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, warmup_cosine
 from tests.builders import numbers_loader, trainer_of
 
@@ -40,9 +41,19 @@ def test_names_are_found_by_the_kind_of_a_part(state: Any, kind: str | None, nam
 
 
 def test_renamed_everywhere_in_a_state() -> None:
-    renamed = with_names(OPTIMIZER, {"a": "x", "b": "y"}, "optimizer")
-    assert renamed == {"state": {"x": {"step": 1}}, "param_groups": [{"lr": 0.1, "params": ["x", "y"]}]}
-    assert list(with_names(AVERAGE, {"a": "x"}, "average")["weights"]) == ["x"]
+    found = renamed(OPTIMIZER, {"a": "x", "b": "y"}.get, "optimizer")
+    assert found == {"state": {"x": {"step": 1}}, "param_groups": [{"lr": 0.1, "params": ["x", "y"]}]}
+    assert list(renamed(AVERAGE, {"a": "x"}.get, "average")["weights"]) == ["x"]
+
+
+def test_a_name_that_becomes_none_is_left_out() -> None:
+    found = renamed(OPTIMIZER, {"b": "y"}.get, "optimizer")
+    assert found == {"state": {}, "param_groups": [{"lr": 0.1, "params": ["y"]}]}
+
+
+def test_two_names_must_not_become_one() -> None:
+    with pytest.raises(ValueError, match="rename makes 'x' of both 'a' and 'b'"):
+        renamed(WEIGHTS, lambda name: "x", "model")
 
 
 @pytest.mark.parametrize(
@@ -59,14 +70,6 @@ def test_renamed_everywhere_in_a_state() -> None:
 )
 def test_kinds_are_guessed_where_nobody_says_them(part: str, state: Any, kind: str) -> None:
     assert guessed_kind(part, state) == kind
-
-
-def test_a_plan_names_parts_by_their_category() -> None:
-    assert [category(*each) for each in (("net", "model"), ("ema", "average"), ("scaler", "other"))] == [
-        "model",
-        "handlers",
-        "scaler",
-    ]
 
 
 class Holder:
@@ -86,14 +89,10 @@ def test_what_a_part_is_is_kept_in_the_manifest_and_goes_before_its_looks(tmp_pa
     assert source.kinds == kinds
     assert weights_of(source).keys() == WEIGHTS.keys()
     here = {name: Holder(state) for name, state in shared.items()}
-    _, table = prepare(LoadPlan(parts=["model"]), source.parts, here, source="it", kinds=source.kinds)
-    assert {row.part: row.outcome for row in table.rows} == {
-        "generator": "loaded",
-        "meter": "skipped",
-        "lr": "skipped",
-    }
+    _, report = prepare(LoadSource(path), source, here)
+    assert report.loaded == ["generator:a", "generator:b"] and report.complete
     with pytest.raises(ValueError, match="no average of that name"):
-        prepare(LoadPlan(weights="meter"), source.parts, here, source="it", kinds=source.kinds)
+        prepare(LoadSource(path, weights="meter"), source, here)
 
 
 def test_a_run_says_what_each_of_its_parts_is(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Several sources: the last that has a name brings it, the table says which one it was, and some may be missing."""
+"""Several sources: the last that has a name wins, and some may be missing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ignite.engine import Events
 from torch import Tensor, nn
 
 from ignite_engine import Trainer, Update
-from ignite_engine.checkpointing import CheckpointError, CheckpointStore, LoadPlan, LoadSource
+from ignite_engine.checkpointing import CheckpointError, CheckpointStore, LoadSource
 from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import EMA, Checkpoint
 from tests.builders import mse, numbers_loader
@@ -63,18 +63,14 @@ def trained(directory: Path, seed: int, **options: Any) -> Trainer:
     return trainer
 
 
-def only(*names: str, **changes: Any) -> LoadPlan:
-    return LoadPlan.fine_tune(include=[f"model:{name}.*" for name in names], **changes)
-
-
-def test_the_last_source_that_has_a_name_brings_it(tmp_path: Path) -> None:
+def test_the_last_source_that_has_a_name_wins(tmp_path: Path) -> None:
     first, second = trained(tmp_path / "a", 1), trained(tmp_path / "b", 2)
     trainer, checkpoint = run_of(tmp_path / "run", Net(3))
     built = state_of(trainer)["middle.bias"].clone()
-    table = checkpoint.load(
+    report = checkpoint.load(
         [
-            LoadSource(tmp_path / "a", LoadPlan.fine_tune(ignore=["model:middle.bias"])),
-            LoadSource(tmp_path / "b", only("head", "middle", ignore=["model:middle.*"])),
+            LoadSource(tmp_path / "a", ignore=["model:middle.bias"]),
+            LoadSource(tmp_path / "b", ["model:head.*", "model:middle.*"], ignore=["model:middle.*"]),
         ]
     )
     now, a, b = state_of(trainer), state_of(first), state_of(second)
@@ -82,23 +78,12 @@ def test_the_last_source_that_has_a_name_brings_it(tmp_path: Path) -> None:
     for name, value in now.items():
         expected = built if name == "middle.bias" else (b if name.startswith("head") else a)[name]
         assert torch.equal(value, expected), name
-    row = table["model"]
-    assert row.origins == {
-        **dict.fromkeys(["backbone.weight", "backbone.bias", "middle.weight"], 0),
-        **dict.fromkeys(["head.weight", "head.bias"], 1),
-    }
-    newest = [str(tmp_path / name / "iteration_00000008") for name in "ab"]
-    assert table.sources == newest and table.complete
-    assert str(table).splitlines()[:5] == [
-        "Loaded from several sources, of which the last that has a name brings it:",
-        f"  1: {newest[0]}",
-        f"  2: {newest[1]}",
-        "  model       loaded 5 (from 1: backbone.weight, backbone.bias, middle.weight; from 2: head.weight, "
-        "head.bias); skipped 1: middle.bias",
-        "  checkpoint  skipped",
-    ]
+    newest = "; ".join(str(tmp_path / name / "iteration_00000008") for name in "ab")
+    assert report.complete and str(report) == (
+        f"From {newest} 5 loaded: model:backbone.weight, model:backbone.bias, model:middle.weight and 2 more"
+    )
     trainer.run(numbers_loader(16), max_iters=1)
-    assert checkpoint.store.checkpoints()[-1].manifest.parent == "; ".join(newest)
+    assert checkpoint.store.checkpoints()[-1].manifest.parent == newest
 
 
 def test_the_order_is_what_decides(tmp_path: Path) -> None:
@@ -116,7 +101,7 @@ def test_what_a_strict_source_lacks_another_may_bring(tmp_path: Path) -> None:
     torch.save({name: value for name, value in whole.items() if not name.startswith("head")}, tmp_path / "rest.pt")
     trainer, checkpoint = run_of(tmp_path / "run", Net(3))
     head, rest = LoadSource(tmp_path / "head.pt"), LoadSource(tmp_path / "rest.pt")
-    with pytest.raises(StateMismatch, match=r"head.pt and this run differ \(model: 4 missing: backbone.weight, "):
+    with pytest.raises(StateMismatch, match=r"head.pt and this run differ \(4 missing: model:backbone.weight, "):
         checkpoint.load([head])
     assert checkpoint.load([head, rest]).complete
     assert all(torch.equal(value, whole[name]) for name, value in state_of(trainer).items())
@@ -129,16 +114,17 @@ def test_names_that_do_not_fit_are_an_error_of_their_source_and_nothing_is_loade
     right = LoadSource(tmp_path / "right.pt")
     trainer, checkpoint = run_of(tmp_path / "run", Net(4))
     built = {name: value.clone() for name, value in state_of(trainer).items()}
-    with pytest.raises(StateMismatch, match=r"more.pt and this run differ \(model: 1 unexpected: tail.weight\)"):
+    with pytest.raises(StateMismatch, match=r"more.pt and this run differ \(1 unexpected: model:tail.weight\)"):
         checkpoint.load([right, LoadSource(tmp_path / "more.pt"), right])
-    with pytest.raises(StateMismatch, match=r"wide.pt and this run differ \(model: 1 of another shape: head.bias "):
+    with pytest.raises(StateMismatch, match=r"wide.pt and this run differ \(1 unexpected: model:head.bias "):
         checkpoint.load([LoadSource(tmp_path / "wide.pt"), right])
     assert all(torch.equal(value, built[name]) for name, value in state_of(trainer).items())
 
-    loose = LoadPlan.fine_tune(strict=False)
-    table = checkpoint.load([right, LoadSource(tmp_path / "more.pt", loose), LoadSource(tmp_path / "wide.pt", loose)])
-    assert table["model"].origin("head.bias") == 1 and table["model"].origin("head.weight") == 2
-    assert table["model"].unexpected == ["tail.weight"] and table["model"].reshaped == []
+    loose = [LoadSource(tmp_path / name, strict=False) for name in ("more.pt", "wide.pt")]
+    report = checkpoint.load([right, *loose])
+    now, more, wide = state_of(trainer), Net(1).state_dict(), Net(2).state_dict()
+    assert torch.equal(now["head.bias"], more["head.bias"]) and torch.equal(now["head.weight"], wide["head.weight"])
+    assert report.unexpected == ["model:tail.weight", "model:head.bias (saved (2,), here (1,))"]
 
 
 @pytest.mark.parametrize("adagrad", [False, True])
@@ -146,11 +132,11 @@ def test_moments_come_with_their_tensors(tmp_path: Path, adagrad: bool) -> None:
     """Those of one source stay where the next has none; Adagrad makes its own as soon as it is made."""
     first, second = trained(tmp_path / "a", 1, adagrad=adagrad), trained(tmp_path / "b", 2, adagrad=adagrad)
     trainer, checkpoint = run_of(tmp_path / "run", Net(3), adagrad=adagrad)
-    include = ["model:backbone.*", "optimizer:backbone.*"]
+    parts = ["model:backbone.*", "optimizer:backbone.*"]
     checkpoint.load(
         [
-            LoadSource(tmp_path / "a", LoadPlan.warm_start(ignore=["*:head.*"])),
-            LoadSource(tmp_path / "b", LoadPlan.warm_start(include=include)),
+            LoadSource(tmp_path / "a", parts=["model", "optimizer"], ignore=["*:head.*"]),
+            LoadSource(tmp_path / "b", parts),
         ]
     )
     key = "sum" if adagrad else "exp_avg_sq"
@@ -162,41 +148,24 @@ def test_moments_come_with_their_tensors(tmp_path: Path, adagrad: bool) -> None:
     assert state_of(trainer, "optimizer")["state"]["middle.bias"]["step"].item() == 10
 
 
-def test_an_average_begins_with_weights_that_came_later(tmp_path: Path) -> None:
-    first, second = trained(tmp_path / "a", 1, ema=True), trained(tmp_path / "b", 2, ema=True)
-    trainer, checkpoint = run_of(tmp_path / "run", Net(3), ema=True)
-    checkpoint.load(
-        [LoadSource(tmp_path / "a", LoadPlan(parts=["model", "ema"])), LoadSource(tmp_path / "b", only("head"))]
-    )
-    average = state_of(trainer, "ema")["weights"]
-
-    assert torch.equal(average["head.weight"], state_of(second)["head.weight"])
-    assert torch.equal(average["middle.weight"], state_of(first, "ema")["weights"]["middle.weight"])
-    assert not torch.equal(average["middle.weight"], state_of(first)["middle.weight"])
-
-
-def test_names_are_renamed_by_patterns_source_by_source(tmp_path: Path) -> None:
+def test_names_are_renamed_source_by_source(tmp_path: Path) -> None:
     torch.save(Net(1, ("stem", "blocks", "out")).state_dict(), tmp_path / "old.pt")
-    torch.save({f"net.{name}.ema": value for name, value in Net(2).state_dict().items()}, tmp_path / "average.pt")
-    _, checkpoint = run_of(tmp_path / "run", Net(3))
-    table = checkpoint.load(
+    torch.save({f"net.{name}": value for name, value in Net(2).state_dict().items()}, tmp_path / "average.pt")
+    trainer, checkpoint = run_of(tmp_path / "run", Net(3))
+
+    def without_middle(name: str) -> str | None:
+        return None if "middle" in name else name.removeprefix("net.")
+
+    report = checkpoint.load(
         [
-            LoadSource(
-                tmp_path / "old.pt",
-                LoadPlan.fine_tune(
-                    rename={"stem.*": "backbone.*", "blo*s.*": "middle*.*", "out.": "head."}, strict=False
-                ),
-            ),
-            LoadSource(tmp_path / "average.pt", LoadPlan.fine_tune(rename={"net.*.*.ema": "*.*"}, ignore=["model:m*"])),
+            LoadSource(tmp_path / "old.pt", rename={"stem.": "backbone.", "out.": "head."}, strict=False),
+            LoadSource(tmp_path / "average.pt", rename=without_middle, ignore=["model:middle.*"]),
         ]
     )
-    assert table["model"].origins == {
-        f"{name}.{each}": 1 for name in ("backbone", "head") for each in ("weight", "bias")
-    }
-    assert table["model"].missing == ["middle.weight", "middle.bias"]
-    assert table["model"].unexpected == ["middleck.weight", "middleck.bias"]
-    with pytest.raises(ValueError, match=r"rename has \{'a.\*': 'b.'\}: expected as many \* in the new name"):
-        LoadPlan(rename={"a.*": "b."})
+    now, expected = state_of(trainer), Net(2).state_dict()
+    assert all(torch.equal(now[name], expected[name]) for name in expected if not name.startswith("middle"))
+    assert report.missing == ["model:middle.weight", "model:middle.bias"]
+    assert report.unexpected == ["model:blocks.weight", "model:blocks.bias"]
 
 
 def test_an_optional_source_may_be_missing_and_a_required_one_is_one_line(tmp_path: Path) -> None:
@@ -204,13 +173,12 @@ def test_an_optional_source_may_be_missing_and_a_required_one_is_one_line(tmp_pa
     (tmp_path / "empty").mkdir()
     trainer, checkpoint = run_of(tmp_path / "run", Net(3))
     optional = [
-        LoadSource(tmp_path / name, optional=True) for name in ("nowhere", "empty", "iteration_00000001", "x.pt")
+        LoadSource(tmp_path / name, required=False) for name in ("nowhere", "empty", "iteration_00000001", "x.pt")
     ]
     table = checkpoint.load([LoadSource(tmp_path / "a"), *optional])
 
     assert all(torch.equal(value, state_of(first)[name]) for name, value in state_of(trainer).items())
-    assert table.sources[1:] == [f"{each.path} (optional, not there)" for each in optional] and table.complete
-    assert set(table["model"].origins.values()) == {0}
+    assert table.complete and table.source.count("(not required, not there)") == 4
     for each in optional:
         with pytest.raises(CheckpointError, match=r"(does not exist|holds no checkpoint); expected") as caught:
             checkpoint.load([LoadSource(tmp_path / "a"), LoadSource(each.path)])
@@ -226,7 +194,7 @@ def test_of_a_folder_the_best_is_the_best_valid_one(tmp_path: Path, caplog: pyte
     source = LoadSource(tmp_path / "a", which="best", metric="val/loss", mode="min")
     with pytest.raises(CheckpointError, match="holds no valid checkpoint with val/loss"):
         source.find()
-    assert LoadSource(tmp_path / "a", which="best", metric="val/loss", mode="min", optional=True).find() is None
+    assert LoadSource(tmp_path / "a", which="best", metric="val/loss", mode="min", required=False).find() is None
     for iteration, loss in ((4, 0.5), (8, 0.7)):
         store.annotate(tmp_path / "a" / f"iteration_0000000{iteration}", metrics={"val/loss": loss, "accuracy": loss})
     with pytest.raises(CheckpointError, match="no metric was followed, so none is the best; train with Checkpoint"):
@@ -261,8 +229,12 @@ def test_the_best_is_by_what_the_run_kept_its_best(tmp_path: Path) -> None:
         ({"metric": "loss", "mode": "min"}, "metric and mode say together"),
         ({"which": "best", "mode": "less"}, "mode must be 'min', 'max' or None, got 'less'"),
         ({"path": ""}, "path must be a path, got ''"),
-        ({"plan": "fine_tune"}, "plan must be a LoadPlan, got 'fine_tune'"),
-        ({"optional": 1}, "optional must be True or False, got 1"),
+        ({"parts": "model"}, r"parts is a list of patterns, got 'model': write \['model'\]"),
+        ({"parts": ["model", "data"]}, "parts has 'data' without 'counters'"),
+        ({"ignore": [":head"]}, "ignore has the pattern ':head'"),
+        ({"parts": ["model:"]}, "parts has the pattern 'model:'"),
+        ({"rename": 7}, "rename must be a function or a mapping of prefixes, got 7"),
+        ({"required": 1}, "required must be True or False, got 1"),
     ],
 )
 def test_a_source_that_means_nothing_is_refused(given: dict[str, Any], line: str) -> None:
@@ -270,10 +242,8 @@ def test_a_source_that_means_nothing_is_refused(given: dict[str, Any], line: str
         LoadSource(**{"path": "a", **given})
 
 
-def test_a_list_is_of_sources_and_a_path_has_a_plan(tmp_path: Path) -> None:
+def test_a_list_is_of_sources_and_a_path_has_options(tmp_path: Path) -> None:
     _, checkpoint = run_of(tmp_path / "run", Net(3))
-    for wrong, plan in (([], None), (["a"], None), ([LoadSource("a")], LoadPlan.fine_tune())):
-        with pytest.raises(ValueError, match="Give a path and its plan, or a list of LoadSource"):
-            checkpoint.load(wrong, plan)  # type: ignore[arg-type]  # it is wrong
-    with pytest.raises(TypeError, match="plan must be a LoadPlan beside a path, got None"):
-        checkpoint.load(tmp_path)
+    for wrong, options in (([], {}), (["a"], {}), ([LoadSource("a")], {"strict": False})):
+        with pytest.raises(ValueError, match="Give a path and its options, or a list of LoadSource"):
+            checkpoint.load(wrong, **options)  # type: ignore[arg-type]  # it is wrong

@@ -11,10 +11,6 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-KINDS = ("model", "parameters", "optimizer", "schedule", "average", "metric", "counters", "data", "rng", "other")
-CATEGORIES = ("model", "optimizer", "schedule", "scaler", "data", "counters", "rng", "handlers")
-"""The groups of parts that a plan can name."""
-
 _Form = Literal["optimizer", "average", "tensors"]
 
 
@@ -41,13 +37,29 @@ def with_entries(state: Any, entries: Mapping[str, Any], kind: str | None = None
     return dict(entries)
 
 
-def with_names(state: Any, names: Mapping[str, str], kind: str | None = None) -> Any:
-    """The same state under other names; ``names`` has a new one for each of the old."""
-    entries = {names[name]: entry for name, entry in (named(state, kind) or {}).items()}
+def renamed(state: Any, rename: Callable[[str], str | None], kind: str | None = None) -> Any:
+    """The same state under other names, without those that become None.
+
+    Raises:
+        ValueError: two names become one; the beginning of a sentence.
+    """
+    entries = named(state, kind)
+    if not entries:
+        return state
+    names = {name: new for name in entries if (new := rename(name)) is not None}
+    if all(names.get(name) == name for name in entries):
+        return state
+    seen: dict[str, str] = {}
+    for name, new in names.items():
+        if (other := seen.setdefault(new, name)) != name:
+            raise ValueError(f"rename makes {new!r} of both {other!r} and {name!r}")
     if form_of(state, kind) == "optimizer":
-        groups = [{**group, "params": [names[name] for name in group["params"]]} for group in state["param_groups"]]
+        groups = [
+            {**group, "params": [names[name] for name in group["params"] if name in names]}
+            for group in state["param_groups"]
+        ]
         state = {**state, "param_groups": groups}
-    return with_entries(state, entries, kind)
+    return with_entries(state, {new: entries[name] for name, new in names.items()}, kind)
 
 
 def filled(state: Any, own: Any, names: Collection[str], kind: str | None = None) -> Any:
@@ -57,13 +69,6 @@ def filled(state: Any, own: Any, names: Collection[str], kind: str | None = None
         return state
     missing = {name: mine[name] for name in names if name in mine and name not in entries}
     return with_entries(state, {**entries, **missing}, kind) if missing else state
-
-
-def category(part: str, kind: str) -> str:
-    """Which of ``CATEGORIES`` a part belongs to."""
-    if part == "scaler":
-        return part
-    return kind if kind in CATEGORIES else "handlers"
 
 
 def averages(parts: Mapping[str, Any], kind: Callable[[str], str | None]) -> dict[str, dict[str, Tensor]]:

@@ -1,1 +1,0 @@
-"""Beginning with parts of another checkpoint: the plan, what it selects, and the table of what was loaded."""
