@@ -72,8 +72,8 @@ def test_what_does_not_fit_is_one_sentence(run: tuple[Path, dict[int, torch.Tens
         load_weights(model, folder, "best")
     assert str(caught.value) == (
         f"The model is not that of {folder}/checkpoints/iteration_00000004 (2 missing: 3.weight, 3.bias; 2 "
-        "unexpected: 2.weight (saved (1, 4), here (2, 4)), 2.bias (saved (1,), here (2,))): build it as it was saved, or "
-        "use strict=False to leave these as they are."
+        "unexpected: 2.weight (saved (1, 4), here (2, 4)), 2.bias (saved (1,), here (2,))): build it as it was saved, "
+        "or use strict=False to leave these as they are."
     )
     assert not torch.equal(model[0].weight, seen[4][:12].view(4, 3))  # nothing was loaded
     load_weights(model, folder, "best", strict=False)
