@@ -158,12 +158,6 @@ def _add_restarts(command: argparse.ArgumentParser) -> None:
         default="signal",
         help="any: also after an exception of Python, which otherwise ends the run",
     )
-    command.add_argument(
-        "--min-ranks",
-        type=_count,
-        metavar="K",
-        help="leave out a rank that cannot come back while K ranks are left; for update.rank_invariant",
-    )
 
 
 def _count(text: str) -> int:

@@ -115,7 +115,7 @@ def _on_ranks(options: argparse.Namespace, work: Callable[[Config, argparse.Name
     }
     processes = options.nproc_per_node or config.distributed.nproc_per_node
     if restarts is not None:
-        waits |= {"restarts": restarts, "restart_on": options.restart_on, "min_ranks": options.min_ranks}
+        waits |= {"restarts": restarts, "restart_on": options.restart_on}
         recipe.prepare_ranks()
         with contextlib.suppress(TaskError):  # each rank says so
             find_task(config.task, config.folder)  # imported once, here
@@ -144,24 +144,17 @@ def _checked(options: argparse.Namespace, *, launched: bool) -> Config:
     if launched and options.nproc_per_node:
         raise ConfigError("--nproc-per-node: the launcher that started this process sets how many; leave it out.")
     if options.command == "train":
-        _check_restarts(options, config, launched=launched)
+        _check_restarts(options, launched=launched)
     return config
 
 
-def _check_restarts(options: argparse.Namespace, config: Config, *, launched: bool) -> None:
+def _check_restarts(options: argparse.Namespace, *, launched: bool) -> None:
     if options.restarts is None:
-        if options.min_ranks is not None or options.restart_on != "signal":
-            raise ConfigError("--min-ranks and --restart-on: got one without --restarts N; say how often in an hour.")
+        if options.restart_on != "signal":
+            raise ConfigError("--restart-on: got it without --restarts N; say how often in an hour.")
         return
     if launched:
         raise ConfigError("--restarts: the launcher that started this process restarts its ranks itself; leave it out.")
-    least, processes = options.min_ranks, options.nproc_per_node or config.distributed.nproc_per_node or 1
-    if least is not None and least >= processes:
-        raise ConfigError(f"--min-ranks: got {least}, expected less than the {processes} processes.")
-    if least is not None and not config.update.rank_invariant:
-        raise ConfigError(
-            "--min-ranks: on fewer ranks the run has other bits; set update.rank_invariant=true, or leave it out."
-        )
 
 
 def _backend(options: argparse.Namespace, config: Config) -> str:

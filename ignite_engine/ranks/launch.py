@@ -212,7 +212,7 @@ class Ranks:
     def _start(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         params = self._params
         nodes, node = params.get("nnodes", 1), params.get("node_rank", 0)
-        local_ranks = params.get("local_ranks") or range(params.get("nproc_per_node") or 1)
+        per_node = params.get("nproc_per_node") or 1
         address, port = params.get("master_addr", "127.0.0.1"), params.get("master_port", 0)
         init_method, store = params.get("init_method"), None
         meets = params.get("nproc_per_node") is not None
@@ -224,11 +224,12 @@ class Ranks:
         context: Any = multiprocessing.get_context(start_method)
         starter = None if start_method == "forkserver" else os.getpid()
         resource_tracker.ensure_running()  # its start lets signals in again
-        for number, local_rank in enumerate(local_ranks, start=node * len(local_ranks)):
+        for local_rank in range(per_node):
+            number = node * per_node + local_rank
             environment = {
                 "RANK": number,
                 "LOCAL_RANK": local_rank,
-                "WORLD_SIZE": nodes * len(local_ranks),
+                "WORLD_SIZE": nodes * per_node,
                 "MASTER_ADDR": address,
                 "MASTER_PORT": port,
                 "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is this process's

@@ -34,16 +34,14 @@ class Parallel(launch.Parallel):
             for its memory, say, or hangs. The function begins anew: ``checkpoint.resume()`` in it continues the run.
             None: never.
         restart_on: ``signal``, or ``any``: also after an exception of Python, which otherwise ends the run.
-        min_ranks: a rank that dies before its first update in two attempts in a row is left out while so many are
-            left, for a ``rank_invariant`` run; the next restart tries all of them again. None: none is left out.
 
     What happens at a signal, a failure and the end is said at :class:`ignite_engine.ranks.launch.Parallel`.
 
     With ``restarts`` this process forks the ranks, also where there is one of them. It has imported what they need and
     must not have used an accelerator. When a rank is killed all others are killed at once, which what they were saving
-    survives, and the ranks are forked again. An iteration at which a rank dies twice is named with its samples and
-    ends the run. A stop that the ranks have agreed on ends it, too. Under a launcher such as torchrun, which has
-    restarts of its own, these have no effect.
+    survives, and the ranks are forked again. An iteration at which a rank dies twice is named and ends the run. A stop
+    that the ranks have agreed on ends it, too. Under a launcher such as torchrun, which has restarts of its own, these
+    have no effect.
 
     Raises:
         TypeError: an option that does not exist, or does not go with ``restarts``.
@@ -62,7 +60,6 @@ class Parallel(launch.Parallel):
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT_S,
         restarts: int | None = None,
         restart_on: Literal["signal", "any"] = "signal",
-        min_ranks: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__(
@@ -73,7 +70,7 @@ class Parallel(launch.Parallel):
             heartbeat_timeout=heartbeat_timeout,
             **options,
         )
-        self._policy = _policy(restarts, restart_on, min_ranks, nproc_per_node)
+        self._policy = _policy(restarts, restart_on)
         if self._policy is not None:
             for name, value in {"init_method": init_method, **options}.items():
                 if name in ("init_method", "start_method", "nnodes") and value not in (None, "env://", "fork", 1):
@@ -122,25 +119,21 @@ class Parallel(launch.Parallel):
         Supervisor(self.backend, self._spawn_params or {}, self._timeout, policy).run(watched, watching, kwargs)
 
 
-def _policy(restarts: Any, restart_on: Any, min_ranks: Any, ranks: int | None) -> Policy | None:
+def _policy(restarts: Any, restart_on: Any) -> Policy | None:
     """None: no rank is started again.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or one is given without ``restarts``.
+        TypeError, ValueError: an argument is wrong, or ``restart_on`` is given without ``restarts``.
     """
     if restarts is None:
-        if min_ranks is not None or restart_on != "signal":
-            raise TypeError("Parallel got min_ranks or restart_on without restarts: say how often in an hour, too.")
+        if restart_on != "signal":
+            raise TypeError("Parallel got restart_on without restarts: say how often in an hour, too.")
         return None
     check_type("restarts", restarts, is_whole(restarts), "a whole number, of an hour")
     if restarts < 1:
         raise ValueError(f"restarts must be at least 1, got {restarts}; leave it out for none.")
     if restart_on not in ("signal", "any"):
         raise ValueError(f"restart_on must be signal or any, got {restart_on!r}.")
-    if min_ranks is not None:
-        check_type("min_ranks", min_ranks, is_whole(min_ranks), "a whole number")
-        if not 1 <= min_ranks < (ranks or 1):
-            raise ValueError(f"min_ranks must be at least 1 and less than the {ranks or 1} ranks, got {min_ranks}.")
     from ignite_engine.recovery.supervisor import Policy
 
-    return Policy(restarts, restart_on, min_ranks)
+    return Policy(restarts, restart_on)

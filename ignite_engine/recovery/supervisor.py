@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
 import socket
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from torch.multiprocessing.spawn import ProcessExitedException
@@ -27,9 +25,6 @@ logger = logging.getLogger(__name__)
 
 _HOUR_S = 3600.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 60.0
-_DIED, _KILLED_FROM_OUTSIDE = 2, 3  # in a row at one iteration: it would end there again, or may
-_CANNOT_COME_BACK = 2  # attempts in a row in which a rank dies before its first update
-_KERNEL_COUNTS = Path("/proc/vmstat")
 _STOPPED = frozenset(128 + signals.treated_as(stop) for stop in signals.STOPS)
 
 
@@ -40,12 +35,10 @@ class Policy:
     Attributes:
         restarts: at most so many in an hour.
         restart_on: ``signal``: a rank was killed or hangs; ``any``: also after an exception.
-        min_ranks: a rank that cannot come back is left out while so many are left; None: never.
     """
 
     restarts: int
     restart_on: Literal["signal", "any"] = "signal"
-    min_ranks: int | None = None
 
 
 @dataclass(frozen=True)
@@ -53,30 +46,18 @@ class _Death:
     """A rank that has died, hangs or has failed.
 
     Attributes:
-        local_rank: on this machine, whose number stays where a rank is left out.
         how: as the end of a sentence about it, with the iteration.
         begun: that iteration; 0: none had begun.
-        phase: of the iteration.
-        samples: of its batch, where it had died at the same iteration before.
         number: of the signal that killed it; None: none has.
         traceback: of what it raised.
-        from_outside: somebody has killed it, nothing that it did: not the kernel, for its memory.
     """
 
     rank: int
-    local_rank: int
     pid: int
     how: str
     begun: int
-    phase: int
-    samples: str
     number: int | None = None
     traceback: str = ""
-    from_outside: bool = False
-
-    @property
-    def place(self) -> tuple[int, int]:
-        return self.begun, self.phase
 
     @property
     def line(self) -> str:
@@ -87,13 +68,8 @@ class _ForkedRanks(Ranks):
     """Ranks of which all are killed when one has died, as they go on from what is saved."""
 
     rows: Sequence[RankStatus] = ()
-    local_ranks: Sequence[int] = ()
     ended = False
     """They were killed here because one of them had died."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._out_of_memory_before = _killed_for_memory()
 
     def _end_peers(self) -> None:
         if self.stop is None and (self.killed or any(row.hung for row in self.rows)):
@@ -117,7 +93,11 @@ class _ForkedRanks(Ranks):
         """Of ranks that were killed, or else the one that hangs, or else the first that raised."""
         if killed := self.killed:
             numbers = {number: self.ranks[number].killed_by for number in killed}
-            return [self._killed(rank, number) for rank, number in numbers.items() if number is not None]
+            return [
+                self._death(rank, f"was killed by {signals.name_of(number)}", number)
+                for rank, number in numbers.items()
+                if number is not None
+            ]
         for row in self.rows:
             if row.hung:
                 return [self._death(row.hung - 1, "hangs")]
@@ -127,20 +107,9 @@ class _ForkedRanks(Ranks):
         first = min(raised, key=lambda rank: (rank.end.code == 1, rank.end.at) if rank.end else (True, 0.0))
         return [self._death(first.number, "failed", traceback=first.end.traceback if first.end else "")]
 
-    def _killed(self, rank: int, number: int) -> _Death:
-        death = self._death(rank, f"was killed by {signals.name_of(number)}", number)
-        if number != signal.SIGKILL or (now := _killed_for_memory()) is None:
-            return death
-        if now != self._out_of_memory_before:
-            return replace(death, how=f"{death.how}, out of memory")
-        return replace(death, from_outside=True)
-
     def _death(self, rank: int, how: str, number: int | None = None, traceback: str = "") -> _Death:
         row, pid = self.rows[rank], self.ranks[rank].process.pid
-        samples = row.samples if row.suspect == row.begun else ""
-        return _Death(
-            rank, self.local_ranks[rank], pid, f"{how} {row.where}", row.begun, row.phase, samples, number, traceback
-        )
+        return _Death(rank, pid, f"{how} {row.where}", row.begun, number, traceback)
 
 
 class Supervisor:
@@ -154,14 +123,11 @@ class Supervisor:
         self, backend: str | None, params: Mapping[str, Any], timeout: timedelta | None, policy: Policy
     ) -> None:
         self._backend, self._params, self._timeout, self._policy = backend, params, timeout, policy
-        self._all = list(range(params.get("nproc_per_node") or 1))
-        self._rows = shared_rows(len(self._all))
+        self._rows = shared_rows(params.get("nproc_per_node") or 1)
         self._restarted_at: deque[float] = deque(maxlen=policy.restarts)
         self._restarts = 0
-        self._suspects: dict[int, tuple[tuple[int, int], int]] = {}
-        """By local rank the iteration at which it died last, with its phase, and how often in a row it died there."""
-        self._early: Counter[int] = Counter()
-        """By local rank in how many attempts in a row it died before an update."""
+        self._died_at: dict[int, int] = {}
+        """By rank the iteration at which it died last, while it has not gone beyond."""
         self._in_vain = 0
         """Attempts in a row in which no rank has done an update."""
 
@@ -172,7 +138,7 @@ class Supervisor:
             LaunchError: this process cannot fork ranks.
             ProcessExitedException: (of torch) a rank died, and is not started again; the message says why.
         """
-        attempt = Attempt(needs_invariance=self._policy.min_ranks is not None)
+        attempt = Attempt()
         with ready_to_fork(), receiving_signals() as received:
             while True:
                 with contextlib.closing(self._ranks()) as ranks:
@@ -181,68 +147,43 @@ class Supervisor:
                     if not deaths or (ranks.stop is not None and not ranks.ended):
                         ranks.finish()
                         return
-                    self._count(deaths, ranks)
-                    has_trained = attempt.is_known or any(row.updates for row in ranks.rows)
-                    is_known = has_trained and not attempt.needs_invariance
-                    attempt = replace(attempt, reason=self._announced(deaths), is_known=is_known)
+                    self._count(deaths)
+                    is_known = attempt.is_known or any(row.updates for row in ranks.rows)
+                    attempt = Attempt(self._announced(deaths), is_known)
                     stop = ranks.stop or _first_stop(received, self._wait_s())
                 if stop is not None:
                     sys.exit(128 + signals.treated_as(stop))
 
     def _ranks(self) -> _ForkedRanks:
-        """The next attempt: all ranks, or those without one that cannot come back."""
-        lost = {local_rank for local_rank, attempts in self._early.items() if attempts >= _CANNOT_COME_BACK}
-        chosen = [local_rank for local_rank in self._all if local_rank not in lost]
-        if self._policy.min_ranks is None or len(chosen) < self._policy.min_ranks:
-            chosen = self._all
-        elif lost:
-            logger.warning(
-                "Local rank %s died before its first update twice: the run continues on %d of %d ranks.",
-                *(", ".join(map(str, sorted(lost))), len(chosen), len(self._all)),
-            )
-            for local_rank in lost:
-                self._early[local_rank] = _CANNOT_COME_BACK - 1  # the next restart tries all of them again
-        params = {**self._params, "start_method": "fork", "local_ranks": chosen}
+        """The next attempt."""
         environment = {"TORCHELASTIC_RESTART_COUNT": self._restarts}
-        ranks = _ForkedRanks(self._backend, params, self._timeout, environment)
-        ranks.local_ranks, ranks.rows = chosen, self._rows[: len(chosen)]
-        for local_rank, row in zip(chosen, ranks.rows, strict=True):
+        ranks = _ForkedRanks(self._backend, {**self._params, "start_method": "fork"}, self._timeout, environment)
+        ranks.rows = self._rows
+        for row in ranks.rows:
             row.clear()
-            row.suspect = self._suspect_of(local_rank)[0]
         return ranks
 
-    def _count(self, deaths: Sequence[_Death], ranks: _ForkedRanks) -> None:
+    def _count(self, deaths: Sequence[_Death]) -> None:
         """Take down what an attempt has come to.
 
         Raises:
             ProcessExitedException: another one would come to no more.
         """
-        died = {death.local_rank: death for death in deaths}
-        times: dict[int, int] = {}
-        for local_rank, death in died.items():
-            place, before = self._suspects.get(local_rank, (None, 0))
-            times[local_rank] = before + 1 if place == death.place else 1
-            if death.begun and times[local_rank] >= (_KILLED_FROM_OUTSIDE if death.from_outside else _DIED):
-                again = "before" if times[local_rank] == _DIED else "twice before"
-                samples = f" Its batch holds the samples {death.samples}." if death.samples else ""
-                _give_up(death, f", where it died {again}. The run ends, as it would end there again.{samples}")
+        died = {death.rank: death.begun for death in deaths}
+        for death in deaths:
+            if death.begun and death.begun == self._died_at.get(death.rank):
+                _give_up(death, ", where it died before. The run ends, as it would end there again.")
         now, restarts = time.monotonic(), self._policy.restarts
         if len(self._restarted_at) == restarts and now - self._restarted_at[0] < _HOUR_S:
             _give_up(deaths[0], f". The run ends: it was started again {_times(restarts)} within an hour.")
         self._restarted_at.append(now)
         self._restarts += 1
-        for local_rank, row in zip(ranks.local_ranks, ranks.rows, strict=True):
-            dead = died.get(local_rank)
-            self._early[local_rank] = self._early[local_rank] + 1 if dead and not row.updates else 0
-            if dead and dead.begun:
-                self._suspects[local_rank] = dead.place, times[local_rank]
-            elif row.begun > self._suspect_of(local_rank)[0]:
-                self._suspects.pop(local_rank, None)
-        self._in_vain = 0 if any(row.updates for row in ranks.rows) else self._in_vain + 1
-
-    def _suspect_of(self, local_rank: int) -> tuple[int, int]:
-        """Iteration and phase at which it died last; zeros: nowhere."""
-        return self._suspects[local_rank][0] if local_rank in self._suspects else (0, 0)
+        for rank, row in enumerate(self._rows):
+            if died.get(rank):
+                self._died_at[rank] = died[rank]
+            elif row.begun > self._died_at.get(rank, 0):
+                self._died_at.pop(rank, None)
+        self._in_vain = 0 if any(row.updates for row in self._rows) else self._in_vain + 1
 
     def _wait_s(self) -> float:
         """Before the next attempt: nothing, unless the last ones have not come to an update."""
@@ -260,18 +201,6 @@ class Supervisor:
 
 def _in_rank(local_rank: int, rows: Sequence[RankStatus], attempt: Attempt, func: Any, args: Any, kwargs: Any) -> None:
     supervised(local_rank, rows[agreement.rank()], attempt, func, args, kwargs)
-
-
-def _killed_for_memory() -> int | None:
-    """How many processes the kernel has killed since it was started, as memory, a container's too, was full.
-
-    None: it does not say.
-    """
-    try:
-        counts = dict(line.split() for line in _KERNEL_COUNTS.read_text().splitlines())
-        return int(counts["oom_kill"])
-    except (OSError, KeyError, ValueError):
-        return None
 
 
 def _give_up(death: _Death, reason: str) -> NoReturn:

@@ -1,8 +1,8 @@
 """A tiny task with dropout whose ranks die where a test wants it.
 
 Options: ``directory``: of the test's files; ``step_s``: seconds of an iteration; ``deaths``: a list of ``rank``, ``at``
-(an iteration; 0: while the task is built; ``sample N``), ``how`` (a signal's name, ``raise`` or ``hang``), ``times``,
-``after_s`` (seconds before it aborts) and ``after`` (the place of a death that comes first). Each rank leaves its
+(an iteration; 0: while the task is built), ``how`` (a signal's name, ``raise`` or ``hang``), ``times`` and
+``after_s`` (seconds before it aborts). Each rank leaves its
 process id in the file ``pid_RANK``, and its newest iteration in ``at_RANK``.
 """
 
@@ -27,17 +27,15 @@ SAMPLES = 160
 
 
 class Points(Dataset[Any]):
-    def __init__(self, deaths: Deaths) -> None:
+    def __init__(self) -> None:
         generator = torch.Generator().manual_seed(7)
         self.x = torch.randn(SAMPLES, 8, generator=generator)
         self.y = torch.randint(0, 3, (SAMPLES,), generator=generator)
-        self.deaths = deaths
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> Any:
-        self.deaths.at(f"sample {index}")
         return self.x[index] + 0.1 * torch.randn(8), self.y[index]
 
 
@@ -56,11 +54,9 @@ class Deaths:
         time.sleep(self.step_s)
         self.at(trainer.state.iteration)
 
-    def at(self, moment: int | str) -> None:
+    def at(self, moment: int) -> None:
         for number, death in enumerate(self.deaths):
             if death["at"] == moment and death.get("rank", 0) == int(os.environ.get("LOCAL_RANK", "0")):
-                if "after" in death and not (self.folder / f"died_{death['after']}").exists():
-                    continue
                 died = self.folder / f"died_{number}"
                 times = len(died.read_text()) if died.exists() else 0
                 if times < death.get("times", 1):
@@ -83,4 +79,4 @@ def build(options: Mapping[str, Any]) -> Task:
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
-    return Task(model=model, loss_fn=loss_fn, train_set=Points(deaths), handlers=[deaths])
+    return Task(model=model, loss_fn=loss_fn, train_set=Points(), handlers=[deaths])

@@ -20,7 +20,7 @@ from ignite_engine import Parallel, Trainer, Update, cli, fit, loader
 from ignite_engine.config import ConfigError
 from ignite_engine.errors import Interrupted, LaunchError
 from ignite_engine.handlers import Checkpoint
-from ignite_engine.recovery import forking, supervisor
+from ignite_engine.recovery import forking
 from tests.faults.processes import write_config
 
 pytestmark = pytest.mark.faults
@@ -167,51 +167,12 @@ def test_stopped_fit_raises_interrupted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "starts", "said"),
-    [
-        ("counts it", 2, "in iteration 7, out of memory, where it died before. The run ends"),
-        ("does not", 3, "in iteration 7, where it died twice before. The run ends"),
-        ("says nothing", 2, "in iteration 7, where it died before. The run ends"),
-    ],
-)
-def test_kills_that_are_not_for_memory_may_strike_one_iteration_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str, starts: int, said: str
-) -> None:
-    """Somebody who kills again and again may do so; a batch that needs too much memory is killed each time."""
-    counts, killed = tmp_path / "vmstat", tmp_path / "killed"
-    if kernel != "says nothing":
-        counts.write_text("nr_free_pages 5\noom_kill 0\n")
-    monkeypatch.setattr(supervisor, "_KERNEL_COUNTS", counts)
-
-    def die(trainer: Trainer) -> None:
-        if trainer.state.iteration == 7:
-            with killed.open("a") as file:
-                file.write("x")
-            if kernel == "counts it":
-                counts.write_text(f"nr_free_pages 5\noom_kill {len(killed.read_text())}\n")
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with pytest.raises(ProcessExitedException, match=said):
-        fitted(tmp_path / "run", model(), die, restarts=9)
-    assert len(killed.read_text()) == starts
-
-
-def test_fewer_ranks_need_rank_invariance(tmp_path: Path) -> None:
-    with pytest.raises(ProcessRaisedException, match=r"min_ranks continues a run on fewer ranks.*rank_invariant=True"):
-        Parallel("gloo", nproc_per_node=2, restarts=1, min_ranks=1).run(
-            trained, tmp_path / "checkpoints", tmp_path / "died", signal.SIGKILL
-        )
-
-
-@pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         ({"restarts": 0}, ValueError, "restarts must be at least 1, got 0; leave it out for none."),
         ({"restarts": 1.5}, TypeError, "restarts must be a whole number, of an hour, got 1.5."),
         ({"restarts": 1, "restart_on": "never"}, ValueError, "restart_on must be signal or any, got 'never'."),
         ({"restart_on": "any"}, TypeError, "without restarts"),
-        ({"min_ranks": 1, "nproc_per_node": 2}, TypeError, "without restarts"),
-        ({"restarts": 1, "min_ranks": 2, "nproc_per_node": 2}, ValueError, "less than the 2 ranks, got 2"),
         (
             {"restarts": 1, "nproc_per_node": 2, "start_method": "spawn"},
             TypeError,
@@ -244,12 +205,7 @@ def test_launcher_restarts_its_ranks_itself(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--min-ranks", "1"], "error: --min-ranks and --restart-on: got one without --restarts N"),
-        (["--restarts", "2", "--min-ranks", "1"], "error: --min-ranks: got 1, expected less than the 1 processes."),
-        (
-            ["--restarts", "2", "--min-ranks", "1", "--nproc-per-node", "2"],
-            "error: --min-ranks: on fewer ranks the run has other bits; set update.rank_invariant=true, or leave it",
-        ),
+        (["--restart-on", "any"], "error: --restart-on: got it without --restarts N"),
         (["--restarts", "0"], "error: argument --restarts: got '0', expected a whole number of at least 1"),
     ],
 )
