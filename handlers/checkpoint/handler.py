@@ -95,8 +95,6 @@ class Checkpoint:
         """Log the best one when a run has ended; False: whoever runs it does."""
         self._trainer: Trainer | None = None
         self._due = self._must = False
-        self._elsewhere: list[str | Path] = []
-        """Folders into which the next step boundary is saved, too."""
         self._named: set[str] = set()
         self._found: CheckpointInfo | None = None
         """What was resumed and no run has started from yet."""
@@ -210,12 +208,8 @@ class Checkpoint:
         """Mark a save as due; it happens at the RESUME_POINT of this iteration."""
         self._due = True
 
-    def save(self, directory: str | Path | None = None) -> Path | None:
+    def save(self) -> Path | None:
         """Save now, before or after a run; within one, at the step boundary that follows. A collective.
-
-        Args:
-            directory: another folder of checkpoints, in which nothing is pruned: ``Checkpoint(directory).resume()``
-                resumes from there, and all that names a checkpoint takes it. None: this handler's own.
 
         Returns:
             The checkpoint; None within a run.
@@ -229,15 +223,8 @@ class Checkpoint:
         trainer = self._trainer
         if trainer is None:
             raise RuntimeError("Checkpoint.save() needs a trainer: call attach(trainer, event) before.")
-        is_path = directory is None or (bool(directory) and isinstance(directory, str | PathLike))
-        check_type("directory", directory, is_path, "a path or None")
-        if directory is not None and Path(directory).resolve() == self._saver.store.directory.resolve():
-            directory = None  # by the saver that holds the lock of that folder, and prunes it
         if trainer.state.status == "running":
-            if directory is None:
-                self._due = self._must = True
-            else:
-                self._elsewhere.append(directory)
+            self._due = self._must = True
             return None
         if trainer.resume_state.is_pending:
             raise CheckpointError(
@@ -248,19 +235,17 @@ class Checkpoint:
         with trainer.progress.before_the_failure(trainer.update) as restartable:
             if not restartable:
                 raise CheckpointError("The run has failed within an iteration: its weights are those of no iteration.")
-            saver = self._save_in(trainer, directory, reasons=[_AFTER_EXCEPTION] if failed else [])
-        if saver.error is not None:
-            raise saver.error
+            self._save_now(trainer, reasons=[_AFTER_EXCEPTION] if failed else [])
+        if self._saver.error is not None:
+            raise self._saver.error
         return trainer.state.checkpoint_path
 
-    def _save_in(self, trainer: Trainer, directory: str | Path | None, reasons: Iterable[str] = ()) -> Saver:
-        """In the foreground, by a saver that says whether it failed."""
+    def _save_now(self, trainer: Trainer, reasons: Iterable[str] = ()) -> None:
+        """In the foreground."""
         if self._saver.busy:
             self._saver.finish(trainer)
-        saver = self._saver if directory is None else self._saver.elsewhere(directory)
-        with saver.taken(trainer):
-            saver.save(trainer, metrics=self._metrics_of(trainer), reasons=reasons)
-        return saver
+        with self._saver.taken(trainer):
+            self._saver.save(trainer, metrics=self._metrics_of(trainer), reasons=reasons)
 
     def _metrics_of(self, trainer: Trainer) -> dict[str, float] | None:
         measured_at, values = self._measured
@@ -412,8 +397,6 @@ class Checkpoint:
         self._due = self._must = False
         if self.options.on_exception and agreement.world_size() > 1:
             logger.warning("on_exception has no effect on several ranks: the others may be in another iteration.")
-        if self.options.when_busy == "skip" and not self.options.background:
-            logger.warning("when_busy='skip' has no effect without background=True: no save is ever busy.")
         if trainer.starts_fresh(self.name):
             self._best = None  # an earlier run's in this process
         if self._followed is not None:
@@ -485,7 +468,7 @@ class Checkpoint:
 
     def _save_if_due(self, trainer: Trainer) -> None:
         state, saver = trainer.state, self._saver
-        if not (self._due or self._must or self._elsewhere or any(state.boundary)):
+        if not (self._due or self._must or any(state.boundary)):
             return
         at_end = state.last and (self.options.save_at_end or state.stopping)
         must = self._must or at_end or state.save_requested
@@ -493,24 +476,18 @@ class Checkpoint:
         self._due = self._must = False
         if saver.busy and (state.last or (state.background_done and saver.has_written())):
             saver.finish(trainer)
-        while self._elsewhere:
-            self._save_in(trainer, self._elsewhere.pop(0))
         # a stop in the run's last evaluation was saved before the end of that
         if not due or (saver.has_saved(trainer) and not (at_end and saver.has_evaluated_since(trainer))):
             return
         if saver.busy:
-            if self.options.when_busy == "skip" and not must:
-                logger.info("No checkpoint at iteration %d: the one before is still being written.", state.iteration)
-                return
             saver.finish(trainer)
         background = self.options.background and not state.last
         saver.save(trainer, background=background, metrics=self._metrics_of(trainer))
 
     def _save_what_came_late(self, trainer: Trainer) -> None:
         """What a handler has asked for after the last step boundary was saved."""
-        here = [None] if self._must and not self._saver.has_saved(trainer) else []
-        for directory in [*here, *self._elsewhere]:
-            self._save_in(trainer, directory)
+        if self._must and not self._saver.has_saved(trainer):
+            self._save_now(trainer)
 
     def _end(self, trainer: Trainer) -> None:
         try:
@@ -526,7 +503,6 @@ class Checkpoint:
             if self.announces_best and agreement.rank() == 0 and (best := self.best) is not None:
                 logger.warning("Best %s.", best)
         finally:
-            self._elsewhere.clear()
             try:
                 for place in self.places:
                     place.end(trainer)

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -168,16 +167,9 @@ class Saver:
                 "ended, or give this run another directory."
             ) from None
 
-    def elsewhere(self, directory: str | Path) -> Saver:
-        """A saver of the same run into another folder, where nothing is pruned."""
-        other = Saver(directory, replace(self.options, keep_last=sys.maxsize))
-        other.run_id, other.has_run, other.parent = self.run_id, self.has_run, self.parent
-        other.times = self.times
-        return other
-
     @contextlib.contextmanager
     def taken(self, trainer: Trainer) -> Iterator[None]:
-        """Within it no other process saves in the folder; a collective, outside of a run or into another folder.
+        """Within it no other process saves in the folder; a collective, outside of a run.
 
         Raises:
             CheckpointError: one saves there; the same on all ranks.

@@ -199,7 +199,6 @@ class Commit:
             "labels": _unique(
                 [*(label for manifest in same for label in manifest.labels), *self._facts.get("labels", ())]
             ),
-            "pinned": any(manifest.pinned for manifest in same),
             "environment": {**environment_values(self._ranks.world_size), **self._contents.environment},
         }
         return Manifest(**{**self._facts, **known})  # type: ignore[arg-type]  # keys and types are those of Facts

@@ -67,8 +67,6 @@ class Manifest:
     healthy: bool = True
     """No non-finite weight."""
     labels: list[str] = field(default_factory=list)
-    pinned: bool = False
-    """Never deleted by retention."""
     parent: str | None = None
     """Name of the checkpoint that this run saved before it, or was resumed from."""
     environment: dict[str, Any] = field(default_factory=dict)

@@ -46,7 +46,7 @@ class BestCheckpoint:
 
 @dataclass(frozen=True)
 class Retention:
-    """The union of the last few, the best few, every n-th and what is pinned.
+    """The union of the last few, the best few and every n-th.
 
     Args:
         keep_last: how many of the newest; at least 1.
@@ -95,7 +95,6 @@ class Retention:
         healthy = [checkpoint for checkpoint in current if checkpoint.manifest.healthy]
         kept = {checkpoint.path for checkpoint in (*current[-self.keep_last :], *self.best_of(healthy), *healthy[-1:])}
         kept |= {checkpoint.path for checkpoint in current if self._is_nth(checkpoint)}
-        kept |= {checkpoint.path for checkpoint in checkpoints if checkpoint.manifest.pinned}
         return [checkpoint for checkpoint in checkpoints if checkpoint.path in kept]
 
     def best_of(self, checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:

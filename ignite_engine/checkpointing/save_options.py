@@ -27,7 +27,6 @@ class SaveKeywords(TypedDict, total=False):
     keep_fn: Callable[[str, str, Any], bool] | None
     save_at_end: bool
     background: bool
-    when_busy: Literal["wait", "skip"]
     writers: int | None
     on_exception: bool
     strict: bool
@@ -54,8 +53,6 @@ class SaveOptions:
         keep_fn: ``keep_fn(part, name, value)``, called for each name inside a part; False leaves it out, too.
         save_at_end: save where the run completes, too, whatever the event; a stop always saves.
         background: write a copy while training continues, which waits for the copy. It is held in host memory.
-        when_busy: what a save that is due does while the previous one is still being written; ``wait`` or ``skip``
-            (never a best one, one that was requested, or the last).
         writers: threads in which a rank hashes and writes its files; the parts that the ranks share (model,
             optimizer, average) are spread over so many files. None: 1.
         on_exception: save also when the update or a handler raises, if nothing of the iteration was applied yet; on
@@ -84,7 +81,6 @@ class SaveOptions:
     keep_fn: Callable[[str, str, Any], bool] | None = None
     save_at_end: bool = True
     background: bool = False
-    when_busy: Literal["wait", "skip"] = "wait"
     writers: int | None = None
     on_exception: bool = False
     strict: bool = False
@@ -112,8 +108,6 @@ class SaveOptions:
             raise ValueError(f"memory must be at least 1 iteration, 'auto' or None, got {memory}.")
         mirror = self.mirror
         check_type("mirror", mirror, mirror is None or isinstance(mirror, str | PathLike), "a directory or a URL")
-        if self.when_busy not in ("wait", "skip"):
-            raise ValueError(f"when_busy must be 'wait' or 'skip', got {self.when_busy!r}.")
         if self.strict and self.on_exception:
             raise ValueError(
                 "strict refuses to resume what on_exception saves, where random numbers are those of the exception: "

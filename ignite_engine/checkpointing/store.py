@@ -88,7 +88,7 @@ class CheckpointStore:
     ) -> Path:
         """Write a checkpoint and commit it; a collective. Older ones are left as they are.
 
-        A checkpoint saved again at the same iteration replaces the previous one (and keeps its labels and pin), which
+        A checkpoint saved again at the same iteration replaces the previous one (and keeps its labels), which
         is deleted only after the new one is committed.
 
         Args:
@@ -238,15 +238,13 @@ class CheckpointStore:
             raise CheckpointError(f"Pruning failed: {one_line(error)}.") from error
 
     def annotate(
-        self, path: str | Path, *, labels: Iterable[str] | None = None, pinned: bool | None = None,
-        metrics: Mapping[str, Any] | None = None,
-    ) -> Manifest:  # fmt: skip
+        self, path: str | Path, *, labels: Iterable[str] | None = None, metrics: Mapping[str, Any] | None = None
+    ) -> Manifest:
         """Change what the manifest says, without touching the data; a collective. Another process may do so as well.
 
         Args:
             path: a committed checkpoint.
             labels: take the place of its labels.
-            pinned: whether retention must keep it.
             metrics: are added to its metrics.
 
         Returns:
@@ -257,14 +255,14 @@ class CheckpointStore:
         """
 
         return self._ranks.rank_zero(
-            lambda: _rewritten(Path(path), labels, pinned, metrics),
+            lambda: _rewritten(Path(path), labels, metrics),
             lambda causes: f"{path} was not annotated: {causes}.",
         )
 
     def add_metrics(self, path: str | Path, metrics: Mapping[str, Any]) -> Manifest:
         """As :meth:`annotate`, by one rank alone."""
         try:
-            return _rewritten(Path(path), None, None, metrics)
+            return _rewritten(Path(path), None, metrics)
         except Exception as error:
             raise CheckpointError(f"{path} was not annotated: {one_line(error)}.") from error
 
@@ -319,15 +317,12 @@ def _files_of(manifest: Manifest, rank: int, *, shared: bool = True) -> list[str
     ]
 
 
-def _rewritten(
-    path: Path, labels: Iterable[str] | None, pinned: bool | None, metrics: Mapping[str, Any] | None
-) -> Manifest:
+def _rewritten(path: Path, labels: Iterable[str] | None, metrics: Mapping[str, Any] | None) -> Manifest:
     with one_writer(path.parent):
         manifest = read_manifest(path)
         changed = replace(
             manifest,
             labels=manifest.labels if labels is None else list(labels),
-            pinned=manifest.pinned if pinned is None else pinned,
             metrics={**manifest.metrics, **plain_metrics(metrics)},
         )
         filesystem.replace_file(path / MANIFEST_NAME, lambda file: file.write(changed.to_json()))

@@ -65,7 +65,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="raw|ema",
         help="the trained weights, or their average (the part's name); default: of RUN/best those that were evaluated",
     )
-    prune = action("prune", "delete all but the newest ones and the best by the run's metric; pinned ones stay")
+    prune = action("prune", "delete all but the newest ones and the best by the run's metric")
     prune.add_argument("where", type=Path, metavar="RUN_OR_DIR", help=_WHERE)
     prune.add_argument("--keep-last", type=int, default=1, metavar="N", help="newest ones; default: 1")
     prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
@@ -99,9 +99,8 @@ def _row(checkpoint: CheckpointInfo, names: list[str]) -> tuple[str, ...]:
     results = [
         f"{key} {value:.5g}" for key, value in manifest.metrics.items() if key.partition("/")[0] not in _NOT_RESULTS
     ]
-    state = [*names, "pinned"] if manifest.pinned else names
-    state += [] if manifest.healthy else ["weights not finite"]
-    state.append("exact" if manifest.exact else f"not exact: {shortened(manifest.reproducibility, 1)}")
+    state = names if manifest.healthy else [*names, "weights not finite"]
+    state = [*state, "exact" if manifest.exact else f"not exact: {shortened(manifest.reproducibility, 1)}"]
     labels = ", ".join(manifest.labels)
     return checkpoint.path.name, str(manifest.epoch), shortened(results), _size(manifest), labels, "; ".join(state)
 

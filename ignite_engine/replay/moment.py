@@ -213,8 +213,6 @@ class _Watch:
         if (iteration := self.iterations.get(number)) is not None:
             iteration.output = scalars_of(trainer.state.output)
             iteration.changes = changes_of(self._before, trainer)
-        if number == self.until and self.save is not None and self.rebuilt.checkpoint is not None:
-            self.rebuilt.checkpoint.save(self.save)
 
     def _note_failure(self, trainer: Trainer) -> None:
         self.save_failed = True  # the run's own saves are counted, and cannot fail
@@ -225,6 +223,8 @@ class _Watch:
             quieted.difference = agreement.on_rank_0(lambda: quieted.difference)
         if not self._paused and (quieted.difference is not None or trainer.state.iteration >= self.until):
             self._paused = True
+            if self.save is not None and quieted.difference is None:
+                quieted.save_into(self.save, trainer)
             trainer.interrupt()
 
     _begin.phase = _complete.phase = _pause.phase = Phase.LAST  # type: ignore[attr-defined]

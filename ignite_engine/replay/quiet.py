@@ -7,6 +7,7 @@ handler counts its saves instead of making them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +64,14 @@ class Quieted:
         self.users_own = list(dict.fromkeys(_name(owner) for owner in _owners(trainer) if not _is_of_engine(owner)))
         trainer.requests.checks.clear()
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self._compare)
+
+    def save_into(self, directory: str | Path, trainer: Trainer) -> None:
+        """Make a checkpoint in a folder that is not the run's, in which nothing is pruned."""
+        counting = self.checkpoints[0]._saver
+        saver = Saver(directory, replace(counting.options, keep_last=sys.maxsize))
+        saver.run_id, saver.parent = counting.run_id, counting.parent
+        with saver.taken(trainer):
+            saver.save(trainer, metrics=self.checkpoints[0]._metrics_of(trainer))
 
     def _saved(self, trainer: Trainer, shared: Mapping[str, Any], local: Mapping[str, Any]) -> None:
         if self.on_save is not None:

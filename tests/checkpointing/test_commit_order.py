@@ -157,7 +157,7 @@ def test_annotating_replaces_the_manifest_by_a_durable_one(tmp_path: Path) -> No
     store = CheckpointStore(tmp_path)
     path = save(store, 200)
     with FileOperations(tmp_path) as seen:
-        store.annotate(path, pinned=True)
+        store.annotate(path, labels=["a"])
     temporary = "iteration_00000200/.manifest.json.tmp"
     assert operations(tmp_path, seen) == [
         ("open", "."),  # the lock of whoever changes a manifest

@@ -47,7 +47,6 @@ WRONG_TYPES: dict[str, list[Any]] = {
     "reproducibility": [None, "reason", [1]],
     "healthy": [None, "yes", 1],
     "labels": [None, "label", [None]],
-    "pinned": [None, 0],
     "parent": [7, []],
     "environment": [None, []],
     "left_out": [None, [], {"model": None}],

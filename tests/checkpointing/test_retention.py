@@ -1,4 +1,4 @@
-"""What is kept: last-k, best-k, every n-th, pinned, the newest healthy one; always computed from disk."""
+"""What is kept: last-k, best-k, every n-th, the newest healthy one; always computed from disk."""
 
 from __future__ import annotations
 
@@ -61,15 +61,6 @@ def test_every_nth_is_kept_for_good(tmp_path: Path) -> None:
     assert run(tmp_path, scored(*range(1, 8)), Retention(keep_last=1, keep_every=300)) == [300, 600, 700]
 
 
-def test_pinned_ones_stay_until_they_are_unpinned(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    store.annotate(save(store, 100), pinned=True)
-    retention = Retention(keep_last=1)
-    assert run(tmp_path, scored(1, 2, 3, 4)[1:], retention) == [100, 400]
-    store.annotate(tmp_path / "iteration_00000100", pinned=False)
-    assert store.apply(retention) == [tmp_path / "iteration_00000100"]
-
-
 def test_checkpoints_with_broken_weights_never_evict_the_last_healthy_one(tmp_path: Path) -> None:
     saves = [{"iteration": 100 * n, "healthy": n <= 2, "metrics": {"val/loss": 1.0 / n}} for n in range(1, 7)]
     assert run(tmp_path, saves, Retention(keep_last=2, best="val/loss")) == [200, 500, 600]
@@ -110,12 +101,12 @@ def test_the_newest_is_the_last_one_saved_and_not_the_largest_number(tmp_path: P
     assert holds(store, tmp_path / "iteration_00000150", 150)
 
 
-def test_saved_again_at_the_same_iteration_labels_and_pin_stay(tmp_path: Path) -> None:
+def test_saved_again_at_the_same_iteration_labels_stay(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    store.annotate(save(store, 100, labels=["first"]), pinned=True)
+    save(store, 100, labels=["first"])
     save(store, 100, labels=["second"])
     (only,) = store.checkpoints()
-    assert only.manifest.pinned and only.manifest.labels == ["first", "second"]
+    assert only.manifest.labels == ["first", "second"]
 
 
 def test_names_beyond_eight_digits_are_ordered_and_kept(tmp_path: Path) -> None:

@@ -45,7 +45,6 @@ def test_the_name_of_the_metric_says_what_is_better_where_no_mode_is_given() -> 
     [
         ({"keep_last": 0}, "keep_last must be at least 1, got 0"),
         ({"mode": "least"}, "mode must be 'min' or 'max', got 'least'"),
-        ({"when_busy": "drop"}, "when_busy must be 'wait' or 'skip', got 'drop'"),
         ({"labels": "mine"}, r"labels is a list, got 'mine': write \['mine'\]"),
         ({"exclude": "optimizer"}, r"exclude is a list, got 'optimizer'"),
         ({"writers": 0}, "writers must be at least 1, got 0"),

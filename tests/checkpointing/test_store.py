@@ -89,7 +89,7 @@ def test_the_manifest_says_all_of_it(tmp_path: Path) -> None:
     assert manifest.metrics == {"val/loss": 0.5, "n": 3.0}
     assert manifest.reproducibility == ["the loader has no state"] and not manifest.exact and not manifest.healthy
     assert manifest.config == {"run": {"seed": 1, "betas": [0.9, 0.95]}}
-    assert manifest.labels == ["kept by hand"] and not manifest.pinned and manifest.parent == "iteration_00000003"
+    assert manifest.labels == ["kept by hand"] and manifest.parent == "iteration_00000003"
     assert manifest.parts == {"shared.pt": ["model", "counters"], "rank_0.pt": ["rng"]}
     assert manifest.versions["torch"] == torch.__version__ and manifest.created_at.endswith("+00:00")
     assert manifest.environment["threads"] == torch.get_num_threads() and manifest.environment["command"] == sys.argv
@@ -130,7 +130,7 @@ def test_annotating_changes_the_manifest_and_no_data(tmp_path: Path) -> None:
     changed = store.annotate(path, labels=["b", "c"], metrics={"val/loss": 0.5})
     (info,) = CheckpointStore(tmp_path).checkpoints()
     assert info.manifest == changed
-    assert changed.labels == ["b", "c"] and changed.metrics == {"loss": 1.0, "val/loss": 0.5} and not changed.pinned
+    assert changed.labels == ["b", "c"] and changed.metrics == {"loss": 1.0, "val/loss": 0.5}
     assert before == {each.name: each.read_bytes() for each in path.iterdir() if each.suffix == ".pt"}
     assert store.verify(path) == [] and holds(store, path, 1)
 
@@ -244,8 +244,8 @@ def test_type_hints_are_compiled_once(tmp_path: Path) -> None:
 def test_a_manifest_that_changed_is_read_again(tmp_path: Path) -> None:
     store, elsewhere = CheckpointStore(tmp_path), CheckpointStore(tmp_path)
     path = save(store, 1)
-    assert not store.checkpoints()[0].manifest.pinned
-    elsewhere.annotate(path, pinned=True)
-    assert store.checkpoints()[0].manifest.pinned
+    assert store.checkpoints()[0].manifest.labels == []
+    elsewhere.annotate(path, labels=["kept"])
+    assert store.checkpoints()[0].manifest.labels == ["kept"]
     (path / MANIFEST_NAME).unlink()
     assert not store.checkpoints()

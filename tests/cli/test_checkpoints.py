@@ -83,13 +83,13 @@ def names(run: Path) -> list[str]:
 
 def test_list_has_a_line_for_each(run: Path, say: Say) -> None:
     store = CheckpointStore(run / "checkpoints")
-    store.annotate(store.checkpoints()[0].path, labels=["first", "kept"], pinned=True)
+    store.annotate(store.checkpoints()[0].path, labels=["first", "kept"])
     (store.directory / "iteration_00000012" / "manifest.json").write_text("{")
     code, lines = say("list", run)
 
     assert code == 0 and len(lines) == 4
     assert lines[0].split() == ["checkpoint", "epoch", "metrics", "size", "labels", "state"]
-    assert re.fullmatch(r"iteration_00000004  1 +val/loss 0\.5  \d+\.\d KiB  first, kept  pinned; exact", lines[1])
+    assert re.fullmatch(r"iteration_00000004  1 +val/loss 0\.5  \d+\.\d KiB  first, kept  exact", lines[1])
     assert re.fullmatch(r"iteration_00000008  1 +val/loss 1 +\d+\.\d KiB +last; exact", lines[2])
     assert lines[3].startswith("iteration_00000012  cannot be read: ") and "is not JSON" in lines[3]
 
@@ -264,12 +264,6 @@ def test_prune_never_deletes_the_last_valid_one(run: Path, say: Say) -> None:
 
     newest = CheckpointStore(run / "checkpoints").latest().checkpoint
     assert newest is not None and newest.iteration == 4
-
-
-def test_pinned_ones_stay(run: Path, say: Say) -> None:
-    store = CheckpointStore(run / "checkpoints")
-    store.annotate(store.checkpoints()[0].path, pinned=True)
-    assert say("prune", run)[1] == ["iteration_00000008  deleted", "2 of 3 stay"]
 
 
 WRONG = [

@@ -164,8 +164,7 @@ def test_what_a_save_took_is_told_once_it_is_done(tmp_path: Path, monkeypatch: p
     assert list(took) == [2, 60] and took[2] >= 0.2 and took[60] > 0
 
 
-@pytest.mark.parametrize("when_busy", ["wait", "skip"])
-def test_next_save_waits_or_is_skipped(when_busy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_save_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save = CheckpointStore.save
 
     def slowly(self: CheckpointStore, *args: Any, **options: Any) -> Path:
@@ -173,10 +172,9 @@ def test_next_save_waits_or_is_skipped(when_busy: Any, tmp_path: Path, monkeypat
         return save(self, *args, **options)
 
     monkeypatch.setattr(CheckpointStore, "save", slowly)
-    trainer, _ = training(tmp_path, iterations=4, background=True, when_busy=when_busy)
+    trainer, _ = training(tmp_path, iterations=4, background=True)
 
-    assert list(contents(tmp_path)) == ([1, 2, 3, 4] if when_busy == "wait" else [1, 4])
-    assert trainer.state.checkpoints == (4 if when_busy == "wait" else 2)
+    assert list(contents(tmp_path)) == [1, 2, 3, 4] and trainer.state.checkpoints == 4
 
 
 def test_error_comes_over_the_bus_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -519,8 +517,3 @@ def test_what_is_excluded_may_be_anything(tmp_path: Path) -> None:
     Checkpoint(tmp_path, exclude=["foreign"]).attach(trainer, EVERY)
     trainer.run(numbers_loader(8), max_epochs=1)
     assert list(contents(tmp_path)) == [3, 4]
-
-
-def test_wrong_choice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="when_busy must be 'wait' or 'skip', got 'never'"):
-        Checkpoint(tmp_path, when_busy="never")  # type: ignore[arg-type]  # that is the test

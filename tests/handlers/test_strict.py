@@ -205,13 +205,6 @@ def test_saves_that_it_would_not_resume_are_refused(tmp_path: Path) -> None:
         )
 
 
-def test_setting_without_effect_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = trainer_of(linear())
-    Checkpoint(tmp_path, when_busy="skip").attach(trainer)
-    trainer.run(numbers_loader(), max_epochs=1)
-    assert "when_busy='skip' has no effect without background=True: no save is ever busy." in caplog.messages
-
-
 def test_config_asks_for_it_and_gets_one_line_and_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task = Path(__file__).parent.parent / "faults" / "forgetful_task.py"
     values: dict[str, Any] = {

@@ -601,12 +601,6 @@ def test_settings_reach_what_they_are_for(build: Callable[..., Run]) -> None:
     assert run.train()["iteration"] == 6
 
 
-def test_a_save_in_the_background_may_be_skipped_while_another_is_written(build: Callable[..., Run]) -> None:
-    checkpoint: Any = build({"checkpoint": {"background": True, "when_busy": "skip"}}).checkpoint
-
-    assert (checkpoint.options.background, checkpoint.options.when_busy) == (True, "skip")
-
-
 def test_each_nth_checkpoint_is_kept_beside_the_last(build: Callable[..., Run]) -> None:
     run = build({"run": {"max_iterations": 5}, "checkpoint": {"every": 1, "keep_last": 1, "keep_every": 2}})
     run.train()

@@ -102,7 +102,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "keep_last": ("2", "1", "3"),
     "best": ("no", "min", "max"),
     "background": ("no", "yes"),
-    "when_busy": ("wait", "skip"),
     "exclude": ("nothing", "frozen part"),
     "on_exception": ("no", "yes"),
     "resumed process": ("other random numbers", "same random numbers"),
@@ -178,7 +177,7 @@ EXACT_DATA = (
     "windows",
 )
 # how often these keep their plainest value, whatever the case
-KEPT = {"optimizer": 0.1, "background": 0.5, "workers": 0.8, "when_busy": 0.8, "exclude": 0.92, "on_exception": 0.8}
+KEPT = {"optimizer": 0.1, "background": 0.5, "workers": 0.8, "exclude": 0.92, "on_exception": 0.8}
 RARE = ("LambdaStateScheduler", "unfreezing by group")
 HOW = ("request_stop", "exception", "SIGKILL", "SIGKILL at an instant", "SIGTERM")
 EVENTS = (
@@ -296,8 +295,6 @@ def settled(plan: Plan) -> Plan:
         plan["evaluation data"] = "own"  # it has one position for whoever iterates over it
     if plan["data"].startswith("IterableDataset") and plan["workers"] != "0":
         plan["drop_last"] = "yes"  # a worker's last batch may be of one sample, which BatchNorm refuses
-    if plan["when_busy"] == "skip":
-        plan["background"] = "yes"
     if plan["embedding"] == "max_norm" and plan["evaluation"].startswith("iterations"):
         # a documented limit: an average made after an evaluation that rescales rows
         plan["ignite"] = [each for each in plan["ignite"] if each != "EMAHandler"]

@@ -243,7 +243,6 @@ class Program:
                 mode="min" if plan["best"] == "no" else plan["best"],
                 exclude=self._excluded(),
                 background=plan["background"] == "yes",
-                when_busy=plan["when_busy"],
                 on_exception=plan["on_exception"] == "yes",
             )
         ]
