@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import signal
@@ -178,31 +177,3 @@ def test_two_processes_annotate_one_checkpoint_and_nothing_is_lost(tmp_path: Pat
     assert [wait_for(child)[0] for child in children] == [0, 0]
     metrics = CheckpointStore(tmp_path).checkpoints()[0].manifest.metrics
     assert metrics == {f"{name}/{number}": number for name in ("a", "b") for number in range(15)}
-
-
-def test_the_lock_of_uploads_that_another_user_holds_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = os.open
-
-    def open_own(path: Path, flags: int, mode: int = 0o777) -> int:
-        if flags & os.O_RDWR:
-            raise PermissionError(13, "Permission denied", str(path))
-        return opened(path, flags, mode)
-
-    with in_use.uploads(tmp_path, alone=True) as is_alone:
-        monkeypatch.setattr(os, "open", open_own)
-        with in_use.uploads(tmp_path, alone=False) as may_begin:
-            assert is_alone and not may_begin
-        monkeypatch.undo()
-
-
-def test_a_folder_that_is_made_anew_has_a_lock_of_its_own(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    with in_use.uploads(folder, alone=True):
-        folder.rename(tmp_path / "before")
-        folder.mkdir()
-        before = contextlib.ExitStack()
-        before.enter_context(in_use.uploads(folder, alone=True))
-    with before, in_use.uploads(folder, alone=True) as is_alone:
-        assert not is_alone
-    assert not any(folder.iterdir())

@@ -148,7 +148,7 @@ def test_failed_saves_leave_nothing_and_the_next_one_works(two_ranks: tuple[Path
 def test_pruning_annotating_and_sweeping_give_the_same_on_both(two_ranks: tuple[Path, Answers]) -> None:
     directory, answers = two_ranks
     assert answers["pruned"] == [["iteration_00000100", "iteration_00000300"]] * 2
-    assert answers["annotated"] == [True, True]
+    assert answers["annotated"] == [["a"], ["a"]]
     assert answers["not annotated"][0] == answers["not annotated"][1]
     assert "has no manifest.json" in answers["not annotated"][0][1]
     assert answers["swept"] == [[".trash-iteration_00000001-00000000"]] * 2

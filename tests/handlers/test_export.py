@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load, load_file
 from torch import Tensor, nn
 
-from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator
+from ignite_engine import Trainer, TrainingEvents, create_evaluator
 from ignite_engine.handlers import EMA, Checkpoint, Evaluation, Export
 from tests.builders import linear, numbers_loader, trainer_of, weights
 from tests.checkpointing.file_faults import in_child, start_child, wait_for
@@ -68,16 +68,20 @@ def test_the_newest_is_under_one_name_and_the_last_few_are_kept(tmp_path: Path) 
         assert file.metadata() == {"format": "pt", "iteration": "6", "weights": "raw"}
 
 
-def test_a_state_dict_of_torch_and_the_average(tmp_path: Path) -> None:
-    trainer = trainer_of()
+def test_the_trained_weights_and_the_average_and_no_bit_of_the_run_changes(tmp_path: Path) -> None:
+    plain, exporting = (trainer_of(linear(dropout=True)) for _ in range(2))
     average = EMA(0.5)
-    average.attach(trainer)
-    kept = kept_of(trainer)
+    average.attach(exporting)
+    kept = kept_of(exporting)
     for name in ("raw", "ema"):
-        Export(tmp_path, format="pt", weights=name, name=f"net.{name}", keep=1).attach(trainer, EACH)
-    trainer.run(numbers_loader(), max_epochs=1)
-    assert names(tmp_path) == ["net.ema-00000006.pt", "net.ema.pt", "net.raw-00000006.pt", "net.raw.pt"]
-    raw, averaged = (torch.load(tmp_path / f"net.{name}.pt", weights_only=True) for name in ("raw", "ema"))
+        Export(tmp_path, weights=name, name=f"net.{name}", keep=1).attach(exporting, EACH)
+    for trainer in (plain, exporting):
+        torch.manual_seed(5)
+        trainer.run(numbers_loader(), max_epochs=1)
+    assert torch.equal(weights(plain), weights(exporting))
+    files = [f"net.{name}{number}.safetensors" for name in ("ema", "raw") for number in ("-00000006", "")]
+    assert names(tmp_path) == files
+    raw, averaged = (load_file(tmp_path / f"net.{name}.safetensors") for name in ("raw", "ema"))
     assert same(raw, kept[6]) and same(averaged, average.state_dict()["weights"]) and not same(averaged, raw)
 
 
@@ -91,90 +95,39 @@ def test_within_an_evaluation_of_the_average_the_trained_weights_are_written(tmp
     trainer.run(numbers_loader(), max_epochs=1)
     assert same(load_file(tmp_path / "model.safetensors"), kept[6])
 
-    Export(tmp_path / "folders", format=lambda folder: None).attach(trainer, TrainingEvents.EVALUATION_COMPLETED)
-    with pytest.raises(ValueError, match="holds an average now, not its trained weights: give it an argument state_d"):
-        trainer.run(numbers_loader(), max_epochs=1)
-
-
-def write_folder(folder: Path, state_dict: dict[str, Tensor]) -> None:
-    """As ``save_pretrained`` of a library does: several files, and it may draw random numbers."""
-    torch.rand(3)
-    (folder / "parts").mkdir()
-    (folder / "config.json").write_text("{}")
-    torch.save(state_dict, folder / "parts" / "weights.pt")
-
-
-def test_a_function_writes_a_folder_and_no_bit_of_the_run_changes(tmp_path: Path) -> None:
-    plain, exporting = (trainer_of(linear(dropout=True)) for _ in range(2))
-    kept = kept_of(exporting)
-    Export(tmp_path, format=write_folder, name="net").attach(exporting, EACH)
-    for trainer in (plain, exporting):
-        torch.manual_seed(5)
-        trainer.run(numbers_loader(), max_epochs=1)
-    assert torch.equal(weights(plain), weights(exporting))
-    assert names(tmp_path) == ["net", "net-00000005", "net-00000006"]
-    assert os.readlink(tmp_path / "net") == "net-00000006"
-    assert same(torch.load(tmp_path / "net" / "parts" / "weights.pt", weights_only=True), kept[6])
-
-
-@pytest.mark.slow  # imports transformers
-def test_save_pretrained_of_transformers(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=7, n_positions=4, n_embd=4, n_layer=1, n_head=1)
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    trainer = Trainer(Update(model, optimizer, lambda model, batch: model(batch, labels=batch).loss))
-    average = EMA(0.5)
-    average.attach(trainer)
-    Export(tmp_path, format=model.save_pretrained).attach(trainer, EACH)
-    Export(tmp_path, format=model.save_pretrained, weights="ema", name="ema").attach(trainer, EACH)
-    trainer.run([torch.tensor([[1, 2, 3]])], max_iters=2)
-    for name, expected in {"model": model.state_dict(), "ema": average.state_dict()["weights"]}.items():
-        loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / name)
-        assert same({key: loaded.state_dict()[key] for key in expected}, expected)
-
 
 @pytest.mark.faults
-@pytest.mark.parametrize("form", ["safetensors", "folder"])
-def test_a_reader_never_meets_half_of_one_and_keeps_what_it_has_open(tmp_path: Path, form: str) -> None:
+def test_a_reader_never_meets_half_of_one_and_keeps_what_it_has_open(tmp_path: Path) -> None:
     """Each export holds the number of its iteration, and nothing else."""
 
     def train() -> None:
         trainer = trainer_of(nn.Linear(1000, 250, bias=False))
         parameter = next(model_of(trainer).parameters())
         trainer.add_event_handler(EACH, lambda engine: parameter.data.fill_(engine.state.iteration))
-        Export(tmp_path, format="safetensors" if form == "safetensors" else write_folder, keep=20).attach(trainer, EACH)
+        Export(tmp_path, keep=20).attach(trainer, EACH)
         data = [(torch.zeros(1, 1000), torch.zeros(1, 250))]
         trainer.run(data, max_epochs=100_000)
 
     child = start_child(train)
     try:
-        read_while_it_is_replaced(tmp_path / ("model.safetensors" if form == "safetensors" else "model"))
+        read_while_it_is_replaced(tmp_path / "model.safetensors")
     finally:
         os.kill(child[0], signal.SIGKILL)
         wait_for(child)
 
 
 def read_while_it_is_replaced(link: Path) -> None:
-    is_file, seen, deadline = link.suffix != "", set(), time.monotonic() + 60
+    seen, deadline = set[int](), time.monotonic() + 60
     while not link.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    with open(link if is_file else link / "parts" / "weights.pt", "rb") as held:
+    with open(link, "rb") as held:
         before = held.read()
         while len(seen) < 5:
             assert time.monotonic() < deadline
-            if is_file:
-                data = link.read_bytes()
-                header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-                expected, values = int(header["__metadata__"]["iteration"]), load(data)["weight"]
-            else:
-                folder = link.resolve()
-                assert names(folder) == ["config.json", "parts"]
-                expected = int(folder.name.removeprefix("model-"))
-                values = torch.load(folder / "parts" / "weights.pt", weights_only=True)["weight"]
+            data = link.read_bytes()
+            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+            expected, values = int(header["__metadata__"]["iteration"]), load(data)["weight"]
             assert torch.equal(values, torch.full((250, 1000), float(expected)))
             seen.add(expected)
         held.seek(0)
@@ -210,15 +163,15 @@ def test_a_full_disk_is_one_warning_and_later_exports_are_written(tmp_path: Path
 
 
 def test_what_a_killed_run_has_left_is_removed_and_its_iterations_are_written_again(tmp_path: Path) -> None:
-    (tmp_path / ".model-00000003.tmp-0123abcd").mkdir(parents=True)
-    (tmp_path / ".model-00000003.tmp-0123abcd" / "half").touch()
-    (tmp_path / ".other-00000003.tmp-0123abcd").mkdir()
+    (tmp_path / ".model-00000003.safetensors.tmp-0123abcd").touch()
+    (tmp_path / ".other-00000003.safetensors.tmp-0123abcd").touch()
     for _ in range(2):
         trainer = trainer_of()
-        Export(tmp_path, format=write_folder).attach(trainer, EACH(once=3))
+        Export(tmp_path).attach(trainer, EACH(once=3))
         trainer.run(numbers_loader(), max_epochs=1)
-    assert names(tmp_path) == [".other-00000003.tmp-0123abcd", "model", "model-00000003", "model-00000003.1"]
-    assert os.readlink(tmp_path / "model") == "model-00000003.1"
+    left = [".other-00000003.safetensors.tmp-0123abcd", "model-00000003.safetensors", "model.safetensors"]
+    assert names(tmp_path) == left
+    assert os.readlink(tmp_path / "model.safetensors") == "model-00000003.safetensors"
 
 
 @pytest.mark.slow
@@ -227,30 +180,21 @@ def test_sharded_weights_are_gathered(tmp_path: Path) -> None:
     def sharded() -> list[Any]:
         trainer, _, data = trainer_in("fsdp", tmp_path / "checkpoints")
         Export(tmp_path / "out").attach(trainer, EACH(once=3))
-        Export(tmp_path / "ema", format=write_folder, weights="ema").attach(trainer, EACH(once=3))
+        Export(tmp_path / "ema", weights="ema").attach(trainer, EACH(once=3))
         trainer.run(data, max_iters=3)
         state = {name: gathered(value) for name, value in model_of(trainer).state_dict().items()}
         average = trainer.registry.objects["ema"].state_dict()["weights"]
         both = [state, {name: gathered(value) for name, value in average.items()}]
-        Export(tmp_path / "none", format=lambda folder: None).attach(trainer)
-        try:
-            trainer.run(data, max_iters=4)
-        except ValueError as error:
-            message = str(error)
-        return [[{name: value.tolist() for name, value in part.items()} for part in both], message]
+        return [{name: value.tolist() for name, value in part.items()} for part in both]
 
-    for (state, average), message in run_phases(tmp_path, {"fsdp": (2, sharded)})["fsdp"]:
-        assert {
-            name: value.tolist() for name, value in load_file(tmp_path / "out" / "model.safetensors").items()
-        } == state
-        written = torch.load(tmp_path / "ema" / "model" / "parts" / "weights.pt", weights_only=True)
-        assert {name: value.tolist() for name, value in written.items()} == average
-        assert message.startswith("Export's function has no argument state_dict, so it cannot write a sharded model")
+    for answers in run_phases(tmp_path, {"fsdp": (2, sharded)})["fsdp"]:
+        for folder, expected in zip(("out", "ema"), answers, strict=True):
+            written = load_file(tmp_path / folder / "model.safetensors")
+            assert {name: value.tolist() for name, value in written.items()} == expected
 
 
 def test_wrong_use_is_one_sentence(tmp_path: Path) -> None:
     for settings, message in {
-        "format='onnx'": r"format must be 'safetensors', 'pt' or a function that writes a folder, got 'onnx'",
         "keep=0": r"keep must be at least 1, got 0: the newest is always kept",
         "name='a/b'": r"name must be a file's name without its ending, got 'a/b'",
     }.items():
@@ -267,8 +211,8 @@ def test_wrong_use_is_one_sentence(tmp_path: Path) -> None:
         Export(tmp_path, **options).attach(trainer)  # type: ignore[arg-type]  # what is tested
         with pytest.raises(ValueError, match=message):
             trainer.run(numbers_loader(), max_epochs=1)
-    (tmp_path / "model.pt").touch()
+    (tmp_path / "model.safetensors").touch()
     trainer = trainer_of()
-    Export(tmp_path, format="pt").attach(trainer)
-    with pytest.raises(ValueError, match=r"model\.pt is there and is not the link of an export: give Export ano"):
+    Export(tmp_path).attach(trainer)
+    with pytest.raises(ValueError, match=r"model\.safetensors is there and is not the link of an export"):
         trainer.run(numbers_loader(), max_epochs=1)

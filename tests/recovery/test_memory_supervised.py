@@ -11,10 +11,11 @@ import pytest
 
 from ignite_engine.recovery import slots
 from tests.faults.processes import Run, group_is_gone, wait_until
-from tests.recovery.test_supervisor import INVARIANT, finish, iteration, output, ranks_of, supervised
+from tests.recovery.test_supervisor import finish, iteration, output, ranks_of, supervised
 
 pytestmark = [pytest.mark.faults, pytest.mark.distributed, pytest.mark.slow]
 MEMORY_ALONE = {"every": 1000, "memory": 1}
+INVARIANT = {"update": {"rank_invariant": True, "global_micro_batches": 2, "clip_norm": 1.0}}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

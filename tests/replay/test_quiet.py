@@ -86,7 +86,7 @@ def test_no_handler_of_the_engine_writes_a_file(tmp_path: Path) -> None:
         trainer, few = trainer_of(linear(dropout=True)), Events.ITERATION_COMPLETED(every=4)
         sinks: list[Any] = [handlers.TensorBoardSink(directory)]
         handlers.MetricLogger(directory, sinks=sinks).attach(trainer, few)
-        handlers.Export(directory / "exports", format="pt").attach(trainer, few)
+        handlers.Export(directory / "exports").attach(trainer, few)
         handlers.Profiler(directory, wait=0, warmup=1, active=2).attach(trainer)
         handlers.StepTimes(directory).attach(trainer, few)
         handlers.MemoryLogger(directory).attach(trainer, few)

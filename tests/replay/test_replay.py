@@ -238,7 +238,7 @@ def test_mirror_and_exports_are_as_they_were(tmp_path: Path) -> None:
         trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse))
         options = {"mirror": str(tmp_path / "mirror"), "memory": 1}
         Checkpoint(directory / "checkpoints", keep_last=9, **options).attach(trainer)  # type: ignore[arg-type]
-        Export(tmp_path / "exports", format="pt").attach(trainer, Events.ITERATION_COMPLETED(every=3))
+        Export(tmp_path / "exports").attach(trainer, Events.ITERATION_COMPLETED(every=3))
         return trainer, {"data": loader(Numbers(20), 4), "max_epochs": 4}
 
     trainer, arguments = build(tmp_path / "run")
