@@ -35,10 +35,6 @@ def test_scheduler_alone_counts_its_own_calls() -> None:
         scheduler.step()
         seen.append(scheduler.get_last_lr()[0])
     assert seen == [1.0, 1.0, 0.5, 0.5, 0.5, 0.25, 0.25]
-    scheduler.flush()
-    assert scheduler.get_last_lr() == [0.125]
-    scheduler.flush()
-    assert scheduler.get_last_lr() == [0.125]
 
 
 def test_state_of_a_scheduler_alone_says_how_far_its_group_is() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as torch_schedulers
 
@@ -34,9 +34,6 @@ def test_it_is_an_optimizer_and_everything_else_is_the_wrapped_ones() -> None:
         clear_last(model, optimizer, GradientAccumulationLRScheduler(scheduler.scheduler, 9), batch)
     optimizer.state_dict()
     assert calls == ["stepped", "stepped", "saved"]
-    optimizer.param_groups = optimizer.param_groups[:1]
-    optimizer.state = optimizer.state
-    assert len(bare.param_groups) == 1
     with pytest.raises(AttributeError, match="no_such_thing"):
         _ = optimizer.no_such_thing
 
@@ -57,29 +54,13 @@ def test_torch_schedulers_may_be_made_over_it() -> None:
     assert optimizer.optimizer.param_groups[0]["lr"] == 0.25 and optimizer.optimizer_steps == 2
 
 
-def test_a_wrapper_with_a_backward_of_its_own_gets_the_divided_loss() -> None:
-    class Recording(SGD):
-        losses: list[float] = []
-
-        def backward(self, loss: Tensor) -> None:
-            self.losses.append(loss.item())
-            loss.backward()
-
-    model = linear(dtype=DOUBLE)
-    optimizer = GradientAccumulationOptimizer(inner := Recording(model.parameters(), lr=0.1), model, 4)
-    loss = mse(model, micro_batches(1)[0])
-    optimizer.backward(loss)
-
-    assert inner.losses == [loss.item() / 4]
-
-
 def pickled(thing: Any) -> Any:
     return pickle.loads(pickle.dumps(thing))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("done", [0, 1, 2, 3])
+@pytest.mark.parametrize("done", [0, 2])
 def test_a_copy_continues_with_the_same_bits(copied: Any, precision: str, done: int) -> None:
     batches, model = micro_batches(6), linear(dtype=DOUBLE)
     bare = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -97,10 +78,10 @@ def test_a_copy_continues_with_the_same_bits(copied: Any, precision: str, done: 
     assert not torch.equal(one(model), one(linear(dtype=DOUBLE)))
 
 
-def test_no_copy_between_backward_and_step() -> None:
+def test_no_copy_within_a_group() -> None:
     model = linear(dtype=DOUBLE)
     optimizer = GradientAccumulationOptimizer(SGD(model.parameters(), lr=0.1), model, 2)
     optimizer.backward(mse(model, micro_batches(1)[0]))
 
-    with pytest.raises(RuntimeError, match=r"saved within a group .*, whose gradients would"):
+    with pytest.raises(RuntimeError, match="copied within a group"):
         pickle.dumps(optimizer)

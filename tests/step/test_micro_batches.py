@@ -11,8 +11,7 @@ from ignite.engine import Events
 from torch import nn
 
 from ignite_engine import Trainer, Update, accumulation_steps_for, every, gradient_sync
-from ignite_engine.accumulation import check_accumulates, micro_batch_scales
-from ignite_engine.step.micro_batches import micro_batches_of
+from ignite_engine.step.micro_batches import check_accumulates, micro_batch_scales, micro_batches_of
 from tests.builders import Numbers, linear, mse
 
 
