@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import importlib.util
 import json
 import logging
@@ -23,6 +22,7 @@ from typing import IO, Any, Protocol
 import ignite.distributed as idist
 
 from ignite_engine import Phase, Trainer, TrainingEvents
+from ignite_engine.checkpointing.lock import InUse, lock
 from ignite_engine.checkpointing.nested import dotted, walk
 from ignite_engine.handlers.columns import Columns, head_of, short, width_of
 from ignite_engine.run_directory import json_values
@@ -178,6 +178,7 @@ class LogFile:
         self.start = 0
         """Offset of the newest line in bytes."""
         self._file: IO[bytes] | None = None
+        self._lock = contextlib.ExitStack()
         self._complete = True
         self._in_use = False
 
@@ -211,14 +212,11 @@ class LogFile:
             self.path.touch()
             file = self.path.open("r+b")
             try:
-                # the process's own lock: with flock a loader worker that outlives a killed run would still hold it
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
+                self._lock.enter_context(lock(self.path, again=True))
+            except InUse:
                 file.close()
                 self._in_use = True
                 raise FileInUse(self.path) from None
-            except OSError:
-                pass  # a file system without locks
             self._file = file
         return self._file
 
@@ -260,6 +258,7 @@ class LogFile:
         if self._file is not None:
             self._file.close()
             self._file = None
+            self._lock.close()
 
 
 class JSONLSink:

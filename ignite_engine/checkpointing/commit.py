@@ -25,6 +25,7 @@ from ignite_engine.checkpointing.contents import Contents
 from ignite_engine.checkpointing.environment import environment_values
 from ignite_engine.checkpointing.filesystem import FileRecord
 from ignite_engine.checkpointing.in_use import unused
+from ignite_engine.checkpointing.lock import lock
 from ignite_engine.checkpointing.manifest import (
     MANIFEST_NAME,
     Facts,
@@ -106,7 +107,7 @@ class Commit:
             # known before it is made: an interrupt in between must not leave it behind
             self._temporary = names.temporary_path(self._directory, self._iteration)
             filesystem.make_directory(self._temporary)
-            self._lock.enter_context(filesystem.locked(self._temporary))
+            self._lock.enter_context(lock(self._temporary))
             return self._temporary
 
         self._temporary = self._ranks.rank_zero(make, self._failure)

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import io
 import logging
 import os
-import platform
 import secrets
 import stat
 from collections.abc import Callable, Iterator
@@ -23,12 +21,16 @@ from typing import IO, Any, cast
 
 from blake3 import blake3
 
+from ignite_engine.checkpointing.lock import InUse, lock
+
 PIECE_BYTES = 1 << 20
 """Bytes that are read from a file at a time, and that are collected before they are written."""
 HASHES: dict[str, Callable[[], Any]] = {"blake3": blake3, "sha256": hashlib.sha256}
 """What a manifest may name. New files have the first, which is faster than a disk on one core."""
 DEFAULT_HASH = "blake3"
 LOCK_NAME = ".lock"
+_ASKED_FOR_S = 0.1
+"""Who asks whether a directory is held has its lock for a moment."""
 logger = logging.getLogger(__name__)
 
 
@@ -217,85 +219,43 @@ def remove_tree(path: Path) -> None:
         os.rmdir(path)
 
 
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[bool]:
-    """Hold the advisory lock of a directory; yields False if another process holds it or the lock is not supported.
-
-    The kernel releases it when its holder dies, however it died: a temporary directory whose lock is free has no
-    writer any more, on this host or in another container.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(descriptor)
-
-
 class DirectoryInUse(RuntimeError):
     """Another process holds the lock of a directory; the message is the process."""
 
 
 @contextlib.contextmanager
 def held(directory: Path) -> Iterator[None]:
-    """Keep other processes from holding a directory, which is made if it is missing.
+    """Keep other processes from holding a directory, which is made if it is missing; a thread may hold it twice.
 
-    The lock is the process's own: the kernel frees it however the process ends, and no loader worker that outlives it
-    for a moment keeps it, as would be so with ``flock``. A second holder in the same process is not refused. Where the
-    file system does not allow a lock, that is a warning.
+    Where the file system does not allow a lock, that is a warning.
 
     Raises:
         DirectoryInUse: another process holds it.
     """
-    path = directory / LOCK_NAME
     with contextlib.ExitStack() as stack:
+        reason: str | None = "the file system has no locks"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(_locked_file(path))
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {platform.node()}\n")
-            file.flush()
-            stack.callback(_unlink_quietly, path)  # while it is still locked
+            if stack.enter_context(lock(directory / LOCK_NAME, again=True, own_file=True, wait_s=_ASKED_FOR_S)):
+                reason = None
+        except InUse as holder:
+            raise DirectoryInUse(str(holder)) from None
         except OSError as error:
-            logger.warning("%s cannot be locked (%s): do not start a second run in it.", directory, error.strerror)
+            reason = error.strerror
+        if reason is not None:
+            logger.warning("%s cannot be locked (%s): do not start a second run in it.", directory, reason)
         yield
 
 
 def is_held(directory: Path) -> bool:
-    """Whether another process holds a directory by :func:`held`. It asks, and takes nothing."""
+    """Whether another process or thread holds a directory by :func:`held`."""
     try:
-        with open(directory / LOCK_NAME, "rb") as file:
-            os.lockf(file.fileno(), os.F_TEST, 0)
-    except (BlockingIOError, PermissionError):
+        with lock(directory / LOCK_NAME, shared=True, again=True):
+            return False
+    except InUse:
         return True
-    except OSError:  # there is no lock, or there are none on this file system
+    except OSError:
         return False
-    return False
-
-
-def _unlink_quietly(path: Path) -> None:
-    """An unlocked file that is left does no harm, and its folder may be read-only or gone by now."""
-    with contextlib.suppress(OSError):
-        os.unlink(path)
-
-
-@contextlib.contextmanager
-def _locked_file(path: Path) -> Iterator[IO[str]]:
-    while True:
-        with open(path, "a+", encoding="utf-8") as file:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
-                file.seek(0)
-                raise DirectoryInUse(file.read().strip() or "another process") from None
-            # its last holder may have deleted it since it was opened
-            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                yield file
-                return
 
 
 Signature = tuple[int, int, int, int]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
+
+from ignite_engine.checkpointing.lock import InUse, lock
 
 LOOKS = 10
 """So often a checkpoint is chosen, if each one is deleted before it was read."""
@@ -30,20 +29,10 @@ def in_use(checkpoint: Path) -> Iterator[bool]:
     Yields:
         Whether it is there. True also where the file system allows no lock: then it may be deleted.
     """
-    try:
-        descriptor = os.open(checkpoint, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:  # a file of weights, too
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            stack.enter_context(lock(checkpoint, shared=True, wait_s=_WAIT_S))
         yield checkpoint.exists()
-        return
-    try:
-        deadline = time.monotonic() + _WAIT_S
-        while _is_at(descriptor, checkpoint) and not _lock(descriptor, fcntl.LOCK_SH) and time.monotonic() < deadline:
-            time.sleep(0.005)
-        yield _is_at(descriptor, checkpoint)
-    finally:
-        with contextlib.suppress(OSError):  # closing alone would leave it to a worker that was forked meanwhile
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -58,13 +47,12 @@ def unused(checkpoints: Iterable[Path]) -> Iterator[set[Path]]:
     with contextlib.ExitStack() as stack:
         for checkpoint in checkpoints:
             try:
-                descriptor = os.open(checkpoint, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                stack.enter_context(lock(checkpoint))
+                found.add(checkpoint)
+            except InUse:
+                continue
             except OSError as error:
                 errors.append(error)
-                continue
-            stack.callback(os.close, descriptor)
-            if _lock(descriptor, fcntl.LOCK_EX):
-                found.add(checkpoint)
         yield found
     if errors:
         raise errors[0]
@@ -77,18 +65,12 @@ def one_writer(directory: Path) -> Iterator[None]:
     Raises:
         OSError: the folder is not there, or another process has changed some for too long.
     """
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        deadline = time.monotonic() + _WRITE_WITHIN_S
-        while not _lock(descriptor, fcntl.LOCK_EX):
-            if time.monotonic() > deadline:
-                raise OSError(errno.EBUSY, "Another process is changing a manifest", str(directory))
-            time.sleep(0.005)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock(directory, wait_s=_WRITE_WITHIN_S))
+        except InUse:
+            raise OSError(errno.EBUSY, "Another process is changing a manifest", str(directory)) from None
         yield
-    finally:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
 
 
 def read_chosen(
@@ -113,21 +95,3 @@ def read_chosen(
                 if on_rank_0(path.exists):
                     raise
     return read(on_rank_0(choose))
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except OSError:
-        return False
-
-
-def _lock(descriptor: int, kind: int) -> bool:
-    """Whether it is locked now, or cannot be on this file system."""
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True

@@ -11,6 +11,7 @@ from pathlib import Path
 from ignite_engine.checkpointing import filesystem
 from ignite_engine.checkpointing.filesystem import Signature, signature
 from ignite_engine.checkpointing.in_use import LOOKS
+from ignite_engine.checkpointing.lock import InUse, lock
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ignite_engine.checkpointing.retention import CheckpointInfo
 from ignite_engine.errors import CheckpointError, one_line
@@ -180,5 +181,8 @@ def sweep(directory: Path) -> list[Path]:
 
 
 def _has_no_writer(path: Path) -> bool:
-    with filesystem.locked(path) as free:
-        return free
+    try:
+        with lock(path) as is_locked:
+            return is_locked
+    except InUse:
+        return False

@@ -80,6 +80,9 @@ def test_a_directory_is_held_by_one_process(tmp_path: Path) -> None:
         code, answer = in_child(try_to_hold)
         assert code == 0 and answer.startswith(f"process {os.getpid()} on ")
         assert in_child(lambda: [filesystem.is_held(folder), filesystem.is_held(folder)]) == (0, [True, True])
+        with held(folder):
+            assert not filesystem.is_held(folder), "not by another process"
+        assert in_child(lambda: filesystem.is_held(folder)) == (0, True)
     assert in_child(lambda: filesystem.is_held(folder)) == (0, False)
     assert in_child(try_to_hold) == (0, "held") and os.listdir(folder) == []
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import itertools
 import os
 import signal
@@ -17,7 +19,7 @@ from ignite_engine import load_weights
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, Retention, in_use
 from ignite_engine.checkpointing.weights_source import read_named
 from ignite_engine.cli.arguments import main
-from tests.checkpointing.file_faults import start_child, wait_for
+from tests.checkpointing.file_faults import FileOperations, start_child, wait_for
 from tests.checkpointing.states import holds, save, shared_parts
 
 BY_LOSS = Retention(keep_last=1, best="val/loss")
@@ -55,8 +57,12 @@ def run_beside(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that has none: every lock is as good as granted."""
-    monkeypatch.setattr(in_use, "_lock", lambda descriptor, kind: True)
+    """A file system that has none."""
+
+    def refuse(descriptor: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
 
 
 @pytest.mark.faults
@@ -134,6 +140,16 @@ def test_a_worker_that_was_forked_meanwhile_does_not_keep_it(tmp_path: Path) -> 
     assert store.apply(Retention(keep_last=1)) == [first]
     os.kill(child[0], signal.SIGKILL)
     wait_for(child)
+
+
+def test_a_worker_that_is_forked_while_a_checkpoint_is_written_does_not_keep_it(tmp_path: Path) -> None:
+    store, workers = CheckpointStore(tmp_path), list[tuple[int, int]]()
+    with FileOperations(tmp_path, ("fsync", ".pt"), lambda: workers.append(start_child(lambda: time.sleep(60)))):
+        first = save(store, 1)
+    save(store, 2)
+    assert store.apply(Retention(keep_last=1)) == [first]
+    os.kill(workers[0][0], signal.SIGKILL)
+    wait_for(workers[0])
 
 
 @pytest.mark.usefixtures("no_locks")

@@ -18,7 +18,8 @@ from ignite.metrics import Average
 from torch import Tensor, nn
 
 from ignite_engine import Trainer, TrainingEvents, create_evaluator
-from ignite_engine.checkpointing import CheckpointError, CheckpointStore, NotExact, StateMismatch, filesystem
+from ignite_engine.checkpointing import CheckpointError, CheckpointStore, NotExact, StateMismatch
+from ignite_engine.checkpointing.lock import lock
 from ignite_engine.handlers import Checkpoint, Evaluation, LRSchedule, MetricLogger, warmup_cosine
 from tests.builders import Passes, linear, numbers_loader, trainer_of, weights
 
@@ -331,7 +332,7 @@ def test_start_of_a_run_sweeps_what_a_killed_one_was_writing(tmp_path: Path, res
     checkpoint = Checkpoint(tmp_path)
     checkpoint.attach(trainer)
     trainer.add_event_handler(Events.ITERATION_STARTED(once=5 if resumed else 1), lambda: seen.extend(hidden(tmp_path)))
-    with filesystem.locked(alive):
+    with lock(alive):
         assert (checkpoint.resume() is not None) == resumed and hidden(tmp_path) == sorted([*left, alive])
         trainer.run(numbers_loader(), max_iters=5)
 

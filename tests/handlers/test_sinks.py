@@ -28,6 +28,7 @@ from ignite.engine import Events
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.handlers import Checkpoint, ConsoleSink, JSONLSink, MetricLogger, Throughput
 from tests.builders import numbers_loader, trainer_of
+from tests.checkpointing.file_faults import in_child
 from tests.faults.commands import Command, program
 
 
@@ -485,6 +486,16 @@ def test_file_that_another_process_writes_is_left_alone_with_one_line(
         f"The sink metric_logger/jsonl (JSONLSink) failed: FileInUse: {path} is being written by another process. "
         "Training continues and later points are tried; give this run a directory of its own."
     ]
+
+
+def test_file_that_its_writer_reads_is_left_alone_by_others(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JSONLSink(path)
+    for iteration in (1, 2):
+        sink.write(iteration, {"a": 1.0})
+    content = path.read_text()  # as for a plot
+    assert in_child(lambda: JSONLSink(path).write(1, {"a": 2.0}))[0] == 1
+    assert path.read_text() == content
 
 
 def test_killed_process_leaves_no_lock(tmp_path: Path) -> None:

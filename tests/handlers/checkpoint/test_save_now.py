@@ -17,7 +17,7 @@ from ignite_engine.checkpointing import CheckpointError, CheckpointStore, filesy
 from ignite_engine.cli import main
 from ignite_engine.handlers import Checkpoint
 from tests.builders import linear, numbers_loader, on_two_ranks, trainer_of, weights
-from tests.checkpointing.file_faults import start_child, wait_for
+from tests.checkpointing.file_faults import in_child, start_child, wait_for
 
 
 def run_of(folder: Path, **options: Any) -> tuple[Trainer, Checkpoint]:
@@ -42,6 +42,8 @@ def test_a_save_asked_for_at_the_last_boundary_is_made(tmp_path: Path, event: An
     def save() -> None:
         if trainer.state.iteration == 3:
             checkpoint.save()
+            # the run still writes there
+            assert in_child(lambda: filesystem.is_held(tmp_path / "run")) == (0, True)
 
     trainer.add_event_handler(event, save)
     trainer.run(numbers_loader(), max_iters=3)
