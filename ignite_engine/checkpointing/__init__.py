@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from ignite_engine.checkpointing.load_sources import LoadSource
     from ignite_engine.checkpointing.manifest import FORMAT_VERSION, Manifest, read_manifest
     from ignite_engine.checkpointing.naming import find_directory, find_source
-    from ignite_engine.checkpointing.part_file import all_finite
     from ignite_engine.checkpointing.retention import BestCheckpoint, CheckpointInfo, Retention
     from ignite_engine.checkpointing.save_filter import SaveFilter
     from ignite_engine.checkpointing.save_options import SaveOptions
@@ -39,7 +38,6 @@ __all__ = [
     "Snapshot",
     "Source",
     "StateMismatch",
-    "all_finite",
     "find_directory",
     "find_source",
     "read_manifest",
@@ -54,7 +52,6 @@ _HOMES = {
     "checkpointing.load_sources": ("LoadSource",),
     "checkpointing.manifest": ("FORMAT_VERSION", "Manifest", "read_manifest"),
     "checkpointing.naming": ("find_directory", "find_source"),
-    "checkpointing.part_file": ("all_finite",),
     "checkpointing.retention": ("BestCheckpoint", "CheckpointInfo", "Retention"),
     "checkpointing.save_filter": ("SaveFilter",),
     "checkpointing.save_options": ("SaveOptions",),

@@ -24,16 +24,8 @@ _CONFIG_IS_OF_THE_CONTEXT = torch.__version__ >= "2.12"
 """Before, torch's options are of the process: a user's own ``torch.save`` in another thread would see ours."""
 
 
-def all_finite(state: Any) -> bool:
-    """Whether every floating point tensor in a nested state is finite; of a sharded one, this rank's piece.
-
-    Reads each tensor once, without a copy.
-    """
-    return all(is_finite(value) for _, value in walk(state) if isinstance(value, Tensor) and not value.is_meta)
-
-
 def is_finite(value: Tensor) -> bool:
-    """As :func:`all_finite`, of one tensor."""
+    """Whether a floating point tensor is finite; of a sharded one, this rank's piece. Reads it once, without a copy."""
     value = value.detach()
     if hasattr(value, "to_local"):
         value = value.to_local()

@@ -65,7 +65,7 @@ class CheckpointStore:
         directory: made at the first save.
         group: the ranks that save together, over CPU (gloo); None: the default group, if there is one.
 
-    ``save``, ``apply``, ``annotate`` and ``sweep`` are collective: all ranks call them in the same order and get the
+    ``save``, ``annotate`` and ``sweep`` are collective: all ranks call them in the same order and get the
     same result or the same ``CheckpointError``. All other methods only read, in the calling process only.
     """
 
@@ -215,27 +215,30 @@ class CheckpointStore:
         parts, local = joined(path, manifest, problem, merged, local, whole=whole)
         return Loaded(path, manifest, parts, local)
 
-    def apply(self, retention: Retention) -> list[Path]:
-        """Delete what ``retention`` does not keep; a collective. Call it after a save, never before.
+    def prune(self, retention: Retention) -> list[Path]:
+        """Delete what ``retention`` does not keep; not collective: on one rank, after a save, never before.
 
-        Damaged checkpoints are neither counted nor deleted; one that a process reads is left
-        to the next call. Nothing is deleted before one of those that are kept was
-        verified (a healthy one, if there is any); files hashed while they were written are not read again.
+        Damaged checkpoints are neither counted nor deleted; one that a process reads is left to the next call. Nothing
+        is deleted before one of those that are kept was verified (a healthy one, if there is any); files hashed while
+        they were written are not read again.
 
         Returns:
             The deleted ones.
 
         Raises:
-            CheckpointError: one could not be deleted; the same on all ranks.
+            CheckpointError: one could not be deleted.
         """
-        return self._ranks.rank_zero(lambda: self._prune(retention), lambda causes: f"Pruning failed: {causes}.")
-
-    def prune(self, retention: Retention) -> list[Path]:
-        """As :meth:`apply`, by one rank alone."""
         try:
-            return self._prune(retention)
+            to_delete = self.to_delete(retention)
+            with unused(checkpoint.path for checkpoint in to_delete) as free:
+                gone = [checkpoint.path for checkpoint in to_delete if checkpoint.path in free]
+                if gone:
+                    names.discard(gone)
         except Exception as error:
             raise CheckpointError(f"Pruning failed: {one_line(error)}.") from error
+        for path in gone:
+            self._verification.forget(path)
+        return gone
 
     def annotate(
         self, path: str | Path, *, labels: Iterable[str] | None = None, metrics: Mapping[str, Any] | None = None
@@ -259,19 +262,12 @@ class CheckpointStore:
             lambda causes: f"{path} was not annotated: {causes}.",
         )
 
-    def add_metrics(self, path: str | Path, metrics: Mapping[str, Any]) -> Manifest:
-        """As :meth:`annotate`, by one rank alone."""
-        try:
-            return _rewritten(Path(path), None, metrics)
-        except Exception as error:
-            raise CheckpointError(f"{path} was not annotated: {one_line(error)}.") from error
-
     def sweep(self) -> list[Path]:
         """Remove what dead writers left; a collective, for the start of a run. A living writer's files stay."""
         return self._ranks.rank_zero(lambda: names.sweep(self.directory), lambda causes: f"Sweeping failed: {causes}.")
 
     def to_delete(self, retention: Retention) -> list[CheckpointInfo]:
-        """Those that :meth:`apply` would delete; nothing is deleted, and files may be read to verify them."""
+        """Those that :meth:`prune` would delete; nothing is deleted, and files may be read to verify them."""
         check = self._verification
         sound = [
             checkpoint for checkpoint in self.checkpoints() if check.looks_sound(checkpoint.path, checkpoint.manifest)
@@ -292,16 +288,6 @@ class CheckpointStore:
             )
             to_delete = [checkpoint for checkpoint in to_delete if checkpoint is not kept_valid]
         return to_delete
-
-    def _prune(self, retention: Retention) -> list[Path]:
-        to_delete = self.to_delete(retention)
-        with unused(checkpoint.path for checkpoint in to_delete) as free:
-            gone = [checkpoint.path for checkpoint in to_delete if checkpoint.path in free]
-            if gone:
-                names.discard(gone)
-        for path in gone:
-            self._verification.forget(path)
-        return gone
 
     def _not_saved(self, iteration: int, causes: str) -> str:
         earlier = "earlier checkpoints are untouched" if self.checkpoints() else "there is no earlier one"

@@ -169,7 +169,7 @@ def _prune(options: argparse.Namespace) -> int:
         retention = Retention(options.keep_last, best=rule[0], mode=rule[1])
     except ValueError as error:
         raise CheckpointError(str(error)) from None
-    gone = [checkpoint.path for checkpoint in store.to_delete(retention)] if options.dry_run else store.apply(retention)
+    gone = [checkpoint.path for checkpoint in store.to_delete(retention)] if options.dry_run else store.prune(retention)
     for path in gone:
         print(f"{path.name}  {'would be deleted' if options.dry_run else 'deleted'}")
     print(f"{len(before) - len(gone)} of {len(before)} {'would stay' if options.dry_run else 'stay'}")

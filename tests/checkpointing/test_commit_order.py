@@ -55,7 +55,7 @@ def test_an_old_checkpoint_goes_only_after_the_new_one_is_durable(tmp_path: Path
     save(store, 100)
     with FileOperations(tmp_path) as seen:
         save(store, 200)
-        assert store.apply(Retention(keep_last=1)) == [tmp_path / "iteration_00000100"]
+        assert store.prune(Retention(keep_last=1)) == [tmp_path / "iteration_00000100"]
     order = operations(tmp_path, seen)
     committed = order.index(("rename", f"{TEMPORARY} -> iteration_00000200"))
     trash = ".trash-iteration_00000100"

@@ -134,12 +134,12 @@ def test_prune_never_deletes_the_last_valid_one(tmp_path: Path, damage: Callable
     path = save(CheckpointStore(tmp_path), 200)
     damage(path)
     store = CheckpointStore(tmp_path)
-    assert store.apply(Retention(keep_last=1)) == []
+    assert store.prune(Retention(keep_last=1)) == []
     newest = store.latest().checkpoint
     assert newest is not None and holds(store, newest.path, 100)
     # with a valid one again, the old one may go; the damaged one is left to whoever wants to look at it
     save(store, 300)
-    assert tmp_path / "iteration_00000100" in store.apply(Retention(keep_last=1))
+    assert tmp_path / "iteration_00000100" in store.prune(Retention(keep_last=1))
     assert holds(store, tmp_path / "iteration_00000300", 300)
 
 
@@ -148,9 +148,9 @@ def test_a_damaged_one_is_not_counted_among_the_last(tmp_path: Path, damage: Cal
     for iteration in (100, 200, 300):
         save(CheckpointStore(tmp_path), iteration)
     damage(tmp_path / "iteration_00000200")
-    assert CheckpointStore(tmp_path).apply(Retention(keep_last=2)) == []
+    assert CheckpointStore(tmp_path).prune(Retention(keep_last=2)) == []
     save(CheckpointStore(tmp_path), 400)
-    assert [each.name for each in CheckpointStore(tmp_path).apply(Retention(keep_last=2))] == ["iteration_00000100"]
+    assert [each.name for each in CheckpointStore(tmp_path).prune(Retention(keep_last=2))] == ["iteration_00000100"]
 
 
 def test_a_store_that_verified_a_file_sees_when_it_changes(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_store_that_verified_a_file_sees_when_it_changes(tmp_path: Path) -> No
     os.utime(path / "shared.pt", ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     with pytest.raises(CheckpointError, match=r"is damaged: shared\.pt has changed"):
         store.load(path)
-    assert store.apply(Retention(keep_last=1)) == []
+    assert store.prune(Retention(keep_last=1)) == []
 
 
 def test_nothing_valid_is_told_apart_from_nothing_there(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def read_only_file_system(directory: Path) -> str:
     assert refused.value.errno == errno.EROFS
     message = failing_save(store, 300)
     with pytest.raises(CheckpointError, match=r"Pruning failed: Read-only file system"):
-        store.apply(Retention(keep_last=1))
+        store.prune(Retention(keep_last=1))
     assert [each.iteration for each in store.checkpoints()] == [100, 200]
     assert holds(store, store.latest().checkpoint.path, 200)  # type: ignore[union-attr]  # None would fail as well
     return message
@@ -186,7 +186,7 @@ def test_an_error_in_a_prune_leaves_the_newest_and_the_next_prune_finishes(tmp_p
     def save_and_prune(directory: Path) -> None:
         store = CheckpointStore(directory)
         save(store, 200)
-        store.apply(Retention(keep_last=1))
+        store.prune(Retention(keep_last=1))
 
     for directory, before_commit, outcome in everywhere(tmp_path, save_and_prune, OSError(errno.EIO, "I/O error")):
         assert isinstance(outcome, CheckpointError)
@@ -195,7 +195,7 @@ def test_an_error_in_a_prune_leaves_the_newest_and_the_next_prune_finishes(tmp_p
         assert newest is not None and skipped == []
         assert holds(store, newest.path, 100 if before_commit else 200)
         store.sweep()
-        store.apply(Retention(keep_last=1))
+        store.prune(Retention(keep_last=1))
         assert [each.iteration for each in store.checkpoints()] == [newest.iteration]
         assert left_over(directory) == []
 

@@ -37,7 +37,7 @@ def save_and_prune(directory: Path, iteration: int) -> None:
     """One save of a run whose loss falls; the newest and the best are the same one."""
     store = CheckpointStore(directory)
     save(store, iteration, metrics={"val/loss": 1 / iteration}, best={"metric": "val/loss", "mode": "min"})
-    store.apply(BY_LOSS)
+    store.prune(BY_LOSS)
 
 
 @pytest.fixture
@@ -96,8 +96,8 @@ def test_what_is_read_is_pruned_when_it_has_been_read(tmp_path: Path) -> None:
     first, second = (save(store, iteration) for iteration in (1, 2))
     with in_use.in_use(first) as is_there:
         assert is_there
-        assert CheckpointStore(tmp_path).apply(Retention(keep_last=1)) == [] and holds(store, first, 1)
-    assert store.apply(Retention(keep_last=1)) == [first] and second.exists()
+        assert CheckpointStore(tmp_path).prune(Retention(keep_last=1)) == [] and holds(store, first, 1)
+    assert store.prune(Retention(keep_last=1)) == [first] and second.exists()
     with in_use.in_use(first) as is_there:
         assert not is_there
 
@@ -108,7 +108,7 @@ def test_saved_again_while_it_is_read_both_stay_until_the_next_prune(tmp_path: P
     with in_use.in_use(first):
         again = save(store, 1)
         assert again.name == "iteration_00000001.1" and holds(store, first, 1)
-    assert store.apply(Retention(keep_last=5)) == [first] and holds(store, again, 1)
+    assert store.prune(Retention(keep_last=5)) == [first] and holds(store, again, 1)
 
 
 @pytest.mark.faults
@@ -126,10 +126,10 @@ def test_the_lock_of_a_reader_ends_with_its_process(tmp_path: Path) -> None:
     while not (tmp_path / "reads").exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert store.apply(Retention(keep_last=1)) == []
+    assert store.prune(Retention(keep_last=1)) == []
     os.kill(child[0], signal.SIGKILL)
     assert wait_for(child)[0] == -signal.SIGKILL
-    assert store.apply(Retention(keep_last=1)) == [first]
+    assert store.prune(Retention(keep_last=1)) == [first]
 
 
 def test_a_worker_that_was_forked_meanwhile_does_not_keep_it(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_worker_that_was_forked_meanwhile_does_not_keep_it(tmp_path: Path) -> 
     first, _ = save(store, 1), save(store, 2)
     with in_use.in_use(first):
         child = start_child(lambda: time.sleep(60))
-    assert store.apply(Retention(keep_last=1)) == [first]
+    assert store.prune(Retention(keep_last=1)) == [first]
     os.kill(child[0], signal.SIGKILL)
     wait_for(child)
 

@@ -105,7 +105,7 @@ def test_killed_while_the_same_iteration_is_saved_again_one_of_the_two_loads(tmp
         assert holds(store, newest.path, 200)
         store.sweep()
         assert left_over(directory) == []
-        store.apply(Retention(keep_last=1))
+        store.prune(Retention(keep_last=1))
         assert [each.path for each in store.checkpoints()] == [newest.path]
 
     kill_everywhere(template, lambda directory: save(CheckpointStore(directory), 200, labels=["second"]), check)
@@ -125,12 +125,12 @@ def test_killed_at_any_file_operation_of_a_prune_nothing_kept_is_lost(tmp_path: 
         assert all(store.verify(each.path) == [] for each in store.checkpoints())
         assert holds(store, newest.path, 300)
         store.sweep()
-        store.apply(Retention(keep_last=1))
+        store.prune(Retention(keep_last=1))
         assert [each.iteration for each in store.checkpoints()] == [300]
         assert left_over(directory) == []
 
     operations = kill_everywhere(
-        template, lambda directory: CheckpointStore(directory).apply(Retention(keep_last=1)), check
+        template, lambda directory: CheckpointStore(directory).prune(Retention(keep_last=1)), check
     )
     assert operations == 2 + 2 + 2 + 2 * 4  # two locks and renames, one fsync of the parent, twice 3 files and a folder
 
@@ -143,7 +143,7 @@ def test_keep_last_one_survives_kills_between_save_and_prune(tmp_path: Path) -> 
     def save_and_prune(directory: Path) -> None:
         store = CheckpointStore(directory)
         save(store, 200)
-        store.apply(Retention(keep_last=1))
+        store.prune(Retention(keep_last=1))
 
     def check(directory: Path, number: int, first_rename: int) -> None:
         newest = CheckpointStore(directory).latest().checkpoint
@@ -185,7 +185,7 @@ def test_keep_last_one_keeps_one_across_five_processes(tmp_path: Path) -> None:
         store = CheckpointStore(tmp_path)
         before = store.latest().checkpoint
         save(store, iteration)
-        store.apply(Retention(keep_last=1))
+        store.prune(Retention(keep_last=1))
         return [os.getpid(), None if before is None else before.iteration]
 
     processes = set()

@@ -53,7 +53,7 @@ def test_a_checkpoint_that_is_a_symbolic_link_is_never_read_or_deleted(tmp_path:
     assert [(path.name, "symbolic link" in reason) for path, reason in newest.skipped] == [("iteration_00000300", True)]
     save(store, 400)
     save(store, 300)
-    store.apply(Retention(keep_last=1))
+    store.prune(Retention(keep_last=1))
     assert content(other) == before
     assert sorted(each.name for each in store.directory.iterdir() if each.is_symlink()) == [
         "iteration_00000100",
@@ -77,7 +77,7 @@ def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
     for iteration in (100, 200):
         save(store, iteration)
     (tmp_path / "scratch" / ".tmp-iteration_00000300-0123abcd").mkdir()
-    assert len(store.sweep()) == 1 and len(store.apply(Retention(keep_last=1))) == 1
+    assert len(store.sweep()) == 1 and len(store.prune(Retention(keep_last=1))) == 1
     assert os.listdir(tmp_path / "scratch") == ["iteration_00000200"]
 
 
@@ -164,10 +164,10 @@ def test_one_checkpoint_that_cannot_be_deleted_does_not_keep_the_others(tmp_path
         FileOperations(tmp_path, at=("rename", "iteration_00000100"), action=busy) as seen,
         pytest.raises(CheckpointError, match="Pruning failed: Device or resource busy"),
     ):
-        store.apply(Retention(keep_last=1))
+        store.prune(Retention(keep_last=1))
     assert seen.acted == 1
     assert [each.iteration for each in store.checkpoints()] == [100, 400] and left_over(tmp_path) == []
-    store.apply(Retention(keep_last=1))
+    store.prune(Retention(keep_last=1))
     assert [each.iteration for each in store.checkpoints()] == [400]
 
 

@@ -69,7 +69,7 @@ def test_a_value_of_another_type_is_one_line(tmp_path: Path, key: str, value: An
     assert "\n" not in str(error.value)
     newest = store.latest()
     assert newest.checkpoint is not None and newest.checkpoint.path == good
-    store.apply(Retention(keep_last=1))
+    store.prune(Retention(keep_last=1))
     assert good.is_dir() and bad.is_dir()
 
 
@@ -94,7 +94,7 @@ def test_a_file_name_never_leads_out_of_the_checkpoint(tmp_path: Path, name: str
         store.load(path)
     assert "\n" not in str(error.value)
     assert len(store.verify(path)) == 1 and store.latest().checkpoint is None
-    store.apply(Retention(keep_last=1))
+    store.prune(Retention(keep_last=1))
     store.sweep()
     assert (tmp_path / "run" / "secret.pt").read_bytes() == b"abc"
 
@@ -125,7 +125,7 @@ def test_the_parent_and_the_labels_are_words_and_no_paths(tmp_path: Path) -> Non
     (tmp_path / "precious").mkdir()
     forge(path, lambda content: content.update(parent="../precious", labels=["../precious"], sequence=10**30))
     save(store, 200)
-    store.apply(Retention(keep_last=1))
+    store.prune(Retention(keep_last=1))
     assert (tmp_path / "precious").is_dir() and [each.iteration for each in store.checkpoints()] == [200]
 
 

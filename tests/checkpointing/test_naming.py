@@ -87,7 +87,7 @@ def test_another_run_in_the_same_folder_has_its_own_best(run: Path) -> None:
     for iteration, loss in ((4, 0.6), (5, 0.7), (6, 0.8)):
         save(store, iteration, metrics={"val/loss": loss}, best=LOSS, run_id="b")
     assert find_source(run / "best").name == "iteration_00000004"
-    store.apply(Retention(keep_last=1, best="val/loss"))
+    store.prune(Retention(keep_last=1, best="val/loss"))
     assert [each.iteration for each in store.checkpoints()] == [4, 6]
 
 

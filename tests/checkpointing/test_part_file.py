@@ -16,7 +16,7 @@ from torch import nn
 
 from ignite_engine.checkpointing.filesystem import FileRecord
 from ignite_engine.checkpointing.part_file import (
-    all_finite,
+    is_finite,
     plain_data_problem,
     read_parts,
     write_parts,
@@ -125,6 +125,6 @@ def test_a_large_file_has_no_crc_of_torch_and_no_other_thread_saves_without(
 
 def test_finite_looks_into_every_layout() -> None:
     bad = torch.tensor([[0.0, float("nan")]])
-    assert all_finite({"a": [torch.ones(2), bad[:, :1], 1.0], "b": torch.tensor([1])})
+    assert is_finite(bad[:, :1])
     for value in (bad, bad.to_sparse(), bad.to(torch.complex64), bad.to(torch.float8_e4m3fn)):
-        assert not all_finite({"a": (value,)})
+        assert not is_finite(value)

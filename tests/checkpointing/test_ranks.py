@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ignite_engine.checkpointing import CheckpointError, CheckpointStore, Retention
+from ignite_engine.checkpointing import CheckpointError, CheckpointStore
 from tests.builders import on_two_ranks
 from tests.checkpointing.file_faults import FileOperations
 from tests.checkpointing.states import left_over, local_parts, shared_parts
@@ -74,7 +74,6 @@ def cases(directory: Path, rank: int) -> dict[str, Any]:
     ]
     dist.barrier()
     answers["next healthy save"] = attempt(lambda: save(store, 400, rank))
-    answers["pruned"] = attempt(lambda: [each.name for each in store.apply(Retention(keep_last=1))])
     answers["annotated"] = attempt(lambda: store.annotate(directory / "iteration_00000400", labels=["a"]).labels)
     answers["not annotated"] = attempt(lambda: store.annotate(directory / "iteration_00000999", labels=["a"]))
     (directory / ".trash-iteration_00000001-00000000").mkdir(exist_ok=True)
@@ -145,15 +144,15 @@ def test_failed_saves_leave_nothing_and_the_next_one_works(two_ranks: tuple[Path
     assert answers["next healthy save"] == ["iteration_00000400"] * 2
 
 
-def test_pruning_annotating_and_sweeping_give_the_same_on_both(two_ranks: tuple[Path, Answers]) -> None:
+def test_annotating_and_sweeping_give_the_same_on_both(two_ranks: tuple[Path, Answers]) -> None:
     directory, answers = two_ranks
-    assert answers["pruned"] == [["iteration_00000100", "iteration_00000300"]] * 2
     assert answers["annotated"] == [["a"], ["a"]]
     assert answers["not annotated"][0] == answers["not annotated"][1]
     assert "has no manifest.json" in answers["not annotated"][0][1]
     assert answers["swept"] == [[".trash-iteration_00000001-00000000"]] * 2
     assert answers["with a group"] == ["iteration_00000500"] * 2
-    assert sorted(each.name for each in directory.iterdir()) == ["iteration_00000400", "iteration_00000500"]
+    newest = {"iteration_00000400", "iteration_00000500"}
+    assert newest < {each.name for each in directory.iterdir()}
 
 
 def test_the_manifest_joins_what_the_ranks_say(two_ranks: tuple[Path, Answers]) -> None:

@@ -18,7 +18,7 @@ def run(directory: Path, saves: list[dict[str, Any]], retention: Retention) -> l
     for options in saves:
         store = CheckpointStore(directory)
         save(store, **options)
-        store.apply(retention)
+        store.prune(retention)
     return [each.iteration for each in CheckpointStore(directory).checkpoints()]
 
 
@@ -82,7 +82,7 @@ def test_a_broken_state_does_not_take_the_place_of_a_healthy_one_of_the_same_ite
     store = CheckpointStore(tmp_path)
     healthy = save(store, 100)
     broken = save(store, 100, healthy=False)
-    assert broken != healthy and store.apply(Retention(keep_last=1)) == []
+    assert broken != healthy and store.prune(Retention(keep_last=1)) == []
     assert store.latest().checkpoint.path == broken  # type: ignore[union-attr]  # None would fail as well
     assert store.latest(healthy_only=True).checkpoint.path == healthy  # type: ignore[union-attr]  # as above
     mended = save(store, 100)
@@ -96,7 +96,7 @@ def test_the_newest_is_the_last_one_saved_and_not_the_largest_number(tmp_path: P
     # resumed from 100 by choice: what follows must not be pruned or passed over for what another branch left
     save(store, 150, parent="iteration_00000100")
     assert store.latest().checkpoint.iteration == 150  # type: ignore[union-attr]  # None would fail as well
-    store.apply(Retention(keep_last=1))
+    store.prune(Retention(keep_last=1))
     assert [each.iteration for each in store.checkpoints()] == [150]
     assert holds(store, tmp_path / "iteration_00000150", 150)
 
@@ -113,7 +113,7 @@ def test_names_beyond_eight_digits_are_ordered_and_kept(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for iteration in (99_999_999, 100_000_000, 100_000_001):
         save(store, iteration)
-    assert [each.name for each in store.apply(Retention(keep_last=2))] == ["iteration_99999999"]
+    assert [each.name for each in store.prune(Retention(keep_last=2))] == ["iteration_99999999"]
     assert [each.iteration for each in store.checkpoints()] == [100_000_000, 100_000_001]
 
 

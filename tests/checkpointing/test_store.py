@@ -17,7 +17,6 @@ from blake3 import blake3
 from ignite_engine.checkpointing import (
     CheckpointStore,
     Retention,
-    all_finite,
     filesystem,
     part_file,
     read_manifest,
@@ -26,6 +25,7 @@ from ignite_engine.checkpointing import (
 from ignite_engine.checkpointing import manifest as manifest_module
 from ignite_engine.checkpointing.filesystem import FileRecord, hash_file
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME
+from ignite_engine.checkpointing.part_file import is_finite
 from tests.checkpointing.states import holds, local_parts, save, shared_parts
 
 VALUES: dict[str, Any] = {
@@ -143,7 +143,7 @@ def test_other_files_in_the_directory_are_left_alone(tmp_path: Path) -> None:
     for iteration in (1, 2):
         save(store, iteration)
     store.sweep()
-    store.apply(Retention(keep_last=1))
+    store.prune(Retention(keep_last=1))
     assert sorted(each.name for each in tmp_path.iterdir()) == [
         "iteration_00000002",
         "iteration_00000009",
@@ -183,26 +183,26 @@ def test_a_verified_checkpoint_is_not_read_again_by_a_prune(tmp_path: Path, monk
     store = CheckpointStore(tmp_path)
     for iteration in range(1, 5):
         save(store, iteration)
-        store.apply(Retention(keep_last=1))
+        store.prune(Retention(keep_last=1))
     assert read == []
     save(store, 5)
-    CheckpointStore(tmp_path).apply(Retention(keep_last=1))  # a new process knows nothing
+    CheckpointStore(tmp_path).prune(Retention(keep_last=1))  # a new process knows nothing
     assert read == ["iteration_00000005"] * 2
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64])
 def test_one_value_that_is_not_finite_is_seen(bad: float, dtype: torch.dtype) -> None:
-    state = {"a": [torch.ones(3, 4, dtype=dtype)], "b": {"c": torch.ones(2, requires_grad=True)}, "step": 3}
-    assert all_finite(state)
-    state["a"][0][1, 2] = bad  # type: ignore[index]  # a list in a mapping of many types
-    assert not all_finite(state)
+    value = torch.ones(3, 4, dtype=dtype)
+    assert is_finite(value)
+    value[1, 2] = bad
+    assert not is_finite(value)
 
 
 def test_finite_is_also_what_would_overflow_in_a_sum() -> None:
-    assert all_finite({"a": torch.full((10,), 3e38), "b": torch.empty(0), "c": torch.tensor([1, 2])})
-    assert all_finite(torch.eye(3).to_sparse()) and not all_finite((torch.eye(3) / 0).to_sparse())
-    assert all_finite(torch.ones(2).to(torch.float8_e4m3fn))
+    assert all(map(is_finite, [torch.full((10,), 3e38), torch.empty(0), torch.tensor([1, 2])]))
+    assert is_finite(torch.eye(3).to_sparse()) and not is_finite((torch.eye(3) / 0).to_sparse())
+    assert is_finite(torch.ones(2).to(torch.float8_e4m3fn))
 
 
 def test_a_save_opens_as_many_files_however_many_checkpoints_there_are(
@@ -227,7 +227,7 @@ def test_a_save_opens_as_many_files_however_many_checkpoints_there_are(
     for iteration in range(1, 31):
         opened.clear()
         save(store, iteration, size=1)
-        store.apply(retention)
+        store.prune(retention)
         counts.append(len(opened))
     assert len(store.checkpoints()) == 30 and set(counts[1:]) == {counts[1]} and counts[1] > 3
     assert opened.count(MANIFEST_NAME) == 2  # the one that is written, and read once by `apply`

@@ -102,7 +102,7 @@ def test_the_newest_comes_first_and_what_is_pruned_meanwhile_is_left_out(tmp_pat
 
     def announce(values: Mapping[str, Any]) -> None:
         order.append(values["iteration"])
-        CheckpointStore(tmp_path / "other" / "checkpoints").apply(Retention(keep_last=1))
+        CheckpointStore(tmp_path / "other" / "checkpoints").prune(Retention(keep_last=1))
 
     follow(tmp_path / "other", build, announce=announce, wait_s=1)
     assert order == [6]
@@ -114,7 +114,7 @@ def test_of_all_the_oldest_comes_first_and_none_is_pruned_before_it_was_evaluate
 
     def announce(values: Mapping[str, Any]) -> None:
         order.append(values["iteration"])
-        CheckpointStore(tmp_path / "checkpoints").apply(Retention(keep_last=1))
+        CheckpointStore(tmp_path / "checkpoints").prune(Retention(keep_last=1))
         there.append([info.iteration for info in infos(tmp_path)])
 
     follow(tmp_path, build, every_checkpoint=True, announce=announce, wait_s=1)
@@ -151,11 +151,11 @@ def test_the_best_stays_though_its_value_comes_after_the_next_save(tmp_path: Pat
     with in_use(first.path):  # it is evaluated
         (second,) = saved_by_hand(tmp_path, 2)
         store.annotate(second.path, metrics={"val/loss": 1.0})
-        assert store.apply(KEPT) == []
+        assert store.prune(KEPT) == []
         store.annotate(first.path, metrics={"val/loss": value})
     best = store.best("val/loss", "min")
     assert best is not None and best.iteration == (1 if stays else 2)
-    assert store.apply(KEPT) == ([] if stays else [first.path])
+    assert store.prune(KEPT) == ([] if stays else [first.path])
 
 
 @pytest.mark.parametrize(("value", "best"), [(0.5, 2), (2.0, 1)])
@@ -164,9 +164,9 @@ def test_the_best_stays_where_its_value_comes_before_the_next_save(tmp_path: Pat
     store = CheckpointStore(tmp_path / "checkpoints")
     store.annotate(first.path, metrics={"val/loss": 1.0})
     (second,) = saved_by_hand(tmp_path, 2)
-    assert store.apply(KEPT) == []
+    assert store.prune(KEPT) == []
     store.annotate(second.path, metrics={"val/loss": value})
-    assert store.apply(KEPT) == ([first.path] if best == 2 else [])
+    assert store.prune(KEPT) == ([first.path] if best == 2 else [])
     found = store.best("val/loss", "min")
     assert found is not None and found.iteration == best
 

@@ -117,7 +117,7 @@ def kill_uploads(port: int, folder: Path, times: int, seed: int = 0) -> int:
         killed += code is None
         code = child(lambda: check_there(url), 120)
         assert code == 0, f"the look after kill {turn} ended with {code}"
-        CheckpointStore(directory).apply(Retention(keep_last=2))
+        CheckpointStore(directory).prune(Retention(keep_last=2))
     return killed
 
 
