@@ -1,15 +1,15 @@
 """What the engine asks of a device of any kind; no other module names one.
 
-Through ``torch.accelerator``, which is of the one kind that this process has, and the module that torch has for it
-(``torch.cuda``, also of AMD's devices, ``torch.mps``, ``torch.xpu``). Where a kind lacks something (Apple's MPS: a
-second stream, float64), the plain way is taken: copies are waited for, sums are in float32.
+Through ``torch.accelerator``, which is of the one kind that this process has, and the module that torch has for it.
+Where a kind lacks something, such as a second stream or float64, the plain way is taken: copies are waited for, sums
+are in float32.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -96,14 +96,9 @@ def names() -> list[str]:
     return [name_of(torch.device(kind, number)) for number in range(torch.accelerator.device_count())]
 
 
-def runtimes() -> dict[str, str | None]:
-    """Versions of what torch was built for: ``cuda``, and ``hip`` (AMD) or ``xpu`` (Intel) where it was."""
-    others = {name: getattr(torch.version, name, None) for name in ("hip", "xpu")}
-    return {"cuda": torch.version.cuda} | {name: version for name, version in others.items() if version}
-
-
-RUNTIMES = {"cuda": "CUDA", "hip": "ROCm", "xpu": "oneAPI"}
-"""The keys of :func:`runtimes`, in words."""
+def runtime() -> str | None:
+    """What torch was built for, beside the CPU."""
+    return f"CUDA {torch.version.cuda}" if torch.version.cuda else None
 
 
 # -- process groups -----------------------------------------------------------------------------------------------
@@ -136,10 +131,6 @@ def kinds_of_groups() -> list[torch.device]:
     """The kinds of devices for which a process group may have a backend."""
     accelerator = torch.accelerator.current_accelerator()
     return [torch.device("cpu"), *([] if accelerator is None else [accelerator])]
-
-
-SYNC_BATCH_NORM = {"cuda": "CUDA", "xpu": "XPU"}
-"""The kinds on which torch's SyncBatchNorm works, and their names in words."""
 
 
 # -- random numbers -----------------------------------------------------------------------------------------------
@@ -204,7 +195,7 @@ def generator_state(device: torch.device) -> Tensor | None:
 
 def set_generator_state(device: torch.device, state: Tensor) -> None:
     module = _module(device.type)
-    if module.device_count() == 1:  # of Apple's MPS it takes no number
+    if module.device_count() == 1:  # some kinds take no number
         module.set_rng_state(state)
     else:
         module.set_rng_state(state, device)
@@ -215,75 +206,79 @@ def _generator_state(module: Any, number: int) -> Tensor:
     return state
 
 
+# -- what a kind has ----------------------------------------------------------------------------------------------
+
+
+def _uses_a_side_stream(kind: str) -> None:
+    stream = torch.Stream(kind)
+    torch.empty(1, device=kind).record_stream(stream)
+    if stream == torch.accelerator.current_stream(kind) or not torch.empty(1, pin_memory=True).is_pinned():
+        raise NotImplementedError
+
+
+_USES: dict[str, Callable[[str], object]] = {
+    "streams for copies beside computing": _uses_a_side_stream,
+    "events with a time": lambda kind: torch.Event(kind, enable_timing=True).record(),
+    "count of its memory": lambda kind: torch.accelerator.memory_stats(torch.device(kind, 0)),
+}
+
+
+@cache
+def _has(kind: str, what: str) -> bool:
+    """Whether an accelerator of this kind has one of ``_USES``; said in one line where it has not."""
+    if not is_accelerator(kind):
+        return False
+    try:
+        _USES[what](kind)
+    except _NOT_SUPPORTED:
+        logger.info("%s has no %s.", kind, what)
+        return False
+    return True
+
+
+def has_side_streams(kind: str) -> bool:
+    """Whether copies from pinned memory can run beside computing; else they are to be waited for."""
+    return _has(kind, "streams for copies beside computing")
+
+
+def has_timing_events(kind: str) -> bool:
+    """Whether the device's own time can be measured; else it is the host's."""
+    return _has(kind, "events with a time")
+
+
+def has_memory_statistics(kind: str) -> bool:
+    """Whether torch counts what is allocated there."""
+    return _has(kind, "count of its memory")
+
+
+@cache
+def widest_float(device: torch.device) -> torch.dtype:
+    """The floating-point type of the device with the most digits: float64, or float32 where there is none."""
+    try:
+        return torch.empty(0, dtype=torch.float64, device=device).dtype
+    except _NOT_SUPPORTED:
+        return torch.float32
+
+
 # -- streams, events, types ---------------------------------------------------------------------------------------
 
 
 def side_stream(device: torch.device) -> torch.Stream | None:
     """A new stream beside the one that computes; None where copies cannot run beside it: they are to be waited for."""
-    return torch.Stream(device) if _has_side_streams(device.type) else None
-
-
-@cache
-def _has_side_streams(kind: str) -> bool:
-    """Whether a device has several streams, memory of the host from which copies run beside them, and what keeps a
-    tensor's memory until another stream has read it."""
-    if not is_accelerator(kind):
-        return False
-    try:
-        stream = torch.Stream(kind)
-        torch.empty(1, device=kind).record_stream(stream)
-        if stream != torch.accelerator.current_stream(kind) and torch.empty(1, pin_memory=True).is_pinned():
-            return True
-    except _NOT_SUPPORTED:
-        pass
-    logger.info("%s has no streams for copies beside computing: each copy to and from it is waited for.", kind)
-    return False
-
-
-def copies_beside_host(device: torch.device) -> bool:
-    """Whether a copy from this device into pinned memory runs on while the host goes on, and an event says its end."""
-    return _has_side_streams(device.type)
+    return torch.Stream(device) if has_side_streams(device.type) else None
 
 
 def pins_memory() -> bool:
     """Whether batches are to be in pinned memory, from which they are copied beside computing."""
-    return _has_side_streams(for_models().type)
+    return has_side_streams(for_models().type)
 
 
 def current_stream(device: torch.device) -> torch.Stream:
     return torch.accelerator.current_stream(device)
 
 
-@cache
-def has_timing_events(kind: str) -> bool:
-    """Whether the device's own time can be measured; else it is the host's."""
-    if not is_accelerator(kind):
-        return False
-    try:
-        torch.Event(kind, enable_timing=True).record()
-    except _NOT_SUPPORTED:
-        logger.info("%s has no events: times are the host's, which launches work and does not wait for it.", kind)
-        return False
-    return True
-
-
 def timing_event(device: torch.device) -> torch.Event:
     return torch.Event(device.type, enable_timing=True)
-
-
-@cache
-def _has(kind: str, dtype: torch.dtype) -> bool:
-    try:
-        torch.empty(0, dtype=dtype, device=kind)
-    except _NOT_SUPPORTED:
-        logger.info("%s has no %s.", kind, str(dtype).removeprefix("torch."))
-        return False
-    return True
-
-
-def widest_float(device: torch.device) -> torch.dtype:
-    """The floating-point type of the device with the most digits: float64, on Apple's MPS float32."""
-    return torch.float64 if _has(device.type, torch.float64) else torch.float32
 
 
 def autocast(kind: str, dtype: torch.dtype) -> torch.autocast | None:
@@ -313,19 +308,6 @@ def sums_may_change(kind: str) -> bool:
 
 
 # -- memory -------------------------------------------------------------------------------------------------------
-
-
-@cache
-def has_memory_statistics(kind: str) -> bool:
-    """Whether torch counts what is allocated there."""
-    if not is_accelerator(kind):
-        return False
-    try:
-        torch.accelerator.memory_stats(torch.device(kind, 0))
-    except _NOT_SUPPORTED:
-        logger.info("%s does not count its memory: figures are the host's.", kind)
-        return False
-    return True
 
 
 def memory_statistics(device: torch.device) -> dict[str, int]:

@@ -70,7 +70,7 @@ def streams_wait_for_each_other() -> Iterator[None]:
     """A fake device knows when an operation uses memory that another stream has not done with."""
     yield
     if KIND and torch.accelerator.is_available():
-        fake.set_options(no_waits=0, limit=0)
+        fake.set_options(no_waits=0)
         assert fake.counts().get("races", 0) == 0, "a stream did not wait for another one"
 
 

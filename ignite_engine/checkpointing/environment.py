@@ -19,7 +19,7 @@ _DECIDING = {
     "torch": "torch",
     "cpu_capability": "vector instructions",
     "threads": "threads",
-    **devices.RUNTIMES,
+    "runtime": "torch's runtime",
     "devices": "devices",
     "sharding": "sharding",
 }
@@ -39,7 +39,7 @@ def environment_values(world_size: int) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "devices": devices.names(),
-        **devices.runtimes(),
+        "runtime": devices.runtime(),
         "world_size": world_size,
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }

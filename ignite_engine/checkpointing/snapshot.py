@@ -67,7 +67,7 @@ class Snapshot:
         buffer = self._kept.get(key)
         if buffer is None:
             # with the strides of the source: fused kernels give other bits for another memory layout
-            buffer = torch.empty_like(source, device="cpu", pin_memory=devices.copies_beside_host(source.device))
+            buffer = torch.empty_like(source, device="cpu", pin_memory=devices.has_side_streams(source.device.type))
         self._buffers[key] = buffer
         self._pairs.append((buffer, source))
         return buffer
@@ -82,7 +82,7 @@ class Snapshot:
                 pieces += zip(buffer.split(rows), source.split(rows), strict=True)
                 continue
             # of other devices no event would say when the bytes are there
-            non_blocking = devices.copies_beside_host(source.device)
+            non_blocking = devices.has_side_streams(source.device.type)
             buffer.copy_(source, non_blocking=non_blocking)
             if non_blocking:
                 beside.add(source.device)

@@ -39,8 +39,7 @@ def report() -> list[str]:
 def _versions() -> Iterator[tuple[str, str]]:
     yield "ignite-engine", __version__
     yield "Python", sys.version.split()[0]
-    built = [f"{devices.RUNTIMES[name]} {version}" for name, version in devices.runtimes().items() if version]
-    yield "torch", f"{torch.__version__}, built for {', '.join(built) or 'the CPU'}"
+    yield "torch", f"{torch.__version__}, built for {devices.runtime() or 'the CPU'}"
     for name in _PACKAGES:
         yield name, _version_of(name) or "missing"
     installed = [f"{name} {version}" for name in _OPTIONAL if (version := _version_of(name))]

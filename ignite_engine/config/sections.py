@@ -449,7 +449,7 @@ class DistributedSection(Section):
     loss_parallel: bool = False  # with tensor_parallel: the cross-entropy of logits that are sharded by class
     reduce_each_micro_batch: bool = False  # gradients in each backward, not in a group's last only
     ddp_options: dict[str, Any] = Field(default_factory=dict)  # of DistributedDataParallel, as torch names them
-    sync_bn: bool = False  # DDP: batch statistics over all ranks; CUDA and XPU only
+    sync_bn: bool = False  # DDP: batch statistics over all ranks; not on CPU
 
     @field_validator("ddp_options")
     @classmethod

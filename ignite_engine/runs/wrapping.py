@@ -123,9 +123,8 @@ def _placed(model: nn.Module) -> nn.Module:
 
 def _in_ddp(config: Config, model: nn.Module) -> nn.Module:
     section, device = config.distributed, devices.for_models()
-    if section.sync_bn and device.type not in devices.SYNC_BATCH_NORM:
-        kinds = " and ".join(devices.SYNC_BATCH_NORM.values())
-        raise config.error("distributed.sync_bn", f"got true on {device.type}; torch has it on {kinds} only.")
+    if section.sync_bn and device.type == "cpu":
+        raise config.error("distributed.sync_bn", "got true on cpu; torch has it on accelerators only.")
     model = _placed(nn.SyncBatchNorm.convert_sync_batchnorm(model) if section.sync_bn else model)
     # not Ignite's auto_model, for which a rank's device is that of its number: ranks of gloo may share one
     return DistributedDataParallel(model, **{"gradient_as_bucket_view": True} | section.ddp_options)

@@ -63,7 +63,7 @@ def _one_ahead(micro_batches: Sequence[Any], mover: _Mover, iteration: int | Non
 class _Mover:
     """Moves batches to a device."""
 
-    _non_blocking = False  # on Apple's MPS such a copy may be of what the host has written there since
+    _non_blocking = False  # without a second stream such a copy may be of what the host has written there since
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

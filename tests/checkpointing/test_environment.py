@@ -18,11 +18,11 @@ def test_the_same_environment_gives_no_reason() -> None:
         ({"world_size": 4}, "ranks: 4 when it was saved, 2 now"),
         ({"threads": 1000}, "threads: 1000 when it was saved"),
         ({"devices": ["A", "B"]}, "devices: A, B when it was saved, none now"),
-        ({"cuda": "1.0"}, "CUDA: 1.0 when it was saved, none now"),
+        ({"runtime": "CUDA 1.0"}, "torch's runtime: CUDA 1.0 when it was saved, none now"),
     ],
 )
 def test_what_decides_the_bits_is_named(change: dict[str, object], reason: str) -> None:
-    now = environment_values(2) | {"devices": [], "cuda": None}
+    now = environment_values(2) | {"devices": [], "runtime": None}
     (found,) = inexact_reasons({**now, **change}, now)
     assert found.startswith(reason)
 

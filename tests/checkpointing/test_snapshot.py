@@ -109,7 +109,7 @@ class Copies(TorchDispatchMode):
 
 
 def test_copy_from_a_device_without_events_is_waited_for() -> None:
-    """On Apple's MPS nothing would say when the bytes are there: wrong weights with valid hashes."""
+    """With one stream nothing would say when the bytes are there: wrong weights with valid hashes."""
     source = torch.ones(3, device="meta")
     with Copies() as copies:
         own = Snapshot()

@@ -2,7 +2,7 @@
 
 A test that is skipped fails, but on a real device those of the fake one.
 
-Usage: ``python -m tests.device [--kind cuda|fake|plain] [arguments of pytest]``.
+Usage: ``python -m tests.device [--kind cuda|fake] [arguments of pytest]``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _has_accelerator() -> bool:
 
 def markers_of(kind: str | None) -> list[str]:
     """Of the tests that run on a device of this kind; None: this machine's."""
-    return ["accelerator"] if kind in ("fake", "plain") else ["accelerator", "cuda"]
+    return ["accelerator"] if kind == "fake" else ["accelerator", "cuda"]
 
 
 def files_of(markers: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 SOURCE = Path(__file__).with_name("fake_device.cpp")
-KINDS = ("cuda", "fake", "plain")
+KINDS = ("cuda", "fake")
 COUNTS = (
     *("item", "to_host", "to_host_later", "to_device", "to_device_later"),
     *("wait_stream", "wait_event", "wait_device", "kernels", "races"),
@@ -36,8 +36,7 @@ def load(kind: str) -> None:
 
     Args:
         kind: ``cuda``: torch's own name, so that code for CUDA runs; before torch is imported. ``fake``: torch's name
-            for the devices of others, as those of Intel or of a plug-in. ``plain``: that, with what Apple's MPS lacks:
-            streams beside the first, float64, events in its module, all states of its generators in one call.
+            for the devices of others.
 
     Raises:
         Unavailable: no compiler, a torch with CUDA, or one whose headers are missing.
@@ -61,7 +60,7 @@ def load(kind: str) -> None:
         torch.utils.rename_privateuse1_backend("fake")
         torch.ops.load_library(str(library))
         module = ModuleType("torch.fake")
-    for name, function in _module(torch, plain=kind == "plain", type_of="cuda" if kind == "cuda" else "fake").items():
+    for name, function in _module(torch, type_of="cuda" if kind == "cuda" else "fake").items():
         setattr(module, name, function)
         if kind == "cuda" and name in vars(torch.cuda.memory):  # whose functions call each other
             setattr(torch.cuda.memory, name, function)
@@ -71,8 +70,6 @@ def load(kind: str) -> None:
         torch._register_device_module("fake", module)
         torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
         _register_autocast(torch)
-    if kind == "plain":
-        set_options(pageable=1, no_float64=1, one_stream=1)
 
 
 def _cloned(storage: Any) -> Any:
@@ -112,16 +109,16 @@ def counts() -> dict[str, int]:
 
 
 def set_options(**options: int) -> None:
-    """``no_waits``: the host may not wait for the device. ``limit``: bytes of a device. Else see :func:`load`."""
+    """``no_waits``: the host may not wait for the device."""
     import torch
 
     for name, value in options.items():
         torch.ops.fake_device.option(name, value)
 
 
-def _module(torch: Any, *, plain: bool, type_of: str) -> dict[str, Any]:
+def _module(torch: Any, *, type_of: str) -> dict[str, Any]:
     """The functions of ``torch.cuda``, or of ``torch.fake``."""
-    ops, accelerator, count = torch.ops.fake_device, torch.accelerator, 1 if plain else 2
+    ops, accelerator, count = torch.ops.fake_device, torch.accelerator, 2
 
     def index(device: Any = None) -> int:
         if isinstance(device, int):
@@ -155,7 +152,7 @@ def _module(torch: Any, *, plain: bool, type_of: str) -> dict[str, Any]:
         for device in range(count):
             ops.seed(seed & (2**63 - 1), device)
 
-    functions: dict[str, Any] = {
+    return {
         "is_available": lambda: True,
         "_is_in_bad_fork": lambda: False,
         "device_count": lambda: count,
@@ -166,10 +163,6 @@ def _module(torch: Any, *, plain: bool, type_of: str) -> dict[str, Any]:
         "synchronize": lambda device=None: accelerator.synchronize(index(device)),
         "empty_cache": accelerator.empty_cache,
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
-    }
-    if plain:
-        return functions
-    return functions | {
         "is_initialized": lambda: True,
         "_lazy_init": lambda: None,
         "init": lambda: None,

@@ -51,9 +51,7 @@ std::recursive_mutex g_mutex;
 
 enum Count { ITEM, TO_HOST, TO_HOST_LATER, TO_DEVICE, TO_DEVICE_LATER, WAIT_STREAM, WAIT_EVENT, WAIT_DEVICE, KERNELS, RACES, COUNTS };
 int64_t g_counts[COUNTS] = {};
-// whether the host may wait; bytes of a device (0: no limit); as Apple's MPS: copies to pageable memory are late, too,
-// there is no float64, one stream is all
-int64_t g_no_waits = 0, g_limit = 0, g_pageable = 0, g_no_float64 = 0, g_one_stream = 0;
+int64_t g_no_waits = 0;  // the host may not wait
 
 thread_local int t_device = 0;
 thread_local int64_t t_stream[kDevices] = {};
@@ -157,7 +155,7 @@ struct Allocator final : c10::DeviceAllocator {
     if (bytes) {
       const size_t size = (bytes + 511) / 512 * 512;
       auto& stats = g_stats[device];
-      const bool fits = size < (size_t(1) << 40) && (!g_limit || stats.allocated_bytes[0].current + int64_t(size) <= g_limit);
+      const bool fits = size < (size_t(1) << 40);
       if (!fits) ++stats.num_ooms;
       TORCH_CHECK_WITH(OutOfMemoryError, fits, "fake device: out of memory. Tried to allocate ", size, " bytes");
       const auto stream = t_stream[device];
@@ -287,7 +285,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getNewStream(c10::Device device, int) const override {
     LOCKED;
     static int64_t last = 0;
-    return stream(index_of(device), g_one_stream ? 0 : ++last);
+    return stream(index_of(device), ++last);
   }
   c10::Stream exchangeStream(c10::Stream to) const override {
     auto before = getStream(to.device());
@@ -345,9 +343,7 @@ void use(const at::Tensor& tensor, StreamKey stream, bool writes) {
 }
 
 c10::ScalarType checked(std::optional<c10::ScalarType> dtype) {
-  const auto type = dtype.value_or(c10::get_default_dtype_as_scalartype());
-  TORCH_CHECK_TYPE(!(g_no_float64 && type == at::kDouble), "fake device: it has no float64");
-  return type;
+  return dtype.value_or(c10::get_default_dtype_as_scalartype());
 }
 at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>, std::optional<c10::Device> device,
                  std::optional<bool>, std::optional<c10::MemoryFormat> format) {
@@ -373,10 +369,10 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
   const bool down = !is_here(dst), up = !is_here(self);
   const auto stream = current(index_of(up ? dst.device() : self.device()));
   const void* host = up ? self.storage().data() : dst.storage().data();
-  const bool later = (up || down) && non_blocking && (g_pageable || is_pinned(host)) && self.dtype() == dst.dtype() &&
+  const bool later = (up || down) && non_blocking && is_pinned(host) && self.dtype() == dst.dtype() &&
                      self.sizes() == dst.sizes() && self.is_contiguous() && dst.is_contiguous();
-  // a copy from the host waits, too, unless it may go on from a buffer between; Apple's is waited for in any case
-  const bool waits = !later && (down || (up && !non_blocking && !g_pageable));
+  // a copy from the host waits, too, unless it may go on from a buffer between
+  const bool waits = !later && (down || (up && !non_blocking));
   count(down ? (later ? TO_HOST_LATER : TO_HOST) : up ? (later ? TO_DEVICE_LATER : TO_DEVICE) : KERNELS, waits);
   LOCKED;
   const auto position = next(stream);
@@ -508,9 +504,8 @@ at::Tensor counts() {
   return out;
 }
 void option(c10::string_view name, int64_t value) {
-  std::map<c10::string_view, int64_t*> all{{"no_waits", &g_no_waits}, {"limit", &g_limit}, {"pageable", &g_pageable},
-                                           {"no_float64", &g_no_float64}, {"one_stream", &g_one_stream}};
-  *all.at(name) = value;
+  TORCH_CHECK(name == "no_waits");
+  g_no_waits = value;
 }
 at::Tensor rng_state(int64_t device) { return default_generator(device).get_state(); }
 void set_rng_state(const at::Tensor& state, int64_t device) { default_generator(device).set_state(state); }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from ignite_engine import devices, fit
 from ignite_engine.checkpointing.environment import environment_values, inexact_reasons
 from ignite_engine.ranks.launch import Parallel
-from tests.device.training import DEVICE, PLAIN, SECOND, Split, bits, same
+from tests.device.training import DEVICE, SECOND, Split, bits, same
 
 pytestmark = pytest.mark.accelerator
 INPUTS, LABELS = torch.arange(48.0).reshape(16, 3) / 48, torch.arange(16) % 3
@@ -41,7 +40,7 @@ def test_fit_trains_on_the_device_and_evaluates_there(precision: str, tmp_path: 
     run = fitted(tmp_path, precision=precision)
     assert next(run.trainer.update.model.parameters()).device == torch.device(DEVICE.type, 0)
     assert run.trainer.state.status == "completed" and 0 <= run.metrics["val/accuracy"] <= 1
-    assert run.trainer.state.dataloader.pin_memory is not PLAIN
+    assert run.trainer.state.dataloader.pin_memory
 
 
 def test_fit_resumes_to_the_same_bits(tmp_path: Path) -> None:
@@ -130,16 +129,3 @@ def test_ranks_of_gloo_share_the_only_device(monkeypatch: pytest.MonkeyPatch) ->
     for backend in ("nccl", "cpu:gloo,cuda:nccl"):
         with pytest.raises(ValueError, match="local rank 1 has no device: this machine has 1"):
             devices.set_current(1, backend)
-
-
-def test_what_a_device_lacks_is_said_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    for ask in (devices._has_side_streams, devices._has, devices.has_timing_events, devices.has_memory_statistics):
-        ask.cache_clear()
-    with caplog.at_level(logging.INFO, "ignite_engine"):
-        for _ in range(2):
-            found = devices.side_stream(DEVICE) is None, devices.widest_float(DEVICE) is torch.float32
-    lines = [record.getMessage() for record in caplog.records]
-    if is_fake:
-        assert found == (PLAIN, PLAIN)
-        assert len(lines) == (2 if PLAIN else 0), lines
-        assert not lines or ("has no streams" in lines[0] and "has no float64" in lines[1])

@@ -20,7 +20,7 @@ from ignite_engine.handlers.meters import CHUNK, Meter
 from ignite_engine.step.device import to_device
 from tests.builders import mse
 from tests.device import fake
-from tests.device.training import DEVICE, PLAIN, SECOND, Split, bits, data, net, run_saved, same, trainer_of
+from tests.device.training import DEVICE, SECOND, Split, bits, data, net, run_saved, same, trainer_of
 
 pytestmark = [
     pytest.mark.accelerator,
@@ -88,7 +88,7 @@ def test_a_read_in_the_update_would_be_seen() -> None:
 
 def test_batches_are_copied_while_the_one_before_is_computed() -> None:
     batches = [(torch.full((4, 3), float(number)), torch.zeros(4, 1)) for number in range(6)]
-    pinned = batches if PLAIN else [tuple(tensor.pin_memory() for tensor in batch) for batch in batches]
+    pinned = [tuple(tensor.pin_memory() for tensor in batch) for batch in batches]
     if is_fake:
         fake.counts()
     found = []
@@ -96,7 +96,7 @@ def test_batches_are_copied_while_the_one_before_is_computed() -> None:
         found.append(moved[0] * 2)
         del moved  # its memory is free for the next copy
     later = fake.counts().get("to_device_later", 0) if is_fake else 12
-    assert later == (0 if PLAIN else 12)
+    assert later == 12
     for number, tensor in enumerate(found):
         assert tensor.device == SECOND and tensor.cpu().eq(2.0 * number).all()
 
@@ -114,7 +114,7 @@ class Moves:
 def test_what_moves_itself_has_its_memory_until_it_is_computed_with() -> None:
     tensors = [torch.full((4, 3), float(number)) for number in range(6)]
     found = []
-    for moved in to_device([Moves(tensor if PLAIN else tensor.pin_memory()) for tensor in tensors], SECOND):
+    for moved in to_device([Moves(tensor.pin_memory()) for tensor in tensors], SECOND):
         found.append(moved.tensor * 2)
         del moved  # its memory is free for the next copy
     for number, tensor in enumerate(found):
@@ -215,8 +215,6 @@ def test_fp16_skips_what_overflows_and_reads_one_value_a_step() -> None:
         return mse(model, batch) * (1e30 if scale.pop(0) else 1.0)
 
     scale = [False, False, True, False, False, False]
-    if is_fake:  # torch's scaler has a way of its own on Apple's devices alone
-        fake.set_options(no_float64=0)
     trainer = trainer_of(net(DEVICE), steps=None, loss_fn=loss_fn, precision="fp16", grad_scaler={"init_scale": 1024.0})
     waits: list[int] = []
     if is_fake:
@@ -225,8 +223,6 @@ def test_fp16_skips_what_overflows_and_reads_one_value_a_step() -> None:
     state = trainer.run(data(), max_iters=6)
     assert (state.optimizer_steps, state.skipped_steps) == (5, 1)
     assert all(count <= 2 for count in waits), waits
-    if is_fake and PLAIN:
-        fake.set_options(no_float64=1)
 
 
 def test_times_are_the_devices_own_and_read_without_waiting() -> None:
@@ -279,8 +275,7 @@ def test_logged_losses_are_those_of_the_cpu(tmp_path: Path) -> None:
         trainer.run(data(), max_epochs=1)
         return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
-    # where there is no float64 the mean of an interval is rounded twice
-    assert logged(DEVICE) == pytest.approx(logged(CPU), rel=1e-6 if PLAIN or not is_fake else 0)
+    assert logged(DEVICE) == pytest.approx(logged(CPU), rel=0 if is_fake else 1e-6)
 
 
 def test_snapshots_in_turn_each_hold_their_own_bytes() -> None:

@@ -16,8 +16,6 @@ from tests.builders import Numbers, mse
 DEVICE = torch.accelerator.current_accelerator() or torch.device("cpu")
 SECOND = torch.device(DEVICE.type, torch.accelerator.device_count() - 1) if DEVICE.type != "cpu" else DEVICE
 """The last device; the first one is current."""
-PLAIN = DEVICE.type == "cpu" or torch.Stream(DEVICE) == torch.accelerator.current_stream(DEVICE)
-"""It has one stream."""
 
 
 class Split(nn.Module):
@@ -45,7 +43,7 @@ def trainer_of(model: nn.Module, *, steps: int | None = 2, loss_fn: Any = mse, *
 
 
 def data(*, pinned: bool = True, batch_size: int = 4, count: int = 40) -> Any:
-    return loader(Numbers(count), batch_size, shuffle=True, pin_memory=pinned and not PLAIN)
+    return loader(Numbers(count), batch_size, shuffle=True, pin_memory=pinned)
 
 
 def bits(model: nn.Module) -> list[Tensor]:

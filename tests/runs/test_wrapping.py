@@ -69,7 +69,7 @@ def test_rank_invariant_model_is_not_wrapped_and_refused_by_the_name_of_the_sett
 def test_sync_bn_is_refused_where_torch_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "world_size", lambda: 2)
 
-    with pytest.raises(ConfigError, match=r"distributed.sync_bn: got true on cpu; torch has it on CUDA and XPU only"):
+    with pytest.raises(ConfigError, match=r"distributed.sync_bn: got true on cpu; torch has it on accelerators only"):
         wrap(config({"sync_bn": True}), Task(linear(), mse, Numbers(4)), None)
 
 

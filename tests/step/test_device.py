@@ -292,7 +292,7 @@ class Movable:
 
 
 def test_host_waits_for_a_copy_to_a_device_without_a_side_stream() -> None:
-    """On Apple's MPS the copy may else be of what the loader writes there next."""
+    """With one stream the copy may else be of what the loader writes there next."""
     movable = Movable()
     with Device() as device:
         list(to_device([torch.ones(2), {"a": torch.ones(2)}, movable], META))
@@ -303,10 +303,10 @@ def test_host_waits_for_a_copy_to_a_device_without_a_side_stream() -> None:
 
 @contextmanager
 def without_float64() -> Iterator[None]:
-    devices._has.cache_clear()
+    devices.widest_float.cache_clear()
     with Device():
         yield
-    devices._has.cache_clear()
+    devices.widest_float.cache_clear()
 
 
 def test_widest_float_is_one_that_the_device_has() -> None:
