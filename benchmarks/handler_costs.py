@@ -159,7 +159,7 @@ def measure_costs(trainer: Trainer, folder: Path) -> None:
         return made(engine, batch)
 
     trainer.update = update
-    StepTimes(folder).attach(trainer)
+    StepTimes().attach(trainer)
     MemoryLogger(folder).attach(trainer)
     Throughput(flops=True).attach(trainer)
     Profiler(folder, wait=10**9).attach(trainer)

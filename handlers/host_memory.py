@@ -35,15 +35,6 @@ def rss_mib() -> float:
         return float(psutil.Process().memory_info().rss) / MIB
 
 
-def anonymous_mib() -> float:
-    """What the process holds now, without pages of files and shared memory; 0 where the system does not tell."""
-    try:
-        _, _, after = _content(_STATUS).partition(b"RssAnon:")
-        return int(after.split(maxsplit=1)[0]) / 1024
-    except (OSError, IndexError):
-        return 0.0
-
-
 def peak_mib() -> float:
     """The largest that the process has held so far; the kernel keeps none of an interval."""
     try:

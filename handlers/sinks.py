@@ -16,7 +16,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from time import perf_counter
 from typing import IO, Any, Protocol
 
 import ignite.distributed as idist
@@ -71,10 +70,8 @@ class GuardedSink:
             trainer.register(name, SinkState(self))
 
     def __call__(self, trainer: Trainer) -> None:
-        state, started = trainer.state, perf_counter()
+        state = trainer.state
         self.guard(self.sink.write)(state.iteration, {"epoch": state.epoch, **state.metrics.fresh})
-        name = str(getattr(self.sink, "name", type(self.sink).__name__)).rpartition("/")[2]
-        state.sink_seconds[name] = state.sink_seconds.get(name, 0.0) + perf_counter() - started
 
     def guard(self, action: Callable[..., Any]) -> Callable[..., Any]:
         """``action``, except that an error is logged (the first one only) and None is returned."""

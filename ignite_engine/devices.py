@@ -295,13 +295,6 @@ def set_matmul_precision(precision: str) -> None:
     torch.backends.cudnn.allow_tf32 = precision != "highest"
 
 
-def may_use_tf32(*, convolutions: bool) -> bool:
-    """Whether products in float32, or convolutions, may be computed in TF32."""
-    if torch.get_float32_matmul_precision() != "highest":
-        return True
-    return convolutions and torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
-
-
 def sums_may_change(kind: str) -> bool:
     """Whether kernels of this kind of device may add in another order each time."""
     return is_accelerator(kind) and not torch.are_deterministic_algorithms_enabled()

@@ -164,9 +164,6 @@ class TrainingState(State):
     """Iteration of the checkpoint committed last. Writer: Checkpoint."""
     save_seconds: float
     """What the last save took from its start to its commit, in s. Writer: Checkpoint."""
-    sink_seconds: dict[str, float]
-    """What each sink has taken to write since this process began, in s, by the sink's name. Writer: the sinks' guard.
-    """
     evaluating: OngoingEvaluation | None
     """The evaluation that runs now, from EVALUATION_STARTED to EVALUATION_COMPLETED. Writer: Evaluation."""
 
@@ -208,6 +205,5 @@ class TrainingState(State):
         self.not_finite_at = None
         self.saved_iteration = None
         self.save_seconds = 0.0
-        self.sink_seconds = {}
         self.meters = {}
         self.evaluating = None

@@ -405,9 +405,9 @@ class LoggingSection(Section):
     console: SwitchOrKeys = True  # one line per log point on rank 0; a list: of these metrics
     progress: bool = True  # a bar with the time left
     memory: bool = True
-    throughput: bool = True  # rates, the parts of a step, where the run's time went
+    throughput: bool = True  # rates, and the parts of a step
     flops: bool = False  # count the FLOPs of one update, for FLOP/s and MFU
-    peak_flops: Positive | None = None  # of one device, FLOP/s; default: by a table of data sheets
+    peak_flops: Positive | None = None  # of one device, FLOP/s, for MFU
     clearml: bool = True  # a ClearML task: in the run's folder, or on the server that the user has configured
     tensorboard: bool = False  # scalars in the run's folder
     wandb: bool = False  # a Weights & Biases run; needs ignite-engine[wandb]

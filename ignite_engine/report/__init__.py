@@ -21,7 +21,6 @@ __all__ = [
     "write_report",
 ]
 
-# A run loads the pages when it has ended; the verdict and the ledger, which it loads before, are in this room, too.
 _MODULES = {
     "NotARun": "ignite_engine.report.records",
     "Record": "ignite_engine.report.records",

@@ -13,7 +13,6 @@ from statistics import fmean
 from typing import Any
 
 from ignite_engine.report.charts import chart, script_data, sparkline
-from ignite_engine.report.goodput.section import goodput_section
 from ignite_engine.report.panels import COLOURS, OF_ENGINE, Panel, compared_panels, panels_of
 from ignite_engine.report.records import Record, read_run
 from ignite_engine.report.scales import Point
@@ -87,7 +86,7 @@ def report_page(run: Record, defaults: Mapping[str, Any]) -> str:
         _outcome(run),
         *_notes(run),
         _tiles(_key_numbers(run)),
-        *_curves(panels_of(run), [run], goodput_section(run.ledger)),
+        *_curves(panels_of(run), [run]),
         *_config_section(run.config, defaults),
         *_last_values(run),
         *_environment(run.environment),
@@ -166,8 +165,6 @@ def _key_numbers(run: Record) -> list[Tile]:
     if (took := seconds(run)) is not None:
         starts = sum(entry.get("what") in ("started", "resumed") for entry in run.history)
         tiles.append(Tile("Time", duration(took), f"in {starts} starts" if starts > 1 else ""))
-    if run.ledger is not None:
-        tiles.append(Tile("Goodput", f"{100 * run.ledger.goodput:.0f} %", "of the time"))
     if "parameters" in summary:
         tiles.append(Tile("Parameters", short(float(summary["parameters"]))))
     if "epoch" in summary:
@@ -186,10 +183,10 @@ def _tiles(tiles: Sequence[Tile]) -> str:
     return f'<dl class="tiles">{cells}</dl>' if cells else ""
 
 
-def _curves(panels: Sequence[Panel], runs: Sequence[Record], of_engine: Sequence[str] = ()) -> list[str]:
-    """The charts; those of the engine's own measurements are folded below the others, after ``of_engine``."""
+def _curves(panels: Sequence[Panel], runs: Sequence[Record]) -> list[str]:
+    """The charts; those of the engine's own measurements are folded below the others."""
     if not panels:
-        return ["<h2>Curves</h2><p>Nothing was logged twice yet, so there are no curves.</p>", *of_engine]
+        return ["<h2>Curves</h2><p>Nothing was logged twice yet, so there are no curves.</p>"]
     charts = [(panel.of_engine, *chart(panel, number)) for number, panel in enumerate(panels)]
     users_own = "\n".join(html for of_engine, html, _ in charts if not of_engine)
     engines = "\n".join(html for of_engine, html, _ in charts if of_engine)
@@ -198,7 +195,6 @@ def _curves(panels: Sequence[Panel], runs: Sequence[Record], of_engine: Sequence
     about = escape(script_data(lines), quote=True)
     folded = [
         f"<details data-folded{'' if users_own else ' open'}><summary>Speed, times and memory</summary>",
-        *of_engine,
         f'<div class="charts">\n{engines}\n</div></details>',
     ]
     return [
@@ -206,7 +202,7 @@ def _curves(panels: Sequence[Panel], runs: Sequence[Record], of_engine: Sequence
         _controls([panel.title for panel in panels], lines),
         "<noscript><p>The curves are drawn by a script of this page; scripts are off.</p></noscript>",
         f'<div class="charts">\n{users_own}\n</div>',
-        *(folded if engines or of_engine else []),
+        *(folded if engines else []),
         f'<script type="application/json" id="charts" data-runs="{about}">{script_data(data)}</script>',
     ]
 
@@ -274,7 +270,7 @@ def _last_values(run: Record) -> list[str]:
     rest = {
         key: value
         for key, value in run.summary.items()
-        if key not in ("metrics", "startup_s", "status", "reason", "goodput", "verdict") and value not in (None, {})
+        if key not in ("metrics", "startup_s", "status", "reason") and value not in (None, {})
     }
     startup = {
         phase: f"{seconds:.2f} s"
@@ -324,8 +320,6 @@ def _runs_table(
     links: Sequence[str | None],
 ) -> str:
     titles = ["run", "status", "iteration", *(f"{key}, best" for key in keys), "time"]
-    timed = any(run.ledger is not None for run in runs)
-    titles += ["goodput"] if timed else []
     said = [title for title, has in (("tags", any(run.tags for run in runs)), ("notes", any(map(_note, runs)))) if has]
     rows = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
@@ -335,8 +329,6 @@ def _runs_table(
             *("" if point is None else short(point[1], 5) for point in best),
         ]
         cells.append("" if (took := seconds(run)) is None else duration(took))
-        if timed:
-            cells.append("" if run.ledger is None else f"{100 * run.ledger.goodput:.0f} %")
         numbers = "".join(f'<td class="number">{escape(cell)}</td>' for cell in cells)
         swatch = f'<span class="swatch c{index % COLOURS}"></span>'
         link = links[index]

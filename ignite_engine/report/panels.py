@@ -8,22 +8,8 @@ from dataclasses import dataclass, replace
 from ignite_engine.report.records import Record
 from ignite_engine.report.scales import Point
 
-TIMES = {
-    "data wait": "time/data_wait_ms",
-    "copy": "time/copy_ms",
-    "forward": "time/forward_ms",
-    "backward": "time/backward_ms",
-    "forward and backward": "time/forward_backward_ms",
-    "reduction": "time/reduction_ms",
-    "optimizer": "time/optimizer_ms",
-    "update": "time/update_ms",
-}
-STEPS = {
-    "median": "time/step_p50_ms",
-    "99 %": "time/step_p99_ms",
-    "slowest rank": "time/slowest_rank_ms",
-    "other ranks": "time/other_ranks_ms",
-}
+TIMES = {name: f"time/{name.replace(' ', '_')}_ms" for name in ("data wait", "forward", "backward", "optimizer")}
+"""The parts of a step."""
 COLOURS = 8
 _GIB_FROM_MIB = 8192.0
 OF_ENGINE = ("throughput/", "time/", "memory/")
@@ -78,9 +64,8 @@ def panels_of(run: Record) -> list[Panel]:
         *(_panel(run, key, "", {key: key}, from_zero=False) for key in others),
     ]
     of_engine = [
-        *_throughput(run, series),
+        _throughput(run, series),
         _time_split(run, series),
-        _panel(run, "Steps", "ms; of ranks without the reduction", {k: v for k, v in STEPS.items() if v in series}),
         _other_times(run, series),
         *_memory_panels(run, series),
     ]
@@ -139,28 +124,22 @@ def _rates(series: Mapping[str, Sequence[Point]]) -> dict[str, str]:
     return lines
 
 
-def _throughput(run: Record, series: Mapping[str, Sequence[Point]]) -> list[Panel | None]:
-    """The finest rate available; and the share of time spent waiting for data if no times were logged."""
+def _throughput(run: Record, series: Mapping[str, Sequence[Point]]) -> Panel | None:
+    """The finest rate available."""
     units = [unit for unit in ("tokens", "samples", "steps") if f"throughput/{unit}_per_s" in series]
-    panels = [
-        _panel(run, "Throughput", f"{unit}/s, all ranks", {unit: f"throughput/{unit}_per_s"}) for unit in units[:1]
-    ]
-    wait = "throughput/data_wait_share"
-    if wait in series and "time/step_ms" not in series:
-        panels.append(_panel(run, "Wait for data", "share of the time", {"wait": wait}))
-    return panels
+    lines = {unit: f"throughput/{unit}_per_s" for unit in units[:1]}
+    return _panel(run, "Throughput", f"{units[0]}/s, all ranks" if units else "", lines)
 
 
 def _time_split(run: Record, series: Mapping[str, Sequence[Point]]) -> Panel | None:
-    """The parts of an iteration's time, stacked up to the whole."""
+    """The parts of a step's time, stacked up to the whole."""
     if "time/step_ms" not in series:
         return None
     whole = dict(series["time/step_ms"])
-    left_out = "time/forward_backward_ms" if "time/forward_ms" in series else None  # it is the sum of both
-    parts = {name: dict(series[key]) for name, key in TIMES.items() if key in series and key != left_out}
-    rest = {at: max(total - sum(part.get(at, 0.0) for part in parts.values()), 0.0) for at, total in whole.items()}
-    if left_out is None:  # else the parts are all of it
-        parts["other"] = rest
+    parts = {name: dict(series[key]) for name, key in TIMES.items() if key in series}
+    parts["rest"] = {
+        at: max(total - sum(part.get(at, 0.0) for part in parts.values()), 0.0) for at, total in whole.items()
+    }
     lines = [
         Line(name, [(at, part.get(at, 0.0)) for at in whole], mark) for mark, (name, part) in enumerate(parts.items())
     ]
@@ -168,8 +147,8 @@ def _time_split(run: Record, series: Mapping[str, Sequence[Point]]) -> Panel | N
 
 
 def _other_times(run: Record, series: Mapping[str, Sequence[Point]]) -> Panel | None:
-    """Times that are no part of an iteration, such as those of handlers and sinks."""
-    known = {"time/step_ms", *TIMES.values(), *STEPS.values()}
+    """Times that are no part of an iteration, such as those between iterations."""
+    known = {"time/step_ms", *TIMES.values()}
     keys = [key for key in series if key.startswith("time/") and key.endswith("_ms") and key not in known]
     lines = {key.removeprefix("time/").removesuffix("_ms"): key for key in keys}
     return _panel(run, "Other times", "ms", lines)
@@ -226,7 +205,7 @@ def _not_finite(name: str, iterations: Sequence[int]) -> str:
 
 def compared_panels(runs: Sequence[Record], names: Sequence[str]) -> list[Panel]:
     """One panel for each series, with a line for each run; the loss first."""
-    left_out = {"epoch", "throughput/steps_per_s", "throughput/data_wait_share"}
+    left_out = {"epoch"}
     if any("throughput/tokens_per_s" in run.series for run in runs):
         left_out.add("throughput/samples_per_s")
     keys = [key for key in dict.fromkeys(key for run in runs for key in run.series) if key not in left_out]

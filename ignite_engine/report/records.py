@@ -14,7 +14,6 @@ import yaml
 
 from ignite_engine.checkpointing.retention import usual_mode
 from ignite_engine.errors import shortened
-from ignite_engine.report.goodput import Ledger, read_ledger
 from ignite_engine.run_directory import RunDirectory, read_yaml
 
 LOG_LINES = 40
@@ -45,7 +44,6 @@ class Record:
         history: how the run was started and ended each time, see ``RunDirectory.note``.
         judged_by: the metric by which its checkpoints are judged, and ``min`` or ``max``, as the newest of them says.
         log: the last lines of rank 0's log.
-        ledger: where its time went, if that was measured.
         notes: what its user wrote into ``notes.md`` in its folder.
     """
 
@@ -58,7 +56,6 @@ class Record:
     history: Sequence[Mapping[str, Any]] = ()
     judged_by: tuple[str, str] | None = None
     log: str = ""
-    ledger: Ledger | None = None
     notes: str = ""
 
     @property
@@ -163,7 +160,6 @@ def read_run(directory: str | Path) -> Record:
         history,
         (str(best["metric"]), "max" if best.get("mode") == "max" else "min") if "metric" in best else None,
         _last_lines(run.logs / "rank_0.log"),
-        read_ledger(run.goodput),
         _beginning_of(run.given / NOTES, NOTES_SHOWN).strip(),
     )
 

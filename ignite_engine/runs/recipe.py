@@ -356,7 +356,7 @@ def _attach(
     if logging.throughput:
         throughput = handlers.Throughput(task.tokens_fn, flops=logging.flops, peak_flops=logging.peak_flops)
         throughput.attach(trainer, log_point)
-        handlers.StepTimes(run.directory.path, since=run.startup.began).attach(trainer, log_point)
+        handlers.StepTimes().attach(trainer, log_point)
     metric_logger.attach(trainer, log_point)
     if logging.trail is not None:
         trail = handlers.DigestTrail(run.directory.path, every=logging.trail, compare_ranks=logging.compare_ranks)

@@ -28,7 +28,6 @@ from ignite_engine.errors import Interrupted, NotExact, PeerFailed, StateMismatc
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.watching import cause_of, known_failure, on_failure, reason_of
 from ignite_engine.recovery import status as supervision
-from ignite_engine.report.goodput import goodput_line, read_ledger
 from ignite_engine.run_directory import PhaseTimes, RunDirectory, in_lists, plain_metric, weights_sha256
 from ignite_engine.runs.code import commit_of_code
 from ignite_engine.runs.history import Records, read_records
@@ -389,8 +388,6 @@ class Run:
                 summary["weights_sha256"][:12],
                 self.directory.given,
             )
-        if summary["goodput"] and summary["goodput"]["wall_s"] >= GOODPUT_FROM_S:
-            logger.info("%s", goodput_line(summary["goodput"]))
         if (best := summary["best"]) is not None:
             path = self.directory.given / self.directory.checkpoints.name / best["checkpoint"]
             pages = "" if report is None else f"; report: {self.directory.given / report.name}"
@@ -491,8 +488,6 @@ class Run:
                 digest = weights_sha256(model)
         start = "restart" if resumed else "fresh" if self.load is None else "fine-tune"
         has_started = self.first_iteration is not None
-        is_timed = status != "running" and self.config["logging"]["throughput"] and agreement.rank() == 0
-        ledger = read_ledger(self.directory.goodput) if is_timed else None
         summary: dict[str, Any] = {
             "status": status,
             "reason": state.reason if status != "running" else None,
@@ -505,8 +500,6 @@ class Run:
             "resumed_from": resumed.name if resumed else None,
             "startup_s": dict(self.startup.seconds),
             "checkpoints": self.checkpoint.times.as_dict() if self.checkpoint else {},
-            "goodput": ledger and ledger.as_values(),
-            "verdict": ledger and ledger.verdict,
         }
         self.summary = summary
         if agreement.rank() == 0:

@@ -87,11 +87,10 @@ def test_matmul_precision_is_of_convolutions_too() -> None:
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:
         devices.set_matmul_precision("high")
-        assert torch.backends.cudnn.allow_tf32 and devices.may_use_tf32(convolutions=False)
+        assert torch.backends.cudnn.allow_tf32
         torch.set_float32_matmul_precision("highest")
-        assert devices.may_use_tf32(convolutions=True) and not devices.may_use_tf32(convolutions=False)
         devices.set_matmul_precision("highest")
-        assert not torch.backends.cudnn.allow_tf32 and not devices.may_use_tf32(convolutions=True)
+        assert not torch.backends.cudnn.allow_tf32
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import io
-import itertools
 import json
 import logging
 import os
@@ -25,8 +24,8 @@ import pytest
 import torch
 from ignite.engine import Events
 
-from ignite_engine import Trainer, TrainingEvents
-from ignite_engine.handlers import Checkpoint, ConsoleSink, JSONLSink, MetricLogger, Throughput
+from ignite_engine import Trainer
+from ignite_engine.handlers import Checkpoint, ConsoleSink, JSONLSink, MetricLogger
 from tests.builders import numbers_loader, trainer_of
 from tests.checkpointing.file_faults import in_child
 from tests.faults.commands import Command, program
@@ -506,31 +505,3 @@ def test_killed_process_leaves_no_lock(tmp_path: Path) -> None:
     JSONLSink(path).write(2, {"a": 3.0})
 
     assert lines(path) == [{"iteration": 1, "a": 1.0}, {"iteration": 2, "a": 3.0}]
-
-
-# -- what they cost ---------------------------------------------------------------------------------------------------
-
-
-def test_time_of_each_sink_and_of_all_handlers_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock of its own: each read is 1 s later, and a slow sink takes 100 s."""
-    now = itertools.count(1.0)
-    slow_by = [0.0]
-    for module in ("sinks", "throughput"):
-        monkeypatch.setattr(f"ignite_engine.handlers.{module}.perf_counter", lambda: next(now) + slow_by[0])
-
-    class Slow:
-        name = "of a test/slow"
-
-        def write(self, iteration: int, values: Any) -> None:
-            slow_by[0] += 100.0
-
-    trainer = counting()
-    Throughput().attach(trainer, Events.ITERATION_COMPLETED(every=2))
-    MetricLogger(sinks=[Slow()], console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
-    seen: list[dict[str, float]] = []
-    trainer.add_event_handler(TrainingEvents.METRICS_READY, lambda: seen.append(dict(trainer.state.metrics.fresh)))
-    trainer.run(range(4))
-
-    assert "time/sink/slow_ms" not in seen[0], "it has not written anything yet"
-    assert seen[1]["time/sink/slow_ms"] == 1000 * 101 / 2  # one write in two iterations
-    assert seen[1]["time/handlers_ms"] >= seen[1]["time/sink/slow_ms"] > 1000 * seen[0]["time/handlers_ms"] / 100

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from ignite_engine import Trainer, create_evaluator, loader
 from ignite_engine.data.loader import resumable
 from ignite_engine.data.shares import source_of
-from ignite_engine.handlers import Throughput
+from ignite_engine.handlers import Throughput, throughput
 from ignite_engine.ranks import data_rank, data_size, use_mesh
 from ignite_engine.step.micro_batches import micro_batch_scales
 from tests.builders import Numbers
@@ -39,7 +40,9 @@ def layout() -> dict[str, Any]:
     source = source_of(loader(Numbers(9), 2), 2, None)
     source.agree_lengths()
     trainer, seen = Trainer(lambda engine, batch: len(batch[0])), list[dict[str, float]]()
-    Throughput().attach(trainer, Events.EPOCH_COMPLETED)
+    throughput.perf_counter = itertools.count().__next__  # type: ignore[assignment]  # the same time for both
+    for samples_fn in (None, lambda batch: 0):  # which writes steps
+        Throughput(samples_fn=samples_fn).attach(trainer, Events.EPOCH_COMPLETED)
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: seen.append(dict(trainer.state.metrics)))
     trainer.run(loader(Numbers(8), 2), max_epochs=1)
     metrics = seen[-1]

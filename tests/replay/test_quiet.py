@@ -88,7 +88,7 @@ def test_no_handler_of_the_engine_writes_a_file(tmp_path: Path) -> None:
         handlers.MetricLogger(directory, sinks=sinks).attach(trainer, few)
         handlers.Export(directory / "exports").attach(trainer, few)
         handlers.Profiler(directory, wait=0, warmup=1, active=2).attach(trainer)
-        handlers.StepTimes(directory).attach(trainer, few)
+        handlers.StepTimes().attach(trainer, few)
         handlers.MemoryLogger(directory).attach(trainer, few)
         handlers.Throughput().attach(trainer, few)
         handlers.Progress().attach(trainer)
@@ -104,7 +104,6 @@ def test_no_handler_of_the_engine_writes_a_file(tmp_path: Path) -> None:
     before = content(tmp_path)
     names = {name.partition("/")[0] for name in before}
     assert {"exports", "tensorboard", "trail.jsonl", "history.jsonl"} <= names, names
-    assert len(names) > 7, names
     with bring_to(tmp_path, build, at=18, before=1) as moment:
         assert moment.difference is None and moment.replayed == 18
     assert content(tmp_path) == before

@@ -80,11 +80,12 @@ def run_directory(
 
 def row(iteration: int, **more: Any) -> dict[str, Any]:
     values = {"iteration": iteration, "epoch": 1, "loss": 4 / iteration, "lr": 0.5, "grad_norm": 1.0 + iteration % 2}
-    values |= {"throughput/tokens_per_s": 1000.0 * iteration, "throughput/steps_per_s": 2.0}
+    values |= {"throughput/tokens_per_s": 1000.0 * iteration}
     values |= {
         "time/step_ms": 10.0,
         "time/data_wait_ms": 1.0,
-        "time/forward_backward_ms": 6.0,
+        "time/forward_ms": 4.0,
+        "time/backward_ms": 2.0,
         "time/optimizer_ms": 2.5,
     }
     return values | {"memory/host_rss_mib": 500.0 + iteration, "memory/peak_mib": 10240.0} | more
@@ -110,9 +111,10 @@ def test_page_has_every_curve_as_it_was_measured(tmp_path: Path) -> None:
         "Throughput": {"tokens": [[n, 1000 * n] for n in range(1, 7)]},
         "Time per iteration": {
             "data wait": [[n, 1] for n in range(1, 7)],
-            "forward and backward": [[n, 6] for n in range(1, 7)],
+            "forward": [[n, 4] for n in range(1, 7)],
+            "backward": [[n, 2] for n in range(1, 7)],
             "optimizer": [[n, 2.5] for n in range(1, 7)],
-            "other": [[n, 0.5] for n in range(1, 7)],
+            "rest": [[n, 0.5] for n in range(1, 7)],
         },
         "Memory of the device": {"peak": [[n, 10] for n in range(1, 7)]},
         "Memory of the host": {"in use now": [[n, 500 + n] for n in range(1, 7)]},
@@ -136,7 +138,7 @@ def test_speed_times_and_memory_are_folded_below_what_the_user_measured(tmp_path
     engines = ["Throughput", "Time per iteration", "Memory of the device", "Memory of the host"]
     assert folded(write_report(run)) == (users_own, False, engines)
     before, is_open, inside = folded(write_comparison([run, run], tmp_path / "compare.html"))
-    assert before == ["loss", "val/loss", "val/accuracy", "lr", "grad_norm"] and not is_open and len(inside) == 7
+    assert before == ["loss", "val/loss", "val/accuracy", "lr", "grad_norm"] and not is_open and len(inside) == 8
 
     times = [{"iteration": n, "time/step_ms": 1.0 * n} for n in (1, 2)]
     assert folded(write_report(run_directory(tmp_path / "times", times))) == ([], True, ["Time per iteration"])
@@ -353,7 +355,8 @@ def test_comparison_lays_runs_over_one_another_and_tells_what_differs(tmp_path: 
         "throughput/tokens_per_s",
         "time/step_ms",
         "time/data_wait_ms",
-        "time/forward_backward_ms",
+        "time/forward_ms",
+        "time/backward_ms",
         "time/optimizer_ms",
         "memory/host_rss_mib",
         "memory/peak_mib",
@@ -489,7 +492,7 @@ def test_what_json_may_hold_and_a_page_may_not_is_left_out(tmp_path: Path) -> No
     huge = "1" + "0" * 400
     (run / "metrics.jsonl").write_text(lines.replace("HUGE", huge) + f"\n{deep}\n")
     (run / "summary.json").write_text(summary.replace("HUGE", huge))
-    for name in ("history.jsonl", "goodput.jsonl", "environment.json"):
+    for name in ("history.jsonl", "environment.json"):
         (run / name).write_text(deep)
     (run / "config.yaml").write_text("a: &a [1, *a]\n")
     page = Page(write_report(run))

@@ -63,7 +63,7 @@ def test_groups_with_the_same_rate_are_one_line() -> None:
 def test_the_parts_of_the_time_are_stacked_up_to_the_whole() -> None:
     series = {"time__step_ms": points(10, 10), "time__data_wait_ms": points(2, 11), "time__optimizer_ms": points(1, 1)}
     (panel,) = panels_of(run(**series))
-    assert panel.stacked and [line.name for line in panel.lines] == ["data wait", "optimizer", "other"]
+    assert panel.stacked and [line.name for line in panel.lines] == ["data wait", "optimizer", "rest"]
     assert [value for _, value in panel.lines[-1].points] == [7.0, 0.0]
 
 
