@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -94,31 +94,9 @@ def leave_out(*parts: str) -> str:
     return f"resume(ignore={list(parts)}), {'' if of_fit else 'or '}checkpoint.ignore in a config{of_fit}"
 
 
-def change_on_resume(part: str, changed: Mapping[tuple[str, str], Any], groups: int) -> str:
-    """How to resume with other settings of an optimizer.
-
-    Args:
-        part: the optimizer.
-        changed: the new value by group and option.
-        groups: how many the optimizer has; what is the same in all of them is named once.
-    """
-    values: dict[str, Any] = {}
-    for (group, option), value in changed.items():
-        in_all = [new for (_, name), new in changed.items() if name == option] == [value] * groups
-        name = option if in_all or groups == 1 else f"{group}.{option}"
-        values[f"{dotted_part(part)}.{name}"] = list(value) if isinstance(value, tuple) else value
-    of_fit = ", or resume=... to fit()" if _fit_is_known() else ""
-    return f"Checkpoint(..., override={values}), {'' if of_fit else 'or '}checkpoint.override in a config{of_fit}"
-
-
 def _fit_is_known() -> bool:
     """One who has never imported ``fit`` has no call of it to change."""
     return "ignite_engine.runs.fit" in sys.modules
-
-
-def dotted_part(part: str) -> str:
-    """The name of an optimizer's part as a config has it: ``optimizers.dense`` for ``optimizer/dense``."""
-    return part.replace("/", ".").replace("optimizer.", "optimizers.", 1)
 
 
 def require_exact(what: str, reasons: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ignite_engine.errors import change_on_resume, did_you_mean, leave_out, one_line, shapes_of, shortened
+from ignite_engine.errors import did_you_mean, leave_out, one_line, shapes_of, shortened
 
 
 @pytest.mark.parametrize(
@@ -49,14 +49,9 @@ def test_shapes_of_nested_values_are_one_short_line(value: Any, text: str) -> No
 
 
 def test_remedy_of_fit_is_for_programs_that_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = ("optimizer", {("", "lr"): 0.1}, 1)
     monkeypatch.setitem(sys.modules, "ignite_engine.runs.fit", types.ModuleType("fit"))
-    assert change_on_resume(*given).endswith(", checkpoint.override in a config, or resume=... to fit()")
     assert leave_out("ema").endswith(", checkpoint.ignore in a config, or checkpoint={'ignore': ['ema']} to fit()")
     monkeypatch.delitem(sys.modules, "ignite_engine.runs.fit")
-    assert change_on_resume(*given) == (
-        "Checkpoint(..., override={'optimizer.lr': 0.1}), or checkpoint.override in a config"
-    )
     assert leave_out("ema") == "resume(ignore=['ema']), or checkpoint.ignore in a config"
 
 

@@ -29,14 +29,15 @@ from ignite_engine.checkpointing.retention import of_one_run, ranked
 from ignite_engine.checkpointing.save_options import SaveKeywords
 from ignite_engine.checkpointing.store import Checkpoints
 from ignite_engine.errors import check_type, names_arguments
-from ignite_engine.handlers.checkpoint.override import Override
 from ignite_engine.handlers.checkpoint.places import places_of
 from ignite_engine.handlers.checkpoint.saver import Saver
 from ignite_engine.handlers.checkpoint.times import Times
 from ignite_engine.handlers.followed_metric import FollowedMetric, improves
 from ignite_engine.ranks import agreement
 from ignite_engine.recovery.status import follow
+from ignite_engine.state import Start
 from ignite_engine.states import loading
+from ignite_engine.states.rates import Rates, set_rates
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +49,6 @@ class Checkpoint:
         directory: of all checkpoints of the run, shared by the ranks.
         name: of the handler's own state in a checkpoint.
         must_be_new: refuse a directory that holds checkpoints when the run starts or resumes; nothing is changed.
-        override: settings of optimizers that :meth:`resume` replaces, such as ``{"optimizer.lr": 1e-3}``, or
-            ``optimizers.NAME.lr`` of several, ``optimizer.GROUP.lr`` of one parameter group. Schedules go on from where
-            they are with the new base; moments stay. The same value in the next start changes nothing more.
         options: the fields of :class:`~ignite_engine.checkpointing.SaveOptions`.
 
     A save that fails fires ``CHECKPOINT_FAILED`` and training continues; the one at the end of the run raises. In the
@@ -66,14 +64,13 @@ class Checkpoint:
         *,
         name: str = "checkpoint",
         must_be_new: bool = False,
-        override: Mapping[str, Any] | None = None,
         **options: Unpack[SaveKeywords],
     ) -> None:
         check_type("directory", directory, bool(directory) and isinstance(directory, str | PathLike), "a path")
         check_type("must_be_new", must_be_new, isinstance(must_be_new, bool), "True or False")
         self.name, self.options = name, SaveOptions(**options)
         self._must_be_new = must_be_new
-        self._override = Override(override)
+        self._lr: Rates | None = None
         self._ignored: tuple[Sequence[str], int] = ((), 0)
         self._saver = Saver(directory, self.options)
         self.places = places_of(self._saver, self._metrics_of)
@@ -251,11 +248,13 @@ class Checkpoint:
         measured_at, values = self._measured
         return values if measured_at == trainer.state.iteration else None
 
-    def resume(self, ignore: Iterable[str] = ()) -> Path | None:
+    def resume(self, ignore: Iterable[str] = (), *, lr: Rates | None = None) -> Path | None:
         """Load the newest valid checkpoint into all that is registered, and what will be; a collective.
 
         Args:
             ignore: names of parts that are left out: they start fresh, or no longer exist.
+            lr: the base of the engine's schedules, or the rate of an optimizer without one, from here on: of all
+                parameter groups, or by the name of an optimizer or of a group.
 
         Returns:
             The checkpoint, the same on all ranks; of a copy in memory (``memory``), which is taken where it is newer,
@@ -266,7 +265,7 @@ class Checkpoint:
                 on all of them.
             NotExact: with ``strict``, it says that it is not exact, or was saved in another environment: number of
                 ranks or threads, torch, devices.
-            StateMismatch: the state does not fit what was built, or ``override`` the optimizers.
+            StateMismatch: the state, or ``lr``, does not fit what was built.
             RuntimeError: it is not attached to a trainer yet.
         """
         if self._trainer is None:
@@ -275,14 +274,12 @@ class Checkpoint:
             raise ValueError(f"ignore is a list, got {ignore!r}: write [{ignore!r}].")
         began = time.perf_counter()
         self._refuse_old()
-        self._override.announce(self._trainer)
         store: Checkpoints = self.store
         for place in self.places if self.asks_places else ():
             store = place.in_front_of(store)
         found = loading.resume(self._trainer.registry, store, ignore=ignore, strict=self.options.strict)
         elsewhere = next(filter(None, [place.resumed(found) for place in self.places]), None)
         if found is None:
-            self._override.begin_fresh(self._trainer)
             return None
         self._ignored, self._found = (list(ignore), found.manifest.sequence), found
         self._saver.resumed(self._trainer, found, began, on_disk=elsewhere is None)
@@ -297,8 +294,13 @@ class Checkpoint:
                 self._best = agreement.on_rank_0(self._best_on_disk)  # of a save that was under way nothing is left
         where = elsewhere or found.path
         logger.log(level, "Resumed from %s at iteration %d%s: %s.", where, iteration, disk, self.times.loaded)
-        self._override.apply(self._trainer)
+        self._lr = lr
+        self._set_rates(self._trainer)
         return found.path
+
+    def _set_rates(self, trainer: Trainer) -> None:
+        if self._lr is not None:
+            set_rates(trainer.registry, self._lr)
 
     def _best_on_disk(self) -> float | None:
         best = self.best
@@ -331,7 +333,7 @@ class Checkpoint:
         if found is None:
             return None
         saver.resumed(trainer, found, began)
-        self._override.apply(trainer)
+        self._set_rates(trainer)
         return found.path
 
     def load(self, path: str | Path | Sequence[LoadSource], **options: Any) -> LoadReport:
@@ -366,12 +368,11 @@ class Checkpoint:
         return report
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value so far, and what ``override`` gave; which checkpoints there are is read from disk."""
-        followed, given = self._followed, self._override.given_before
-        state: dict[str, Any] = {"override": dict(given)} if given else {}
+        """The best value so far; which checkpoints there are is read from disk."""
+        followed = self._followed
         if followed is None:
-            return state
-        return state | {
+            return {}
+        return {
             "key": followed.key,
             "mode": self.options.mode,
             "best": self._best,
@@ -380,7 +381,6 @@ class Checkpoint:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         followed, mode = self._followed, self.options.mode
-        self._override.given_before = dict(state.get("override", {}))
         if followed is None or "key" not in state:
             return
         if (state["key"], state["mode"]) != (followed.key, mode):
@@ -393,7 +393,8 @@ class Checkpoint:
 
     def _start(self, trainer: Trainer) -> None:
         self._refuse_old()
-        self._override.start(trainer)
+        if trainer.state.start is Start.RESUMED:
+            self._set_rates(trainer)  # of schedules that were attached after resume(), too
         self._due = self._must = False
         if self.options.on_exception and agreement.world_size() > 1:
             logger.warning("on_exception has no effect on several ranks: the others may be in another iteration.")

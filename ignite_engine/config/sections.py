@@ -10,7 +10,6 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from ignite_engine.checkpointing.nested import dotted, walk
 from ignite_engine.checkpointing.retention import usual_mode
 from ignite_engine.config.intervals import Every, EveryOrMinutes, TimeLimit
 from ignite_engine.config.yaml_file import SCIENTIFIC, display
@@ -331,6 +330,12 @@ def _form_of_load(value: object) -> str:
     return "<several>" if isinstance(value, list) else "<one>"
 
 
+class ResumeSection(Section):
+    """What a resume changes."""
+
+    lr: NotNegative | dict[str, NotNegative] | None = None  # base of the schedules; or by optimizer or group
+
+
 class CheckpointSection(Section):
     """When checkpoints are saved (on a stop as well) and which are kept."""
 
@@ -349,7 +354,7 @@ class CheckpointSection(Section):
     labels: list[str] | None = None  # labels of every checkpoint
     exclude: list[str] | None = None  # what is not saved: parts, or names in them, such as model:backbone.*
     ignore: list[str] | None = None  # parts of the run's own newest checkpoint that a resume leaves out
-    override: dict[str, Any] | None = None  # settings of optimizers that a resume changes, such as optimizer.lr: 1e-4
+    resume: ResumeSection = ResumeSection()
     load: Annotated[  # what a run starts from; if several sources contain a name, the last one wins
         Annotated[LoadSection, Tag("<one>")] | Annotated[list[LoadSection], Tag("<several>")],
         Discriminator(_form_of_load),
@@ -374,19 +379,6 @@ class CheckpointSection(Section):
         if missing := next((key for key, section in self.sources.items() if section.path is None), None):
             raise _fault(f"{missing.removeprefix('checkpoint.')}.path", "this is missing, expected what to load.")
         return self
-
-    @field_validator("override", mode="before")
-    @classmethod
-    def _numbers_as_yaml_writes_them(cls, values: object) -> object:
-        if not isinstance(values, Mapping):
-            return values
-        settings = {
-            dotted(path): value for path, value in walk(values, whole=lambda value: not isinstance(value, Mapping))
-        }
-        return {
-            key: [_as_number(element) for element in value] if isinstance(value, list) else _as_number(value)
-            for key, value in settings.items()
-        }
 
     @model_validator(mode="after")
     def _an_exception_is_not_exact(self) -> CheckpointSection:

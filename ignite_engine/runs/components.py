@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from ignite_engine.data import Windows
 from ignite_engine.errors import did_you_mean, metric_meant, shortened
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.run_directory import config_differences
-from ignite_engine.runs.first_rates import doubtful_rates
 from ignite_engine.runs.loaders import is_loader
 from ignite_engine.schedules import Schedule
 from ignite_engine.task import Task, TaskError, build_task, find_task
@@ -289,22 +288,9 @@ def steps_per_epoch(task: Task, scheduler: Any, updates: int | None = None, epoc
     per_epoch = not (of_updates or isinstance(scheduler, OneCycleLR | CyclicLR))
     if agreement.rank() == 0:
         kind = type(scheduler).__name__
-        if per_epoch and (rates := doubtful_rates(scheduler, updates, epochs)):
-            logger.warning(
-                "%s steps once per epoch, so the learning rate is %s. If it counts updates, give schedule_per='step'; "
-                "schedule_per='epoch' keeps it and leaves this line out.",
-                *(kind, _in_epochs(rates)),
-            )
-        else:
-            when, other = ("once per epoch", "step") if per_epoch else ("with the optimizer", "epoch")
-            logger.info("%s steps %s; schedule_per=%r changes that.", kind, when, other)
+        when, other = ("once per epoch", "step") if per_epoch else ("with the optimizer", "epoch")
+        logger.info("%s steps %s; schedule_per=%r changes that.", kind, when, other)
     return per_epoch
-
-
-def _in_epochs(rates: Sequence[float]) -> str:
-    shown = [f"{rate:g}" for rate in rates]
-    epochs = "epoch 1" if len(shown) == 1 else f"epochs 1 to {len(shown)}"
-    return f"{shown[0] if len(set(shown)) == 1 else ', '.join(shown)} in {epochs}"
 
 
 def settings_of(

@@ -96,7 +96,7 @@ _ARGUMENTS = {
     "update.clip_norm": "clip_norm",
     "checkpoint.best": "best",
     "checkpoint.mode": "mode",
-    "checkpoint.override": "resume",
+    "checkpoint.resume": "resume",
     "max_iterations": "max_iters",
     "null": "None",
 }
@@ -212,9 +212,7 @@ def fit(
         clip_norm: largest norm of the gradients.
         num_workers: processes that load data; default 0.
         seed: of order, augmentation and dropout, default 0; the model has been made already, see ``seed_everything``.
-        resume: settings of the optimizer that a resumed run changes, such as ``{"lr": 1e-4}``: its schedule goes on
-            from where it is with the new base, and moments stay. The names are those of ``checkpoint.override``, with
-            or without ``optimizer.``.
+        resume: what a resumed run changes: ``{"lr": 1e-4}``, the base with which its schedule goes on from where it is.
         restarts: train in a process that is forked from this one, and again when it is killed, by the system for its
             memory, say: at most so often in an hour. It resumes by itself; at the end its newest checkpoint is loaded
             here. Default: never, in this process.
@@ -268,9 +266,7 @@ def fit(
         raise ConfigError("fit(): metrics: got some, but no val_set to measure them on.")
     if metrics and predict is None:
         _check_pairs(task)
-    are_names = resume is None or (isinstance(resume, Mapping) and all(isinstance(key, str) for key in resume))
-    check_type("resume", resume, are_names, "a mapping such as {'lr': 0.0001}")
-    override = None if resume is None else {_setting(key): value for key, value in _as_in_config(resume).items()}
+    check_type("resume", resume, resume is None or isinstance(resume, Mapping), "a mapping such as {'lr': 0.0001}")
     values = _values(sections)
     given: dict[str, dict[str, Any]] = {
         "run": {
@@ -284,7 +280,7 @@ def fit(
         "optimizer": {} if lr is None else {"lr": lr},
         "schedule": {},
         "update": {"precision": precision, "accumulation_steps": accumulation_steps, "clip_norm": clip_norm},
-        "checkpoint": {"best": best, "mode": _mode(best, mode, task), "override": override},
+        "checkpoint": {"best": best, "mode": _mode(best, mode, task), "resume": _as_in_config(resume or {})},
     }
     if isinstance(optimizer, str | Mapping):
         options = {"name": optimizer} if isinstance(optimizer, str) else _as_in_config(optimizer)
@@ -354,10 +350,6 @@ def _restarted(config: Config, task: Task, train: Callable[[int], None], restart
     run = recipe.build_run(config, task)
     run.take_over()
     return run
-
-
-def _setting(name: str) -> str:
-    return name if name.startswith(("optimizer.", "optimizers.")) else f"optimizer.{name}"
 
 
 def _predict_pair(model: nn.Module, batch: Any) -> Any:

@@ -384,13 +384,12 @@ def _attach(
     run.checkpoint = handlers.Checkpoint(
         run.directory.checkpoints,
         must_be_new=config.run.must_be_new and not _is_started_again(),
-        override=section.override,
         config=run.config,
         **options,
     )
     run.checkpoint.announces_best = False  # the run's last line does
     run.checkpoint.asks_places = not config.run.restart or _is_started_again()
-    run.ignore = section.ignore or ()
+    run.ignore, run.resume_lr = section.ignore or (), section.resume.lr
     if section.sources:
         run.load, run.always_load = _loading(config, task, run), bool(section.exclude)
     # it always saves at the end; after COMPLETED nothing more is saved

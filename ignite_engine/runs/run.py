@@ -31,11 +31,11 @@ from ignite_engine.recovery import status as supervision
 from ignite_engine.run_directory import PhaseTimes, RunDirectory, in_lists, plain_metric, weights_sha256
 from ignite_engine.runs.code import commit_of_code
 from ignite_engine.runs.history import Records, read_records
-from ignite_engine.runs.in_force import put_in_force
 from ignite_engine.schedules import Schedule
 from ignite_engine.state import Start
 from ignite_engine.states.loading import load_evaluated
 from ignite_engine.states.model_and_optimizer import unwrap
+from ignite_engine.states.rates import Rates
 from ignite_engine.step.parameters import Parameters
 from ignite_engine.text import in_notebook, show_page
 from ignite_engine.trainer import Trainer
@@ -61,7 +61,7 @@ class Saves(Protocol):
     @property
     def times(self) -> Times: ...
 
-    def resume(self, ignore: Iterable[str] = ()) -> Path | None: ...
+    def resume(self, ignore: Iterable[str] = (), *, lr: Rates | None = None) -> Path | None: ...
 
     def load(self, path: Sequence[LoadSource]) -> LoadReport: ...
 
@@ -115,6 +115,7 @@ class Run:
     load: Callable[[], object] | None = None
     always_load: bool = False
     ignore: Sequence[str] = ()
+    resume_lr: Rates | None = None
     summary: Mapping[str, Any] = field(default_factory=dict)
     _metrics_before: Mapping[str, Any] = field(default_factory=dict)
     code: Mapping[str, str] = field(default_factory=dict)
@@ -170,7 +171,6 @@ class Run:
             with self.startup("resume"):
                 try:
                     resumed = self._resumed = self.begin()
-                    put_in_force(self.config, trainer, self.schedules)
                 finally:
                     self._log_differences()
                 for name in self.log_states:
@@ -246,7 +246,7 @@ class Run:
         assert self.checkpoint is not None
         if self.load is not None and self.always_load:
             self.load()
-        resumed = self.checkpoint.resume(ignore=self.ignore)
+        resumed = self.checkpoint.resume(ignore=self.ignore, lr=self.resume_lr)
         if resumed is None and self.load is not None and not self.always_load:
             self.load()
         return resumed
@@ -358,16 +358,11 @@ class Run:
         self.directory.write_environment(agreement.world_size(), {**commit_of_code(), "code": dict(self.code)})
 
     def _log_differences(self) -> None:
-        """What is in force now, so without a setting that the resume has put back, which is said there."""
+        """How the config and the code differ from those of the last start."""
         if agreement.rank() != 0:
             return
         self._differences = self.directory.differences(self.config)
-        # what a resume changes on purpose is said there
-        changed = set(self.config["checkpoint"].get("override") or ())
         for line in self._differences:
-            key = line.partition(": ")[0]
-            if key in changed or key.startswith("checkpoint.override"):
-                continue
             logger.info("Config differs from the run's last start: %s", line)
         if self._changed_code:
             logger.info("Other code than at the run's last start: %s.", ", ".join(self._changed_code))

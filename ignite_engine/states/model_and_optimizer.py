@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_engine.checkpointing.nested import rebuilt
-from ignite_engine.errors import StateMismatch, change_on_resume, leave_out
+from ignite_engine.errors import StateMismatch, leave_out
 from ignite_engine.ranks import mesh
 
 logger = logging.getLogger(__name__)
@@ -170,10 +170,6 @@ class ParametersState:
                 value.copy_(state[name])
 
 
-# OneCycleLR and CyclicLR set these options and keep the others beside them; both are those built now
-_SET_WITH = {"lr": "min_lr", "momentum": "max_momentum", "betas": "max_momentum"}
-
-
 class OptimizerState:
     """An optimizer's state keyed by parameter names instead of positions; sparse optimizers too.
 
@@ -194,11 +190,6 @@ class OptimizerState:
         parameters = self.parameters()
         self._kind = type(optimizer).__name__
         self._built_groups, self._built_frozen = self._groups(self.names(parameters)), _frozen(parameters)
-        self.rate_is_scheduled_anew = self.is_scheduled = False
-        """A schedule that is not loaded sets the rate, whatever is loaded here."""
-        self._made_groups = self._built_groups
-        self.overridden: set[tuple[str, str]] = set()
-        """Groups (empty: all) and options that a resume replaces, so that no warning is due."""
         self._made_with_state = bool(optimizer.state)  # Adagrad's is there before the first step
 
     def state_dict(self) -> dict[str, Any]:
@@ -300,31 +291,6 @@ class OptimizerState:
             if name not in index_of and name in parameters:
                 self.optimizer.state[parameters[name]] = _copied_to(values, parameters[name].device)
 
-    def in_force(self, settings: Mapping[str, Any], base_lrs: Sequence[Any] = ()) -> dict[str, Any]:
-        """The options in the place of which a resumed run has restored or replaced others, with these.
-
-        Args:
-            settings: with which the optimizer was made; a group that was given another value of its own does not count.
-            base_lrs: of its schedule, by group; empty: it has none that is known.
-        """
-        lrs = base_lrs or [group.get("lr") for group in self._built_groups]
-        now = [{**group, "lr": lr} for group, lr in zip(self._built_groups, lrs)]
-        found: dict[str, Any] = {}
-        for option, default in self.optimizer.defaults.items():
-            given = settings.get(option, default)
-            given = tuple(given) if isinstance(given, list) else given
-            pairs = zip(self._made_groups, now)
-            values = [group.get(option) for made, group in pairs if option in made and made[option] == given]
-            if values and values[0] not in (None, given) and all(value == values[0] for value in values):
-                found[option] = list(values[0]) if isinstance(values[0], tuple) else values[0]
-        return found
-
-    def note_override(self, group: int, option: str, value: Any) -> None:
-        """An option is ``value`` from here on; for a rate it is the base of its schedule."""
-        self._built_groups = [
-            {**own, **({option: value} if index == group else {})} for index, own in enumerate(self._built_groups)
-        ]
-
     def parameters(self) -> dict[str, Tensor]:
         """Everything that the optimizer may hold, by the name that it has in the state."""
         named = self._own_model().named_parameters()
@@ -382,26 +348,17 @@ class OptimizerState:
         )
 
     def _warn_of_options(self, built: list[dict[str, Any]]) -> None:
-        changed: dict[tuple[str, str], Any] = {}
-        said = []
-        for index, (then, now) in enumerate(zip(built, self._built_groups, strict=True)):
-            group = str(self.optimizer.param_groups[index].get("name", index))
-            for name in then:
-                is_new = name != "params" and name in now and then[name] != now[name]
-                if self.is_scheduled and _SET_WITH.get(name) in self.optimizer.param_groups[index]:
-                    is_new = name == "betas" and then[name][1:] != now[name][1:]
-                overridden = self.overridden & {("", name), (group, name), (str(index), name)}
-                if is_new and not overridden and (name != "lr" or not self.rate_is_scheduled_anew):
-                    changed[group, name] = now[name]
-                    said.append(
-                        f"{name} {then[name]} to {now[name]}" + (f" in group {index}" if len(built) > 1 else "")
-                    )
-        if changed:
+        said = [
+            f"{name} {then[name]} to {now[name]}" + (f" in group {index}" if len(built) > 1 else "")
+            for index, (then, now) in enumerate(zip(built, self._built_groups, strict=True))
+            for name in then
+            if name != "params" and name in now and then[name] != now[name]
+        ]
+        if said:
             logger.warning(
-                "The optimizer was changed (%s): no effect on a resumed run, which restores the saved options. To "
-                "change them, give %s.",
+                "The optimizer was changed (%s): no effect on a resumed run, which restores the saved options; "
+                "resume(lr=...), or checkpoint.resume.lr in a config, changes the rate.",
                 ", ".join(said),
-                change_on_resume(self.part, changed, len(built)),
             )
 
 

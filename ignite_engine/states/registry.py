@@ -173,11 +173,6 @@ class Registry:
         if unknown:  # no error: the same program resumes from its own checkpoints, which don't hold them any more
             held = ", ".join(sorted(states))
             logger.warning("%s holds no %s to leave out; it holds %s.", source, ", ".join(sorted(unknown)), held)
-        rate_is_scheduled_anew = any(kind_of.get(part) == "schedule" for part in ignored)
-        for obj in self.objects.values():
-            if isinstance(obj, OptimizerState):
-                obj.rate_is_scheduled_anew = rate_is_scheduled_anew
-                obj.is_scheduled = "schedule" in self.kinds.values()
         self.take({name: state for name, state in states.items() if name not in ignored}, source, adapt)
         fresh = sorted(set(self.objects) - set(states))
         if fresh:

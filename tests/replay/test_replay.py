@@ -181,7 +181,7 @@ def test_settings_are_those_of_the_start_that_trained_the_iteration(tmp_path: Pa
         tmp_path / "run",
         22,
         schedule={"name": "constant", "warmup": 0},
-        checkpoint={"every": {"iterations": 10}, "keep_last": 9, "override": {"optimizer.lr": 0.003}},
+        checkpoint={"every": {"iterations": 10}, "keep_last": 9, "resume": {"lr": 0.003}},
     )
     for iteration, rate in ((11, 0.01), (12, 0.01), (13, 0.003), (21, 0.003)):
         with bring_to(tmp_path / "run", at=iteration) as moment:

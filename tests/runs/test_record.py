@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
 from ignite.engine import Events
 
 from ignite_engine import seed_everything
-from ignite_engine.cli.arguments import main
 from ignite_engine.config import config_from_dict
 from ignite_engine.report.records import read_run
 from ignite_engine.run_directory import flat
@@ -59,63 +57,6 @@ def records(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def of_optimizer(run: Run, option: str) -> Any:
-    """The optimizer's own number; of a rate the base."""
-    if option == "lr" and run.schedules:
-        return run.schedules["optimizer"].base_lrs[0]
-    value = run.trainer.update.optimizers["optimizer"].param_groups[0][option]  # type: ignore[attr-defined]
-    return list(value) if isinstance(value, tuple) else value
-
-
-OPTIONS: dict[str, Any] = {"lr": 0.005, "weight_decay": 0.25, "betas": [0.5, 0.75], "eps": 1e-3, "amsgrad": True}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("schedule", ["constant", "cosine"])
-def test_a_changed_option_without_effect_is_in_no_record(
-    tmp_path: Path, option: str, schedule: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The warning names it, and how to change it; the same words change it, and then it is in all of them."""
-    key, value, sections = f"optimizer.{option}", OPTIONS[option], {"schedule": {"name": schedule}}
-    made(tmp_path, sections, end=3).train()
-    before = records(tmp_path)
-    caplog.clear()
-    ignored = made(tmp_path, {**sections, "optimizer": {option: value}}, end=3)
-    ignored.train()
-
-    (warning,) = [line for line in caplog.messages if "no effect" in line]
-    assert f"{key!r}: {value}" in warning and "checkpoint.override" in warning
-    own = of_optimizer(ignored, option)
-    assert own != value
-    for place, settings in records(tmp_path).items():
-        assert settings.get(key, "default") == before[place].get(key, "default"), place
-        assert settings.get(key, own) == own, place
-    if option == "amsgrad":
-        return  # needs a state that is not there
-    caplog.clear()
-    changed = made(tmp_path, {**sections, "checkpoint": {"every": 2, "override": {key: value}}}, end=3)
-    changed.train()
-    assert of_optimizer(changed, option) == value and not [line for line in caplog.messages if "no effect" in line]
-    assert {place: settings[key] for place, settings in records(tmp_path).items()} == dict.fromkeys(before, value)
-    made(tmp_path, sections, end=3).train()
-    assert {place: settings[key] for place, settings in records(tmp_path).items()} == dict.fromkeys(before, value)
-
-
-def test_the_rate_of_a_plateau_is_recorded_as_it_is(tmp_path: Path) -> None:
-    sections: Sections = {"schedule": {"name": "plateau", "metric": "val/loss"}}
-    made(tmp_path, sections, end=3).train()
-    before = records(tmp_path)
-    made(tmp_path, {**sections, "optimizer": {"lr": 0.5}}, end=3).train()
-    rates = {place: settings["optimizer.lr"] for place, settings in before.items()}
-    assert {place: settings["optimizer.lr"] for place, settings in records(tmp_path).items()} == rates
-    override = {"every": 2, "override": {"optimizer.lr": np.float64(0.005)}}
-    made(tmp_path, {**sections, "checkpoint": override}, end=3).train()
-    assert {place: settings["optimizer.lr"] for place, settings in records(tmp_path).items()} == dict.fromkeys(
-        before, 0.005
-    )
-
-
 CHANGED: dict[str, Sections] = {
     "clip_norm": {"update": {"clip_norm": 0.5}},
     "schedule": {"schedule": {"name": "cosine", "warmup": 2}},
@@ -144,40 +85,6 @@ def test_a_changed_setting_with_an_effect_is_in_each_record(tmp_path: Path, name
     assert in_force[name]()
 
 
-def test_options_of_the_loss_scaler_without_effect_are_in_no_record(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    first: Sections = {"update": {"precision": "fp16", "grad_scaler": {"growth_interval": 3, "init_scale": 8.0}}}
-    other: Sections = {"update": {"precision": "fp16", "grad_scaler": {"growth_interval": 5, "init_scale": 8.0}}}
-    made(tmp_path, first, end=3).train()
-    caplog.clear()
-    run = made(tmp_path, other, end=3)
-    run.train()
-    (warning,) = [line for line in caplog.messages if "no effect" in line]
-    assert "The loss scaler was changed (growth_interval 3 to 5)" in warning and "['scaler']" in warning
-    assert run.trainer.update.scaler.get_growth_interval() == 3  # type: ignore[attr-defined]
-    for place, settings in records(tmp_path).items():
-        assert settings["update.grad_scaler.growth_interval"] == 3, place
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_an_optimizer_of_the_task_is_recorded_as_it_is(tmp_path: Path, own: bool) -> None:
-    def sgd(lr: float) -> Any:
-        return lambda model: torch.optim.SGD(
-            [{"params": [next(model.parameters())], "lr": lr / 10}, {"params": list(model.parameters())[1:]}],
-            lr=lr,
-            momentum=0.5,
-        )
-
-    made(tmp_path, end=3, optimizer=sgd(0.25)).train()
-    run = made(tmp_path, end=3, optimizer=sgd(0.5))
-    run.train()
-    assert [group["lr"] for group in run.trainer.update.optimizers["optimizer"].param_groups] == [0.025, 0.25]  # type: ignore[attr-defined]
-    assert {place: settings["optimizer.lr"] for place, settings in records(tmp_path).items()} == dict.fromkeys(
-        ("config.yaml", "history.jsonl", "manifest.json", "report"), 0.25
-    )
-
-
 REFUSED: dict[str, tuple[Sections, str]] = {
     "another seed": ({"run": {"seed": 7}}, "was made with seed 0"),
     "a removed section": ({"ema": {"decay": None}}, r"holds \['ema'\]"),
@@ -185,7 +92,7 @@ REFUSED: dict[str, tuple[Sections, str]] = {
         {"checkpoint": {"strict": True}, "run": {"threads": torch.get_num_threads() + 1}},
         "cannot be resumed bit for bit",
     ),
-    "an unknown override": ({"checkpoint": {"override": {"optimizer.lrr": 1.0}}}, "did you mean 'lr'"),
+    "an unknown optimizer": ({"checkpoint": {"resume": {"lr": {"optimzer": 1.0}}}}, "did you mean 'optimizer'"),
     "another optimizer": ({"optimizer": {"name": "SGD", "lr": 0.5}}, "The optimizer is SGD and the saved one was"),
     "another batch size": ({"data": {"batch_size": 3}}, "batch"),
 }
@@ -216,7 +123,7 @@ def test_a_stop_while_it_resumes_leaves_the_record_as_it_was(tmp_path: Path, mon
     before = (tmp_path / "summary.json").read_bytes()
     run = made(tmp_path)
 
-    def press_ctrl_c(ignore: Any) -> None:
+    def press_ctrl_c(**options: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run.checkpoint, "resume", press_ctrl_c)
@@ -239,16 +146,3 @@ def test_a_start_that_fails_in_a_handler_is_in_the_summary(tmp_path: Path) -> No
         run.train()
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
     assert (tmp_path / "config.yaml").read_bytes() == before
-
-
-def test_compare_shows_the_settings_in_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("a", "b"):
-        made(tmp_path / name, end=3).train()
-    made(tmp_path / "b", {"optimizer": {"lr": 0.765432}}, end=3).train()
-    page = tmp_path / "compare.html"
-    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "-o", str(page)]) == 0
-    assert "0.765432" not in page.read_text()
-    override = {"checkpoint": {"every": 2, "override": {"optimizer.lr": 0.765432}}}
-    made(tmp_path / "b", override, end=3).train()
-    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "-o", str(page)]) == 0
-    assert "0.765432" in page.read_text()

@@ -1,0 +1,89 @@
+"""A resume changes the base of the engine's schedules, or the rate of an optimizer without one; torch's keep theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from ignite_engine import Trainer, Update, loader
+from ignite_engine.errors import StateMismatch
+from ignite_engine.handlers import Checkpoint, LRSchedule, warmup_linear
+from ignite_engine.states.rates import Rates
+from tests.builders import Numbers, linear, mse
+
+Make = Callable[[Optimizer], Any]
+
+
+def rates_of(
+    folder: Path, stop: int, lr: Rates | None = None, make: Make | None = None, *, attach_late: bool = False
+) -> list[list[float]]:
+    """The rates of each update until ``stop``, of a run that resumes with ``lr``."""
+    model, used = linear(), list[list[float]]()
+    first, *others = (module for module in model if isinstance(module, nn.Linear))  # type: ignore[attr-defined]  # a Sequential
+    groups = [{"params": first.parameters(), "name": "first"}, {"params": others[0].parameters(), "lr": 0.2}]
+    optimizer = SGD(groups, lr=0.1)
+    trainer, checkpoint = Trainer(Update(model, optimizer, mse)), Checkpoint(folder)
+    schedule = None if make is None else LRSchedule(make(optimizer))
+    if schedule is not None and not attach_late:
+        schedule.attach(trainer)
+    checkpoint.attach(trainer)
+    checkpoint.resume(lr=lr)
+    if schedule is not None and attach_late:
+        schedule.attach(trainer)
+    trainer.add_event_handler(
+        Events.ITERATION_STARTED, lambda: used.append([group["lr"] for group in optimizer.param_groups])
+    )
+    trainer.run(loader(Numbers(64), 2), max_iters=stop)
+    return used
+
+
+def falling(optimizer: Optimizer) -> Any:
+    return warmup_linear(optimizer, total=10)
+
+
+@pytest.mark.parametrize("attach_late", [False, True])
+def test_a_schedule_goes_on_from_where_it_is_with_the_new_base(tmp_path: Path, attach_late: bool) -> None:
+    assert rates_of(tmp_path, 5, 0.7, falling)[0] == [0.1, 0.2]  # a fresh run has its own
+    assert rates_of(tmp_path, 7, 1.0, falling, attach_late=attach_late) == [
+        pytest.approx([0.5] * 2),
+        pytest.approx([0.4] * 2),
+    ]
+    assert rates_of(tmp_path, 8, None, falling, attach_late=attach_late) == [pytest.approx([0.3] * 2)]  # it stays
+
+
+@pytest.mark.parametrize(
+    ("lr", "rates"), [(0.5, [0.5, 0.5]), ({"first": 0.5}, [0.5, 0.2]), ({"optimizer": 0.5, "1": 0.3}, [0.5, 0.3])]
+)
+def test_an_optimizer_without_a_schedule_has_the_rate(tmp_path: Path, lr: Rates, rates: list[float]) -> None:
+    rates_of(tmp_path, 2)
+    assert rates_of(tmp_path, 4, lr) == [rates, rates] and rates_of(tmp_path, 5) == [rates]
+
+
+def test_what_cannot_be_changed_is_one_line(tmp_path: Path) -> None:
+    rates_of(tmp_path / "torch", 2, make=lambda optimizer: StepLR(optimizer, 1))
+    with pytest.raises(StateMismatch, match=r"a StepLR keeps its own: .* resume\(ignore=\['lr_schedule'\]\)"):
+        rates_of(tmp_path / "torch", 4, 0.5, lambda optimizer: StepLR(optimizer, 1))
+    rates_of(tmp_path / "plain", 2)
+    with pytest.raises(StateMismatch, match="is called 'frist'; did you mean 'first'"):
+        rates_of(tmp_path / "plain", 4, {"frist": 0.5})
+
+
+def test_an_option_that_has_no_effect_on_a_resume_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def run(lr: float, stop: int) -> None:
+        model = linear()
+        trainer, checkpoint = Trainer(Update(model, SGD(model.parameters(), lr=lr), mse)), Checkpoint(tmp_path)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        trainer.run(loader(torch.utils.data.TensorDataset(torch.ones(8, 3), torch.ones(8, 1)), 2), max_iters=stop)
+
+    run(0.1, 1)
+    run(0.2, 2)
+    assert "The optimizer was changed (lr 0.1 to 0.2): no effect on a resumed run" in caplog.text
