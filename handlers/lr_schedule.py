@@ -219,9 +219,7 @@ class LRSchedule:
                 "max_iters."
             )
         before, unit = schedule.total, "update" if self._per_update else "epoch"
-        # the length with which the run began, where a handler has changed the accumulation since
-        as_built = trainer.progress.length_as_built if self._per_update and isinstance(trainer, Trainer) else None
-        if before == end or (before is not None and before == as_built):
+        if before == end:
             return
         was = schedule.lrs_at(schedule.steps) if schedule.is_known else []
         schedule.set_total(end)

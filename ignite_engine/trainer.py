@@ -134,16 +134,12 @@ class Trainer(Engine):
 
     @property
     def accumulation_steps(self) -> int | None:
-        """Batches of the loader in one iteration; None: no grouping.
-
-        Where it is given, a handler may assign another number on every rank: it counts from the next pass over the data
-        on, and is saved. Before a run it counts at once.
-        """
+        """Batches of the loader in one iteration; None: no grouping."""
         return self.progress.grouping.accumulation_steps
 
     @accumulation_steps.setter
     def accumulation_steps(self, steps: int) -> None:
-        self.progress.groupings.change_accumulation(steps, running=self.state.status == "running")
+        raise AttributeError("accumulation_steps is a Trainer's for good: end the run, and resume it with another.")
 
     @property
     def global_micro_batches(self) -> int | None:
@@ -343,9 +339,8 @@ class Trainer(Engine):
         return self.state
 
     def set_data(self, data: Iterable[Any]) -> None:
-        """Continue with other data from its beginning; the epoch's length stays as it is."""
-        self.state.dataloader = data
-        self._dataloader_iter = self.progress.open_pass()
+        """Refused: a run has its data for good."""
+        raise RuntimeError("set_data() is Ignite's: end the run, and call run() with the other data.")
 
     # -- a run ----------------------------------------------------------------------------------------------------
 

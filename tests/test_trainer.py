@@ -662,13 +662,12 @@ def test_callback_at_the_end_that_raises_keeps_none_from_being_called() -> None:
     assert called == ["first", "last"]
 
 
-def test_other_data_may_be_set_while_training() -> None:
-    trainer, seen = Trainer(constant), list[int]()
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(trainer.state.batch))
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: trainer.set_data([10, 20, 30]))
-    trainer.run([1, 2, 3], max_epochs=2)
-
-    assert seen == [1, 2, 10, 20, 30, 10]
+def test_data_and_accumulation_are_a_runs_for_good() -> None:
+    trainer = Trainer(constant, accumulation_steps=1)
+    with pytest.raises(RuntimeError, match="call run"):
+        trainer.set_data([10, 20, 30])
+    with pytest.raises(AttributeError, match="resume it with another"):
+        trainer.accumulation_steps = 2
 
 
 def test_model_is_put_into_train_mode() -> None:

@@ -18,9 +18,9 @@ from ignite_engine.data.shares import source_of
 from ignite_engine.data.source import DataSource
 from ignite_engine.data.windowed_source import WindowedSource
 from ignite_engine.data.windows import Windows
-from ignite_engine.engine.grouping import Grouping, Groupings
+from ignite_engine.engine.grouping import Grouping
 from ignite_engine.engine.position import EpochIs, Plan, Position, is_done, limit_reached
-from ignite_engine.ranks import agreement, mesh
+from ignite_engine.ranks import mesh
 from ignite_engine.state import TrainingState
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Progress:
         self.state = state
         self._may_be_empty, self._weigh, self._waiting = may_be_empty, weigh, waiting
         self.max_read_errors = max_read_errors
-        self.groupings = Groupings(grouping)
+        self.grouping = grouping
         self.source: Source | None = None
         self.user_data: Any = None
         """The user's own object behind :attr:`source`."""
@@ -122,13 +122,10 @@ class Progress:
         state = self.state
         return Plan(state.max_epochs, state.max_iters, state.max_windows, state.epoch_length, self.epoch_is)
 
-    def begin(
-        self, source: Source | None, data: Any, grouping: Grouping, plan: Plan, position: Position, *, fresh: bool
-    ) -> None:
+    def begin(self, source: Source | None, data: Any, plan: Plan, position: Position) -> None:
         """A run begins at ``position``: assigns all of it, and cannot fail."""
         state = self.state
         self.source, self.user_data = source, data
-        self.groupings.begin(grouping, fresh=fresh)
         self.epoch_is, self._fetched = plan.epoch_is, None
         self.epochs_completed, self.epoch_iteration = position.epochs, position.epoch_iteration
         self.epoch_ends = position.epoch_ends
@@ -153,36 +150,19 @@ class Progress:
         """Over what is iterated now: the source, or its open window."""
         return self.source.window if isinstance(self.source, WindowedSource) else self.source
 
-    @property
-    def grouping(self) -> Grouping:
-        """What an iteration is made of now."""
-        return self.groupings.now
-
-    @property
-    def length_as_built(self) -> int | None:
-        """Iterations of the run had it not changed its accumulation itself; None: it did not, or that is not known."""
-        source, state, steps = self.source, self.state, self.groupings.built.accumulation_steps
-        if not self.groupings.changed or self.epoch_is is not EpochIs.A_PASS or state.max_epochs is None:
-            return None
-        assert isinstance(source, DataSource) and source.batches is not None and steps is not None
-        by_epochs = state.max_epochs * -(-source.batches // steps)
-        return by_epochs if state.max_iters is None else min(by_epochs, state.max_iters)
-
     # -- data ---------------------------------------------------------------------------------------------------------
 
-    def new_source(self, data: Any, grouping: Grouping | None = None) -> Source:
+    def new_source(self, data: Any) -> Source:
         """A source over the user's data. A collective; over windows it is one where a place is loaded or one opens."""
-        grouping = grouping or self.grouping
         if isinstance(data, Windows):
-            if grouping.global_micro_batches is not None and not data.shared and mesh.data_size() > 1:
+            if self.grouping.global_micro_batches is not None and not data.shared and mesh.data_size() > 1:
                 raise ValueError(
                     "global_micro_batches deals one order of samples out to the ranks, and Windows(shared=False) gives "
                     "each rank samples of its own: use shared windows, or accumulation_steps."
                 )
             stops = (lambda: False) if self._waiting is None else self._waiting.stops_waiting
-            # a window is grouped as the run is when it opens
-            return WindowedSource(data, lambda window: self._source_of(window, self.grouping), stops)
-        source = self._source_of(data, grouping)
+            return WindowedSource(data, self._source_of, stops)
+        source = self._source_of(data)
         try:
             source.agree_lengths()
         except BaseException:
@@ -190,10 +170,10 @@ class Progress:
             raise
         return source
 
-    def _source_of(self, data: Any, grouping: Grouping) -> DataSource:
+    def _source_of(self, data: Any) -> DataSource:
         return source_of(
             data,
-            *(grouping.accumulation_steps, grouping.global_micro_batches),
+            *(self.grouping.accumulation_steps, self.grouping.global_micro_batches),
             may_be_empty=self._may_be_empty,
             weigh=self._weigh,
             waiting=self._waiting,
@@ -219,7 +199,6 @@ class Progress:
             assert self.state.epoch_length is not None
             return repeat(None, self.state.epoch_length)
         if self.source.between_passes:
-            self._change_grouping()
             self.source.agree_lengths()  # the data may have grown
             self._forget_group()
             if self.epoch_is is EpochIs.A_PASS and self.source.iterations:
@@ -229,16 +208,8 @@ class Progress:
         with rng.isolated():  # the uninterrupted run made this iterator earlier
             return iter(self.source)
 
-    def _change_grouping(self) -> None:
-        if (steps := self.groupings.begin_pass()) is None:
-            return
-        if isinstance(self.source, DataSource):
-            self.source.steps = steps
-        if agreement.rank() == 0:
-            logger.info("From iteration %d on an iteration is %d micro-batches.", self.state.iteration + 1, steps)
-
     def _replace_data(self, data: Any) -> None:
-        """A handler or ``set_data()`` gave other data in the middle of a run: a new pass over it."""
+        """A handler has assigned ``state.dataloader`` in the middle of a run: a new pass over it."""
         before, source = self.source, self.new_source(data)
         if before is not None:
             source.begin_after(before.place)

@@ -51,7 +51,8 @@ def counters(progress: Progress) -> dict[str, Any]:
         "epochs_completed": progress.epochs_completed,
         "epoch_iteration": progress.epoch_iteration,
         "epoch_ends": progress.epoch_ends,
-        **progress.groupings.state_dict(),
+        "accumulation_steps": progress.grouping.accumulation_steps,
+        "global_micro_batches": progress.grouping.global_micro_batches,
         "output": _numbers(state.output),  # where this iteration turns out to be its epoch's last, its end reads it
     }
 
@@ -75,7 +76,6 @@ def _set_counters(progress: Progress, saved: dict[str, Any]) -> None:
     progress.epochs_completed, progress.epoch_iteration = saved["epochs_completed"], saved["epoch_iteration"]
     progress.epoch_ends = saved["epoch_ends"]
     state.output = saved.get("output")
-    progress.groupings.load_state_dict(saved)
 
 
 class _Part:

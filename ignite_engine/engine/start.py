@@ -94,11 +94,11 @@ def begin(
         raise ValueError(
             f"Windows(per_epoch=...) sets the length of an epoch, got epoch_length={arguments.epoch_length}."
         )
-    grouping = progress.groupings.built if start is Start.FRESH else progress.grouping
+    grouping = progress.grouping
     position = _position(start, state, progress, resume)
     # a new source may begin a stream again, and draw random numbers for its loaders
     random_numbers = rng.capture() if start is Start.CONTINUED else None
-    source = None if arguments.data is None else progress.new_source(arguments.data, grouping)
+    source = None if arguments.data is None else progress.new_source(arguments.data)
     try:
         if isinstance(source, DataSource) and (number := _pass_number(start, progress, position)):
             source.place = Place(number)
@@ -124,7 +124,7 @@ def begin(
     # nothing below raises
     if start is Start.FRESH:
         _reset(state, progress)
-    progress.begin(source, arguments.data, grouping, plan, position, fresh=start is Start.FRESH)
+    progress.begin(source, arguments.data, plan, position)
     if start.continues:
         if start is Start.CONTINUED:
             registry.keep_metrics()

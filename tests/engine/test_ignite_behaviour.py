@@ -13,9 +13,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-import torch
 from ignite.engine import Engine, EventEnum, Events
-from torch.utils.data import DataLoader
 
 from ignite_engine import Trainer, TrainingEvents
 from tests.builders import events_of, without_address
@@ -67,27 +65,6 @@ def test_dataloader_may_be_replaced_between_epochs(kind: type[Engine]) -> None:
 
     assert seen == [1, 2, 3, 10, 20, 30, 10, 20, 30]
     assert state.dataloader == [10, 20, 30]
-
-
-def test_replaced_data_goes_on_in_another_order() -> None:
-    """A new loader each epoch over the same samples: what it is made for is another order."""
-    epochs: list[list[int]] = [[]]
-    trainer = Trainer(lambda engine, batch: epochs[-1].append(int(batch)))
-
-    def replace() -> None:
-        epochs.append([])
-        trainer.state.dataloader = DataLoader(torch.arange(20), shuffle=True)  # type: ignore[assignment]
-
-    def set_anew() -> None:
-        epochs.append([])
-        trainer.set_data(DataLoader(torch.arange(20), shuffle=True))
-
-    trainer.add_event_handler(Events.EPOCH_COMPLETED(before=3), replace)
-    trainer.add_event_handler(Events.EPOCH_COMPLETED(after=2), set_anew)
-    trainer.run(DataLoader(torch.arange(20), shuffle=True), max_epochs=4)
-
-    assert [sorted(order) for order in epochs[:4]] == [list(range(20))] * 4
-    assert len({tuple(order) for order in epochs[:4]}) == 4
 
 
 # -- stops and errors --------------------------------------------------------------------------------------------------
