@@ -16,6 +16,7 @@ from ignite.engine import Events
 
 from ignite_engine import rng
 from ignite_engine.checkpointing import read_manifest
+from ignite_engine.checkpointing.layout import named_iteration
 from ignite_engine.config import Config
 from ignite_engine.config.load import config_from_dict
 from ignite_engine.config.sections import OptimizerSection, ScheduleSection, Section
@@ -161,8 +162,8 @@ def iterations_of(directory: Path) -> int:
     """How far the run has come, as its files say."""
     files = RunDirectory(directory)
     summary = files.read_summary().get("iteration")
-    saved = [int(path.name.split("_")[1].split(".")[0]) for path in files.checkpoints.glob("iteration_*")]
-    return max([summary if isinstance(summary, int) else 0, Lines(files.metrics).last, *saved])
+    saved = map(named_iteration, files.checkpoints.glob("*"))  # others may lie among them
+    return max([summary if isinstance(summary, int) else 0, Lines(files.metrics).last, *filter(None, saved)])
 
 
 def environment_of(directory: Path) -> dict[str, Any]:

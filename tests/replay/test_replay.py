@@ -26,11 +26,19 @@ from ignite_engine.cli import main
 from ignite_engine.errors import ReplayError
 from ignite_engine.handlers import Checkpoint, Export, MetricLogger
 from ignite_engine.replay import Moment, RunDiffers, bring_to, replay
+from ignite_engine.replay.rebuild import iterations_of
 from ignite_engine.run_directory import RunDirectory, weights_sha256
 from tests.builders import Numbers, linear, mse, on_two_ranks
 from tests.replay.runs import TASK, settings, trained
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_folder_beside_the_checkpoints_is_none_of_them(tmp_path: Path) -> None:
+    for name in ("iteration_00000007", "iteration_best_copy"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert iterations_of(tmp_path) == 7
+
 
 VARIANTS: dict[str, dict[str, Mapping[str, Any]]] = {
     "all of it": {},
