@@ -20,6 +20,7 @@ from ignite_engine.data.windowed_source import WindowedSource
 from ignite_engine.data.windows import Windows
 from ignite_engine.engine.position import EpochIs, Plan, Position, regrouped
 from ignite_engine.engine.progress import Ending, Progress, Source
+from ignite_engine.errors import is_whole
 from ignite_engine.ranks import agreement
 from ignite_engine.state import COUNTERS, Start, TrainingState
 from ignite_engine.states.registry import Registry
@@ -46,12 +47,12 @@ class RunArguments:
             raise TypeError(f"Argument data should be iterable, got {type(self.data).__name__}.")
         for name in ("max_epochs", "max_iters"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (not is_whole(value) or value < 1):
                 raise ValueError(
                     f"Argument {name} is invalid. Please, set a correct {name} positive value: "
                     f"expected a whole number of at least 1, got {value!r}."
                 )
-        if self.epoch_length is not None and not isinstance(self.epoch_length, int):
+        if self.epoch_length is not None and not is_whole(self.epoch_length):
             raise ValueError(f"epoch_length must be a whole number of iterations, got {self.epoch_length!r}.")
 
 

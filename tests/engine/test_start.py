@@ -279,6 +279,8 @@ def test_unclaimed_parts_are_an_error_and_wait_for_their_object(tmp_path: Path) 
         ({"max_iters": 2.5}, "max_iters is invalid.*got 2.5"),
         ({"max_iters": 0}, "max_iters is invalid.*got 0"),
         ({"epoch_length": 1.5}, "epoch_length must be a whole number of iterations, got 1.5"),
+        ({"epoch_length": True}, "epoch_length must be a whole number of iterations, got True"),
+        ({"max_epochs": True}, "expected a whole number of at least 1, got True"),
         ({"max_epochs": 3, "epoch_length": 2}, "epoch_length should be same as in the state"),
         ({"max_iters": 9}, "To switch from max_epochs to max_iters"),
     ],
