@@ -158,7 +158,8 @@ def check_fit(config: Config, task: Task) -> None:
         raise config.error(
             "task", f"a set cannot be in val_sets and in test_sets: {', '.join(sorted(both))}; rename one."
         )
-    if not task.val_sets and config.evaluation.model_fields_set - {"progressive"}:
+    evaluation = config.evaluation  # in a resolved config every key is given
+    if not task.val_sets and evaluation != type(evaluation)(progressive=evaluation.progressive):
         config.warn("evaluation", "evaluation has no effect: the task has no val_sets.")
     for unknown in set(config.ema.evaluate or ()) - {*task.val_sets, *task.test_sets}:
         near = did_you_mean(unknown, [*task.val_sets, *task.test_sets])

@@ -642,6 +642,14 @@ def test_evaluation_of_no_set_warns(build: Callable[..., Run]) -> None:
         build({"evaluation": {"every": 2}}, val_sets={})
 
 
+def test_evaluation_of_a_resolved_config_is_not_what_somebody_asked_for(
+    build: Callable[..., Run], recwarn: pytest.WarningsRecorder
+) -> None:
+    resolved = config_from_dict({"task": "unused.py:build", "run": {"max_epochs": 1}}).to_dict()
+    build({"evaluation": resolved["evaluation"]}, val_sets={})
+    assert not [each for each in recwarn if "evaluation has no effect" in str(each.message)]
+
+
 def test_metrics_of_the_task_are_logged_under_their_set(build: Callable[..., Run]) -> None:
     run = build(
         predict=lambda model, batch: (model(batch[0])[:, 0], batch[0][:, 0]),
