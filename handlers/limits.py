@@ -145,7 +145,7 @@ class StopFile:
     replayed = False
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # wherever the run goes
         self._next_check = 0.0
         self._old: tuple[int, int] | None = None
 

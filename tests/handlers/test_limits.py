@@ -273,6 +273,19 @@ def test_file_that_appears_stops_the_run_saved(clock: Clock, tmp_path: Path) -> 
     assert (state.iteration, saved(tmp_path / "saved"), path.exists()) == (4, [4], True)
 
 
+def test_file_is_where_it_was_wherever_the_run_goes(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_of()
+    passing(trainer, clock, 1.0)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    StopFile("stop").attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: monkeypatch.chdir(tmp_path / "elsewhere"))
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=4), lambda: (tmp_path / "stop").touch())
+    assert trainer.run(numbers_loader(20), max_epochs=1).iteration == 4
+
+
 def test_file_is_looked_for_once_a_second(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, looks = trainer_of(), list[int]()
     passing(trainer, clock, 0.25)
