@@ -109,87 +109,37 @@ class Config(Section):
         """Warn about ``key``, which ``complaint`` names."""
         warnings.warn(self._source.say_of(key, complaint), ConfigWarning, stacklevel=4)
 
-    def without_effect(self) -> Iterator[str]:
-        """One line for each setting that has no effect with the others as they are."""
-        schedules = dict(self.schedules.values())
-        for key, schedule in schedules.items():
-            yield from _without_effect_in(key, schedule)
-        if self.optimizers:
-            for key in _changed(self.optimizer):
-                yield f"optimizer.{key} has no effect: optimizers are given by name"
-            if "schedule" not in schedules:
-                for key in _changed(self.schedule):
-                    yield f"schedule.{key} has no effect: each of the optimizers has a schedule of its own"
-        if self.data.num_workers == 0:
-            if self.data.prefetch_factor is not None:
-                yield "data.prefetch_factor has no effect: data.num_workers is 0"
-            if self.data.persistent_workers:
-                yield "data.persistent_workers has no effect: data.num_workers is 0"
-        if self.update.grad_scaler is not None and self.update.precision != "fp16":
-            yield f"update.grad_scaler has no effect: update.precision is {self.update.precision}, not fp16"
-        if self.early_stopping.metric is None:
-            for key in _changed(self.early_stopping):
-                yield f"early_stopping.{key} has no effect: early_stopping.metric names no metric"
-        trackers = ("clearml", "wandb", "mlflow")
-        if self.logging.project != "ignite_engine" and not any(getattr(self.logging, name) for name in trackers):
-            yield f"logging.project has no effect: {', '.join(trackers)} of logging are false"
-        if self.ema.decay is None:
-            for key in _changed(self.ema):
-                yield f"ema.{key} has no effect: ema.decay is not given, so there is no average"
-        if self.profiler.active is None:
-            for key in _changed(self.profiler):
-                yield f"profiler.{key} has no effect: profiler.active is not given, so nothing is profiled"
-        for key in _without_effect_there(self.distributed):
-            yield f"distributed.{key} has no effect: distributed.strategy is {self.distributed.strategy}"
-        if self.distributed.loss_parallel and self.distributed.tensor_parallel == 1:
-            yield "distributed.loss_parallel has no effect: distributed.tensor_parallel is 1"
-        if self.checkpoint.best is None:
-            if self.checkpoint.keep_best != 1:
-                yield "checkpoint.keep_best has no effect: checkpoint.best names no metric"
-            if self.checkpoint.mode != "min":
-                yield "checkpoint.mode has no effect: checkpoint.best names no metric"
-        if "reload_every" in _changed(self.checkpoint) and not any(
-            section.dynamic for section in self.checkpoint.sources.values()
-        ):
-            yield "checkpoint.reload_every has no effect: nothing in checkpoint.load is dynamic"
-        if isinstance(self.checkpoint.load, Section) and self.checkpoint.load.path is None:
-            for key in _changed(self.checkpoint.load):
-                yield f"checkpoint.load.{key} has no effect: checkpoint.load.path names nothing to load"
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        """The dotted key of each setting that has no effect with the others as they are, and what it would need."""
+        data, update, ranks = self.data, self.update, self.distributed
+        rules: list[tuple[str, Section, set[str] | None, bool, str]] = [
+            ("optimizer", self.optimizer, None, not self.optimizers, "optimizers left out"),
+            ("data", data, {"prefetch_factor", "persistent_workers"}, data.num_workers > 0, "data.num_workers"),
+            ("update", update, {"grad_scaler"}, update.precision == "fp16", "update.precision=fp16"),
+            ("early_stopping", self.early_stopping, None, self.early_stopping.metric is not None, "a metric"),
+            ("ema", self.ema, None, self.ema.decay is not None, "ema.decay"),
+            ("profiler", self.profiler, None, self.profiler.active is not None, "profiler.active"),
+            ("checkpoint", self.checkpoint, {"keep_best", "mode"}, self.checkpoint.best is not None, "checkpoint.best"),
+            ("distributed", ranks, {"shard_ranks"}, ranks.strategy == "hsdp", "strategy=hsdp"),
+            ("distributed", ranks, {"param_dtype"}, ranks.strategy != "ddp", "strategy=fsdp or hsdp"),
+            ("distributed", ranks, {"sync_bn", "ddp_options"}, ranks.strategy == "ddp", "strategy=ddp"),
+            ("distributed", ranks, {"loss_parallel"}, ranks.tensor_parallel > 1, "distributed.tensor_parallel"),
+        ]
+        for key, schedule in dict(self.schedules.values()).items():
+            for name, own in _OF_A_SCHEDULE.items():
+                rules.append((key, schedule, own, schedule.name == name, f"{key}.name={name}"))
+        for key, section, names, has_effect, needs in rules:
+            for name in [] if has_effect else _changed(section):
+                if names is None or name in names:
+                    yield f"{key}.{name}", needs
 
 
-def _without_effect_in(where: str, schedule: ScheduleSection) -> Iterator[str]:
-    named = f"{where}.name is {schedule.name}"
-    if schedule.decay is not None and schedule.name != "wsd":
-        yield f"{where}.decay has no effect: {named}, and only wsd has a decay at the end"
-    if schedule.decay_shape is not None and schedule.name != "wsd":
-        yield f"{where}.decay_shape has no effect: {named}, and only wsd has a decay at the end"
-    if schedule.power is not None and schedule.name != "polynomial":
-        yield f"{where}.power has no effect: {named}, expected polynomial"
-    if schedule.name == "plateau":
-        for key in ("warmup", "total"):
-            if getattr(schedule, key):
-                yield f"{where}.{key} has no effect: {named}, which follows its metric from the first update"
-    else:
-        for key in ("metric", "mode", "factor", "patience", "min_delta"):
-            if getattr(schedule, key) is not None:
-                yield f"{where}.{key} has no effect: {named}, expected plateau"
-    if schedule.name == "none" and schedule.warmup:
-        yield f"{where}.warmup has no effect: {named}"
-    if schedule.name in ("none", "constant"):
-        if schedule.min_ratio is not None:
-            yield f"{where}.min_ratio has no effect: {named}"
-        if schedule.total is not None and isinstance(schedule.warmup, int):
-            yield f"{where}.total has no effect: {named}, and {where}.warmup is not a fraction of it"
-
-
-def _without_effect_there(section: DistributedSection) -> list[str]:
-    """The keys that are given for another strategy."""
-    others = {
-        "ddp": {"shard_ranks", "param_dtype"},
-        "fsdp": {"shard_ranks", "sync_bn", "ddp_options"},
-        "hsdp": {"sync_bn", "ddp_options"},
-    }
-    return [key for key in _changed(section) if key in others[section.strategy]]
+_OF_A_SCHEDULE = {
+    "wsd": {"decay", "decay_shape"},
+    "polynomial": {"power"},
+    "plateau": {"metric", "mode", "factor", "patience", "min_delta"},
+}
+"""Settings that one schedule alone has."""
 
 
 def _changed(section: Section) -> list[str]:
@@ -254,8 +204,8 @@ def validated(source: ConfigSource) -> Config:
         keys = sorted(of_keys, key=lambda parts: source.lines.get(".".join(parts), 0))
         raise ConfigError("\n".join(_one_line(of_keys[key], source) for key in keys)) from None
     config._source = source
-    for line in config.without_effect():
-        config.warn(line.split(" ", 1)[0], f"{line}.")
+    for key, needs in config.without_effect():
+        config.warn(key, f"{key} has no effect without {needs}.")
     return config
 
 

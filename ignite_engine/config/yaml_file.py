@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,6 @@ from ignite_engine.errors import did_you_mean
 
 # 1e-3 has no dot, so YAML 1.1 reads it as text.
 SCIENTIFIC = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")
-
-
-LARGEST = 100_000
-"""Values of a config, aliases written out."""
 
 
 class ConfigError(ValueError):
@@ -44,12 +40,14 @@ class ConfigSource:
         path: the file; None for values that were not read from one.
         lines: the line, from 1, of each key of the file, by its dotted name.
         overridden: the dotted names set on the command line.
+        name: what messages call values that were not read from a file.
     """
 
     values: dict[str, Any]
     path: Path | None = None
     lines: dict[str, int] = field(default_factory=dict)
     overridden: set[str] = field(default_factory=set)
+    name: str = "config"
 
     def place(self, key: str) -> str:
         """The file and line, or the command line, that set ``key`` or the section it is missing from."""
@@ -60,56 +58,19 @@ class ConfigSource:
                 return "command line"
             if name in self.lines:
                 return f"{self.path}:{self.lines[name]}"
-        return str(self.path or "config")
+        return str(self.path or self.name)
 
     def say(self, key: str, complaint: str) -> str:
-        """A line about ``key``, or about all of them where it is empty: its place, its name, and the complaint."""
+        """A line about ``key``, or about all of them where it is empty: its place, its name, and the complaint.
+
+        The arguments of a function are its task.
+        """
+        key = "" if key == "task" and self.name != "config" else key
         return f"{self.place(key)}: {key}: {complaint}" if key else f"{self.place(key)}: {complaint}"
 
     def say_of(self, key: str, sentence: str) -> str:
         """A line about ``key``, which the sentence names."""
         return f"{self.place(key)}: {sentence}"
-
-
-@dataclass
-class Arguments(ConfigSource):
-    """Values that were given to a Python function; what is said about them names its arguments.
-
-    Attributes:
-        function: its name.
-        arguments: by the dotted key that each stands for; other words of a config that Python writes otherwise.
-    """
-
-    function: str = ""
-    arguments: Mapping[str, str] = field(default_factory=dict)
-
-    def place(self, key: str) -> str:
-        return f"{self.function}()"
-
-    def say(self, key: str, complaint: str) -> str:
-        return self._in_python(super().say("" if key == "task" else key, complaint))  # the arguments are the task
-
-    def say_of(self, key: str, sentence: str) -> str:
-        return self._in_python(super().say_of(key, sentence))
-
-    def _in_python(self, text: str) -> str:
-        keys = rf"(?<![\w.])(?:{'|'.join(map(re.escape, self.arguments))})(?!\w|\.\w)"
-        # a value such as '/dev/null' stays as it was given
-        values = sorted((value for value in _texts(self.values) if re.search(keys, value)), key=len, reverse=True)
-        words = "|".join([*map(re.escape, values), keys])
-        return re.sub(words, lambda word: word[0] if word[0] in values else self.arguments[word[0]], text)
-
-
-def _texts(values: Any) -> Iterator[str]:
-    """The strings in nested values."""
-    if isinstance(values, str):
-        yield values
-    elif isinstance(values, Mapping):
-        for value in values.values():
-            yield from _texts(value)
-    elif isinstance(values, list):
-        for value in values:
-            yield from _texts(value)
 
 
 def read_config_source(path: Path, overrides: Sequence[str] = ()) -> ConfigSource:
@@ -166,7 +127,6 @@ def _parse(text: str, name: str, lines: dict[str, int]) -> Any:
             if node is None:
                 return None
             _check_keys(node, name, "", lines, set())
-            _check_size(node, name, {})
             return loader.construct_document(node)
         finally:
             loader.dispose()
@@ -179,34 +139,6 @@ def _parse(text: str, name: str, lines: dict[str, int]) -> Any:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{name}: this is not YAML: {' '.join(str(error).split())}.") from None
-
-
-def _check_size(node: yaml.Node, name: str, sizes: dict[int, int | None]) -> int:
-    """The number of values below ``node``, one that is repeated by an alias counted each time.
-
-    Args:
-        sizes: of the nodes that were counted; None: of one that is being counted.
-
-    Raises:
-        ConfigError: an anchor holds its own alias, or there are more than ``LARGEST`` values.
-    """
-    if id(node) in sizes:
-        if (known := sizes[id(node)]) is None:
-            raise ConfigError(f"{name}:{node.start_mark.line + 1}: the anchor holds its own alias: remove the alias.")
-        return known
-    sizes[id(node)] = None
-    children: list[yaml.Node] = []
-    if isinstance(node, yaml.SequenceNode):
-        children = node.value
-    elif isinstance(node, yaml.MappingNode):
-        children = [value for _, value in node.value]
-    size = 1 + sum(_check_size(child, name, sizes) for child in children)
-    if size > LARGEST:
-        raise ConfigError(
-            f"{name}:{node.start_mark.line + 1}: its aliases make more than {LARGEST:,} values: write fewer of them."
-        )
-    sizes[id(node)] = size
-    return size
 
 
 def _check_keys(node: yaml.Node, name: str, prefix: str, lines: dict[str, int], entered: set[int]) -> None:

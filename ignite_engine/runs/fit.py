@@ -25,9 +25,8 @@ from ignite_engine import devices, rng
 from ignite_engine.checkpointing import CheckpointError
 from ignite_engine.checkpointing.retention import usual_mode
 from ignite_engine.config import Config, ConfigError
-from ignite_engine.config.load import keys_named, validated
-from ignite_engine.config.other_names import MEANT
-from ignite_engine.config.yaml_file import Arguments
+from ignite_engine.config.load import validated
+from ignite_engine.config.yaml_file import ConfigSource
 from ignite_engine.data import Windows
 from ignite_engine.errors import (
     Interrupted,
@@ -79,28 +78,6 @@ class Sections(TypedDict, total=False):
     profiler: Values
     distributed: Values
 
-
-_ARGUMENTS = {
-    "run.directory": "directory",
-    "run.max_epochs": "max_epochs",
-    "run.max_iterations": "max_iters",
-    "run.seed": "seed",
-    "run.restart": "restart",
-    "data.batch_size": "batch_size",
-    "data.num_workers": "num_workers",
-    "optimizer.name": "optimizer",
-    "optimizer.lr": "lr",
-    "schedule.name": "schedule",
-    "update.precision": "precision",
-    "update.accumulation_steps": "accumulation_steps",
-    "update.clip_norm": "clip_norm",
-    "checkpoint.best": "best",
-    "checkpoint.mode": "mode",
-    "checkpoint.resume": "resume",
-    "max_iterations": "max_iters",
-    "null": "None",
-}
-"""The argument of :func:`fit` for each dotted key that has one; how other words of a config are written in Python."""
 
 _ONLY_BUILDS: ContextVar[bool] = ContextVar("only_builds", default=False)
 _CHANGES: ContextVar[tuple[Mapping[str, Values], Callable[[Run], object]]] = ContextVar(
@@ -306,7 +283,7 @@ def fit(
     settings, train_run = _CHANGES.get()
     for section, changes in settings.items():
         values[section] = {**values.get(section, {}), **changes}
-    config = validated(Arguments(values, function="fit", arguments=_ARGUMENTS))
+    config = validated(ConfigSource(values, name="fit()"))
     runs: list[Run] = []
 
     if _ONLY_BUILDS.get():
@@ -433,22 +410,13 @@ def _made_of_model(optimizer: Any) -> Callable[[nn.Module], Any]:
     return optimizer  # type: ignore[no-any-return]  # the user's
 
 
-def _instead_of(name: str) -> str:
-    """The end of a sentence about an argument that is none: what may have been meant."""
-    keys = [MEANT[name]] if name in MEANT else keys_named(name)
-    if not keys:
-        arguments = [*inspect.signature(fit).parameters][:-1]  # the last is all sections
-        return argument_meant(name, "fit()", [*arguments, *Sections.__annotations__])
-    parts = [key.partition(".") for key in keys]
-    forms = [_ARGUMENTS.get(f"{part}.{key}", f"{part}={{{key!r}: ...}}") for part, _, key in parts]
-    return f"; did you mean {' or '.join(forms)}?"
-
-
 def _values(sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The sections as plain values, with a task that no config can name."""
     for name, section in sections.items():
         if name not in Sections.__annotations__:
-            raise TypeError(f"fit() got {name}, which it does not take{_instead_of(name)}")
+            known = [*inspect.signature(fit).parameters][:-1]  # the last is all sections
+            near = argument_meant(name, "fit()", [*known, *Sections.__annotations__])
+            raise TypeError(f"fit() got {name}, which it does not take{near}")
         check_type(name, section, isinstance(section, Mapping), "a mapping of settings")
     values: dict[str, Any] = {name: _as_in_config(section) for name, section in sections.items()}
     return values | {"task": IN_PYTHON}
@@ -459,8 +427,7 @@ def _add_arguments(section: str, values: dict[str, Any], arguments: Mapping[str,
         if value is None:
             continue
         if key in values:
-            name = _ARGUMENTS[f"{section}.{key}"]
-            raise TypeError(f"fit() got {name} twice, as {name} and in {section}: give one of them.")
+            raise TypeError(f"fit() got {section}.{key} twice, as an argument and in {section}: give one of them.")
         values[key] = value
 
 

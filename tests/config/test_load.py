@@ -266,11 +266,8 @@ def test_all_mistakes_of_a_file_are_told_at_once_in_their_order(tmp_path: Path) 
     [
         ("schedule.decay=3", "schedule.decay"),
         ("schedule.power=2.0", "schedule.power"),
-        ("schedule.min_ratio=0.1", "schedule.min_ratio"),
-        ("schedule.total=100", "schedule.total"),
         ("schedule.metric=loss", "schedule.metric"),
         ("schedule.patience=3", "schedule.patience"),
-        ("schedule={name: plateau, metric: loss, warmup: 3}", "schedule.warmup"),
         ("early_stopping.patience=3", "early_stopping.patience"),
         ("ema.warmup=false", "ema.warmup"),
         ("profiler.repeat=2", "profiler.repeat"),
@@ -278,12 +275,11 @@ def test_all_mistakes_of_a_file_are_told_at_once_in_their_order(tmp_path: Path) 
         ("data.persistent_workers=true", "data.persistent_workers"),
         ("update.grad_scaler={init_scale: 8}", "update.grad_scaler"),
         ("checkpoint.keep_best=2", "checkpoint.keep_best"),
-        ("logging={clearml: false, project: mine}", "logging.project"),
         ("checkpoint.mode=max", "checkpoint.mode"),
     ],
 )
 def test_setting_without_effect_warns(tmp_path: Path, override: str, key: str) -> None:
-    with pytest.warns(ConfigWarning, match=rf"command line: {key} has no effect: .*\.$"):
+    with pytest.warns(ConfigWarning, match=rf"command line: {key} has no effect without .*\.$"):
         load_config(written(tmp_path), [override])
 
 
@@ -340,14 +336,10 @@ def test_fault_in_a_named_optimizer_is_one_line(tmp_path: Path, section: str, li
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("optimizer: {lr: 0.5}\noptimizers: {x: {}}", "optimizer.lr has no effect: optimizers are given by name"),
-        (
-            "schedule: {warmup: 3}\noptimizers: {x: {schedule: {name: cosine}}}",
-            "schedule.warmup has no effect: each of the optimizers has a schedule of its own",
-        ),
+        ("optimizer: {lr: 0.5}\noptimizers: {x: {}}", "optimizer.lr has no effect without optimizers left out"),
         (
             "optimizers: {x: {schedule: {power: 3}}}",
-            "optimizers.x.schedule.power has no effect: optimizers.x.schedule.name is constant, expected polynomial",
+            "optimizers.x.schedule.power has no effect without optimizers.x.schedule.name=polynomial",
         ),
     ],
 )

@@ -249,7 +249,7 @@ def test_sampler_with_a_memory_of_its_own_is_named_as_not_exact(tmp_path: Path) 
         (
             {"train_set": Stream(), "schedule": "cosine"},
             ConfigError,
-            r"^fit\(\): schedule\.total: DataLoader does not say how many updates there will be: set it, or max_iters",
+            r"^fit\(\): schedule\.total: DataLoader does not say how many updates .*: set it, or run\.max_iterations",
         ),
         (
             {"train_set": Stream(), "evaluation": {"every": {"epochs": 0.5}}},

@@ -14,7 +14,7 @@ from ignite.engine import Events
 
 from ignite_engine import Task, seed_everything
 from ignite_engine.checkpointing import LoadSource
-from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
+from ignite_engine.config import ConfigError, config_from_dict
 from ignite_engine.handlers import ModelBank
 from ignite_engine.runs import recipe
 from ignite_engine.runs.run import Run
@@ -153,11 +153,6 @@ def test_settings_that_are_no_plan_are_refused_when_the_run_is_built(build: Buil
     assert not (tmp_path / "run").exists()
 
 
-def test_settings_without_a_path_have_no_effect(build: Build) -> None:
-    with pytest.warns(ConfigWarning, match=r"checkpoint.load.strict has no effect: checkpoint.load.path names nothing"):
-        build("run", {"checkpoint": {"load": {"strict": False}}})
-
-
 def test_a_run_begins_with_several_sources(build: Build, pretrained: Path, tmp_path: Path) -> None:
     build("heads", {"ema": {"decay": None}, "checkpoint": {"best": "val/loss"}}, seed=6).train()
     load = [
@@ -216,8 +211,6 @@ def test_a_dynamic_source_is_loaded_again(build: Build, pretrained: Path, tmp_pa
     assert bank.loaded[0]["at_iteration"] == 4 and bank.loaded[0]["iteration"] == 12
 
 
-def test_an_interval_without_a_dynamic_source_has_no_effect(build: Build, pretrained: Path) -> None:
-    with pytest.warns(ConfigWarning, match="reload_every has no effect: nothing in checkpoint.load is dynamic"):
-        build("run", {"checkpoint": {"load": {"path": str(pretrained)}, "reload_every": 2}})
+def test_a_dynamic_source_with_other_parts_is_refused(build: Build) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint.load.0: A dynamic source is loaded while training: its parts"):
         build("run", {"checkpoint": {"load": [{"path": "a", "dynamic": True, "parts": ["*"]}]}})

@@ -102,7 +102,7 @@ def test_ddp_options_are_those_of_torch(options: Any, line: str) -> None:
     ],
 )
 def test_setting_of_another_strategy_has_no_effect(distributed: dict[str, Any], key: str) -> None:
-    with pytest.warns(ConfigWarning, match=rf"distributed.{key} has no effect: distributed\."):
+    with pytest.warns(ConfigWarning, match=rf"distributed.{key} has no effect without "):
         config(distributed)
 
 
