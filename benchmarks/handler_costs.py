@@ -89,7 +89,7 @@ def measure(rounds: int, iterations: int) -> Times:
         "  and meters": log_meters,
         "Throughput": lambda trainer, folder: Throughput().attach(trainer),
         "Progress": lambda trainer, folder: Progress().attach(trainer),
-        "MemoryLogger, log every 50": lambda trainer, folder: MemoryLogger(folder).attach(trainer),
+        "MemoryLogger, log every 50": lambda trainer, folder: MemoryLogger().attach(trainer),
         "Throughput, FLOPs counted": lambda trainer, folder: Throughput(flops=True).attach(trainer),
         "Profiler, before its window": lambda trainer, folder: Profiler(folder, wait=10**9).attach(trainer),
         MEASURED: measure_costs,
@@ -160,7 +160,7 @@ def measure_costs(trainer: Trainer, folder: Path) -> None:
 
     trainer.update = update
     StepTimes().attach(trainer)
-    MemoryLogger(folder).attach(trainer)
+    MemoryLogger().attach(trainer)
     Throughput(flops=True).attach(trainer)
     Profiler(folder, wait=10**9).attach(trainer)
 

@@ -313,18 +313,6 @@ def reset_peak_memory(device: torch.device) -> None:
         torch.accelerator.reset_peak_memory_stats(device)
 
 
-def allocated_bytes(device: torch.device) -> int:
-    return int(torch.accelerator.memory_allocated(device))
-
-
-def memory_summary(device: torch.device) -> str:
-    """For people: torch's own table where the kind has one, else each figure."""
-    summary = getattr(_module(device.type), "memory_summary", None)
-    if summary is not None:
-        return str(summary(device))
-    return "\n".join(f"{name}: {value}" for name, value in memory_statistics(device).items())
-
-
 def wait_for_device() -> None:
     """Wait until all work on the current device is done, so that it can be timed."""
     if _used() is not None:

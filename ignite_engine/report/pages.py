@@ -159,7 +159,7 @@ def _key_numbers(run: Record) -> list[Tile]:
     )
     if key:
         tiles.append(Tile("Throughput, mean", short(fmean(value for _, value in run.series[key])), unit))
-    for key, name in (("memory/peak_mib", "Device memory, peak"), ("memory/host_peak_mib", "Host memory, peak")):
+    for key, name in (("memory/peak_mib", "Device memory, peak"), ("memory/host_rss_mib", "Host memory, most")):
         if key in run.series:
             tiles.append(Tile(name, short(max(value for _, value in run.series[key])), "MiB"))
     if (took := seconds(run)) is not None:

@@ -156,8 +156,7 @@ def _other_times(run: Record, series: Mapping[str, Sequence[Point]]) -> Panel | 
 
 def _memory_panels(run: Record, series: Mapping[str, Sequence[Point]]) -> list[Panel | None]:
     names = {key: key.removeprefix("memory/") for key in series if key.endswith("_mib")}
-    of_others = ("memory/host_limit_mib", "memory/host_headroom_mib")  # the scale of the machine
-    keys = [key for key in names if key.startswith("memory/") and key not in of_others]
+    keys = [key for key in names if key.startswith("memory/")]
     panels: list[Panel | None] = []
     for title, chosen in (
         ("Memory of the device", [key for key in keys if not names[key].startswith("host_")]),

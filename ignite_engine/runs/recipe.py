@@ -352,7 +352,7 @@ def _attach(
     if evaluation.progressive:
         _progressive(config, task, run).attach(trainer, TrainingEvents.WINDOW_STARTED)
     if logging.memory:
-        handlers.MemoryLogger(run.directory.path).attach(trainer, log_point)
+        handlers.MemoryLogger().attach(trainer, log_point)
     if logging.throughput:
         throughput = handlers.Throughput(task.tokens_fn, flops=logging.flops, peak_flops=logging.peak_flops)
         throughput.attach(trainer, log_point)

@@ -239,26 +239,11 @@ def test_times_are_the_devices_own_and_read_without_waiting() -> None:
     assert {"forward", "backward", "optimizer"} <= {part for part, seconds in clock.seconds.items() if seconds > 0}
 
 
-def test_memory_is_the_devices_by_phase() -> None:
+def test_memory_is_the_devices() -> None:
     trainer = trainer_of(net(DEVICE))
     MemoryLogger().attach(trainer, Events.ITERATION_COMPLETED(every=2))
     state = trainer.run(data(), max_epochs=1)
-    names = ("allocated", "reserved", "peak", "after_forward", "after_backward", "after_optimizer")
-    assert all(state.metrics[f"memory/{name}_mib"] > 0 for name in names)
-    assert state.metrics["memory/peak_mib"] >= state.metrics["memory/after_backward_mib"]
-
-
-def test_out_of_memory_is_explained_with_the_devices_figures(tmp_path: Path) -> None:
-    def too_much(model: nn.Module, batch: Any) -> Tensor:
-        torch.empty(2**50, dtype=torch.uint8, device=DEVICE)
-        raise AssertionError
-
-    trainer = trainer_of(net(DEVICE), steps=None, loss_fn=too_much)
-    MemoryLogger(tmp_path).attach(trainer)
-    with pytest.raises(torch.OutOfMemoryError):
-        trainer.run([(torch.ones(1, 3), torch.ones(1, 1))], max_epochs=1)
-    text = (tmp_path / "out_of_memory_rank_0.txt").read_text()
-    assert "allocated_bytes" in text or "memory summary" in text
+    assert all(state.metrics[f"memory/{name}_mib"] > 0 for name in ("allocated", "reserved", "peak"))
 
 
 def test_profile_is_written(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_no_handler_of_the_engine_writes_a_file(tmp_path: Path) -> None:
         handlers.Export(directory / "exports").attach(trainer, few)
         handlers.Profiler(directory, wait=0, warmup=1, active=2).attach(trainer)
         handlers.StepTimes().attach(trainer, few)
-        handlers.MemoryLogger(directory).attach(trainer, few)
+        handlers.MemoryLogger().attach(trainer, few)
         handlers.Throughput().attach(trainer, few)
         handlers.Progress().attach(trainer)
         handlers.SaveEvery(minutes=5).attach(trainer)
