@@ -68,7 +68,7 @@ search: $(STAMP)  ## compare random updates and resumed runs, also of several ra
 bench: $(STAMP)  ## run every benchmark (20 idle minutes) and write runs/benchmarks/results.md; ARGS="--quick", ARGS="--only overhead,ddp"
 	$(BIN)/python -m benchmarks $(ARGS)
 
-goodput: $(STAMP)  ## kill a run on 2 ranks every 15 s for MINUTES=10, and say how much of the time it trained; ARGS="--write"
+goodput: $(STAMP)  ## kill a run on 2 ranks every 15 s for MINUTES=10, and say how much of the time it trained
 	$(BIN)/python -m benchmarks.goodput --minutes $(if $(filter file,$(origin MINUTES)),10,$(MINUTES)) $(ARGS)
 
 docs: $(STAMP)  ## build the site into site/, where a broken link or docstring is an error; open site/index.html

@@ -1,12 +1,11 @@
 """How much of the time a run trains whose ranks are killed again and again, and whether it ends with the same bits.
 
-    python -m benchmarks.goodput [--minutes 10] [--every 15] [--json PATH] [--write]
+    python -m benchmarks.goodput [--minutes 10] [--every 15] [--json PATH]
 
 Two runs of a small GPT on 2 ranks with ``--restarts`` and a copy in memory after each iteration: one that nobody
 disturbs, and one of which one rank or both get SIGKILL at random instants, ``--every`` seconds apart in the mean.
 Printed are the goodput (the time that the undisturbed run takes for its iterations, as a share of the killed one's),
-the time from each kill to the first new update, and both digests. ``--write`` puts the table and the picture into
-``docs/recovery.md``.
+the time from each kill to the first new update, and both digests.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import json
 import math
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -32,17 +30,11 @@ import psutil
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, PICTURE = ROOT / "docs" / "recovery.md", ROOT / "docs" / "images" / "goodput.png"
 GOAL = 0.95
 RANKS, SECONDS_BEFORE = 2, 20.0
 BOTH = 0.3
 """The share of kills that kill both ranks."""
 LOOK_S = 0.005
-PUBLISHED = {
-    "ByteRobust (ByteDance, 9,600 GPUs, hours between failures; arXiv 2509.16293)": "97 %",
-    "SageMaker HyperPod (AWS, checkpointless training; its own figure)": "95 %",
-    "torchft (one recovery in a user's report, issue 329)": "948 s a failure",
-}
 
 
 @dataclass
@@ -70,7 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--every", type=float, default=15.0, help="seconds between kills in the mean, default 15")
     parser.add_argument("--seed", type=int, default=0, help="of the instants")
     parser.add_argument("--json", type=Path, help="write what was measured there")
-    parser.add_argument("--write", action="store_true", help="write table and picture into docs/recovery.md")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         first = measure(Path(folder) / "first", 1000, until_s=SECONDS_BEFORE)
@@ -85,8 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json is not None:
         values = {"killed": vars(killed), "whole": vars(whole)}
         options.json.write_text(json.dumps(values, indent=1) + "\n")
-    if options.write:
-        write(rows, killed, whole)
     reached = goodput(killed, whole) >= GOAL
     return int(not reached or killed.summary["weights_sha256"] != whole.summary["weights_sha256"])
 
@@ -260,48 +249,6 @@ def build(options: Mapping[str, Any]) -> Any:
         train_set=TensorDataset(data[:, :-1], data[:, 1:]),
         handlers=[(say, Events.ITERATION_COMPLETED)],
     )
-
-
-# -- the page ---------------------------------------------------------------------------------------------------------
-
-
-def write(rows: Mapping[str, str], killed: Measured, whole: Measured) -> None:
-    """Table and picture of ``docs/recovery.md``."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 3), dpi=110)
-    for measured, name, color in ((whole, "undisturbed", "#b0bec5"), (killed, "killed", "#1565c0")):
-        seconds, iterations = zip(*measured.points, strict=True)
-        axes.plot(seconds, iterations, color=color, label=name, linewidth=1.5)
-    for ranks, marker, name in ((1, "|", "SIGKILL of one rank"), (RANKS, "x", "of both")):
-        at = [seconds for seconds, number in killed.kills if number == ranks]
-        axes.plot(at, [0] * len(at), marker, color="#e64a19", label=name, linestyle="none")
-    axes.set(xlabel="seconds", ylabel="iteration")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(PICTURE, bbox_inches="tight", pil_kwargs={"optimize": True})
-    lines = [
-        "![Iterations over time, and the kills](images/goodput.png)",
-        "",
-        "| measured | |",
-        "|---|---|",
-        *(f"| {name} | {value} |" for name, value in rows.items()),
-    ]
-    lines += [
-        "",
-        "| published | goodput |",
-        "|---|---|",
-        *(f"| {name} | {value} |" for name, value in PUBLISHED.items()),
-    ]
-    page = PAGE.read_text(encoding="utf-8")
-    text = "\n".join(lines)
-    page = re.sub(
-        r"(<!-- goodput -->\n).*?(\n<!-- end -->)", lambda found: found[1] + text + found[2], page, flags=re.S
-    )
-    PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

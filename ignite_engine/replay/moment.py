@@ -192,6 +192,7 @@ class _Watch:
         trainer.add_event_handler(Events.ITERATION_STARTED, self._begin)
         trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED, self._step)
         trainer.add_event_handler(Events.ITERATION_COMPLETED, self._complete)
+        trainer.add_event_handler(TrainingEvents.RESUME_POINT, self._save)
         trainer.add_event_handler(TrainingEvents.RESUME_POINT, self._pause)
         trainer.add_event_handler(TrainingEvents.CHECKPOINT_FAILED, self._note_failure)
 
@@ -214,6 +215,10 @@ class _Watch:
             iteration.output = scalars_of(trainer.state.output)
             iteration.changes = changes_of(self._before, trainer)
 
+    def _save(self, trainer: Trainer) -> None:
+        if self.save is not None and trainer.state.iteration == self.until:
+            self.rebuilt.quieted.save_into(self.save, trainer)
+
     def _note_failure(self, trainer: Trainer) -> None:
         self.save_failed = True  # the run's own saves are counted, and cannot fail
 
@@ -223,8 +228,7 @@ class _Watch:
             quieted.difference = agreement.on_rank_0(lambda: quieted.difference)
         if not self._paused and (quieted.difference is not None or trainer.state.iteration >= self.until):
             self._paused = True
-            if self.save is not None and quieted.difference is None:
-                quieted.save_into(self.save, trainer)
             trainer.interrupt()
 
+    _save.phase = Phase.PREPARE  # type: ignore[attr-defined]  # before the run counts its own save
     _begin.phase = _complete.phase = _pause.phase = Phase.LAST  # type: ignore[attr-defined]
