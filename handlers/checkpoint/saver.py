@@ -24,9 +24,10 @@ from ignite_engine.checkpointing import (
     Snapshot,
     filesystem,
 )
-from ignite_engine.checkpointing.contents import Extracted, check_parts, extracted
+from ignite_engine.checkpointing.contents import without_shards
 from ignite_engine.checkpointing.layout import MEMORY_TOKEN
 from ignite_engine.checkpointing.manifest import Facts
+from ignite_engine.checkpointing.shards import Shards
 from ignite_engine.errors import one_line
 from ignite_engine.events import TrainingEvents
 from ignite_engine.handlers.checkpoint.times import Times, Transfer
@@ -41,7 +42,7 @@ _SHOWN_FROM_S = 1.0
 """A save that was shorter is in the log file alone."""
 
 _PEERS_TIMEOUT_S = 60.0
-_Captured = tuple[Mapping[str, Any], Mapping[str, Any], Extracted, Facts]
+_Captured = tuple[Mapping[str, Any], Mapping[str, Any], Shards | None, Facts]
 
 
 class Saver:
@@ -194,7 +195,7 @@ class Saver:
         """Refuse what no checkpoint could hold before it is trained for."""
         own = {"data", "rng", "trainer"}  # the state of a loader may start its workers
         states = {name: obj.state_dict() for name, obj in trainer.registry.objects.items() if name not in own}
-        check_parts(self.filter(states, trainer.registry.kinds)[0])
+        without_shards(self.filter(states, trainer.registry.kinds)[0], {})
 
     def save(
         self,
@@ -231,14 +232,19 @@ class Saver:
             failure.__cause__ = error
             self._report(trainer, failure, lambda: 0.0)
             return
-        ((shared, local, taken, facts),) = captured
+        ((shared, local, shards, facts),) = captured
         facts |= {"metrics": metrics, "reproducibility": [*facts["reproducibility"], *reasons]}
-        models = [name for name, kind in facts["kinds"].items() if kind == "model"]
-        taken = replace(taken, writers=self.options.writers, weights=models)
-        if background:  # in the collective write, so that a copy that fails on one rank fails the save of all
-            taken = replace(taken, wait=self._snapshot.wait)
         write = partial(
-            self.store.save, shared, local, iteration=state.iteration, epoch=state.epoch, extracted=taken, **facts
+            self.store.save,
+            shared,
+            local,
+            iteration=state.iteration,
+            epoch=state.epoch,
+            shards=shards,
+            writers=self.options.writers,
+            weights=[name for name, kind in facts["kinds"].items() if kind == "model"],
+            wait=self._snapshot.wait,
+            **facts,
         )
         if not background:
             self._report(trainer, write, lambda: time.perf_counter() - started)
@@ -264,9 +270,10 @@ class Saver:
             "evaluated_with": trainer.registry.evaluated_with(),
         }
         if not background:
-            return shared, local, Extracted(), facts  # the store takes it out
-        shared, local, taken = extracted(shared, local)
-        return *taken.copied(shared, local, self._snapshot.take), facts
+            return shared, local, None, facts  # the store takes it out
+        shared, local, shards = without_shards(shared, local)
+        shared, local, pieces = self._snapshot.take((shared, local, shards.of_parts))
+        return shared, local, replace(shards, of_parts=pieces), facts
 
     def parts(self, trainer: Trainer) -> tuple[Mapping[str, Any], Mapping[str, Any], dict[str, list[str]]]:
         """What a checkpoint of this step boundary holds: shared parts, this rank's own; and names that are left out."""

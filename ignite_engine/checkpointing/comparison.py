@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ignite_engine.checkpointing.digests import tensor_bytes
 from ignite_engine.checkpointing.nested import children, dotted, walk
-from ignite_engine.checkpointing.unread import whole
+from ignite_engine.checkpointing.shards import whole
 from ignite_engine.errors import shortened
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from ignite_engine.checkpointing.part_file import is_finite, load_plain
 from ignite_engine.checkpointing.plain_data import TensorLeaf, tensors_of
 from ignite_engine.checkpointing.shard_files import ShardFiles, shards_file
 from ignite_engine.checkpointing.shards import Shards, is_placeholder, is_sharded, split
-from ignite_engine.checkpointing.unread import whole as read_whole
+from ignite_engine.checkpointing.shards import whole as read_whole
 
 Problem = Callable[[str], str | None]
 """Verifies a file of a checkpoint: what is wrong with it, as the rest of a sentence, or None."""
@@ -39,60 +39,41 @@ class Contents:
     """Files that are written at once."""
 
 
-@dataclass(frozen=True)
-class Extracted:
-    """What was taken out of the parts before they were given to the store."""
+def contents_of(
+    shared: Parts, local: Parts, rank: int, *, shards: Shards | None, writers: int, weights: Collection[str]
+) -> Contents:
+    """The files of a rank.
 
-    shards: Shards | None = None
-    """None: nothing was, and the parts were not checked."""
-    writers: int | None = None
-    weights: Collection[str] = ()
-    """Names of the parts that must be finite in a healthy checkpoint."""
-    wait: Callable[[], None] = lambda: None
-    """Called before a value of the parts is read: what is being copied is there after it."""
+    Args:
+        shards: what was taken out of the parts; None: nothing was.
+        writers: see :class:`Contents`; the shared parts are spread over so many files.
+        weights: names of the parts that must be finite in a healthy checkpoint.
 
-    def copied(self, shared: Parts, local: Parts, copy: Callable[[Any], Any]) -> tuple[Parts, Parts, Extracted]:
-        """Copies of the parts and of what was taken out of them."""
-        assert self.shards is not None
-        shared, local, pieces = copy((shared, local, self.shards.of_parts))
-        return shared, local, replace(self, shards=replace(self.shards, of_parts=pieces))
-
-    def contents(self, shared: Parts, local: Parts, rank: int) -> Contents:
-        """The files of a rank.
-
-        Raises:
-            CheckpointError: a value cannot be saved; names it.
-        """
-        self.wait()
-        writers = self.writers or 1
-        tensors = [
-            tensors_of(parts, is_sharded if self.shards is None else is_placeholder) for parts in (shared, local)
-        ]
-        taken, shards = split([*tensors[0], *tensors[1]]) if self.shards is None else ({}, self.shards)
-        weights = [leaf.value for leaf in (*tensors[0], *tensors[1]) if leaf.part in self.weights]
-        if self.shards is not None:  # of them the tensors hold placeholders
-            weights += [values for part in self.weights for _, values in shards.of_parts.get(part, {}).values()]
-        shared_tensors, local_tensors = (
-            [leaf for leaf in leaves if (leaf.part, leaf.path) not in taken] for leaves in tensors
-        )
-        shared = nested.replaced(shared, taken)
-        names = _file_of_parts(shared, shared_tensors, writers)
-        files: dict[str, dict[str, Any]] = {}
-        for part, state in shared.items() if rank == 0 else ():
-            files.setdefault(names[part], {})[part] = state
-        files |= {rank_file(rank): nested.replaced(local, taken), shards_file(rank): shards.of_parts}
-        found: dict[str, list[TensorLeaf]] = {rank_file(rank): local_tensors}
-        for leaf in shared_tensors:
-            found.setdefault(names[leaf.part], []).append(leaf)
-        return Contents(
-            # rank 0 has a file of pieces wherever something is sharded, which tells a reader so
-            {name: parts for name, parts in files.items() if parts or (name == shards_file(0) and shards.layout)},
-            {name: found.get(name, []) for name in files if name != shards_file(rank)},
-            {"sharding": list(shards.layout)},
-            shards.missing(rank),
-            all(is_finite(value) for value in weights if not value.is_meta),
-            writers,
-        )
+    Raises:
+        CheckpointError: a value cannot be saved; names it.
+    """
+    if shards is None:
+        shared, local, shards = without_shards(shared, local)
+    tensors, own = tensors_of(shared, is_placeholder), tensors_of(local, is_placeholder)
+    values = [leaf.value for leaf in (*tensors, *own) if leaf.part in weights and not leaf.value.is_meta]
+    values += [values for part in weights for _, values in shards.of_parts.get(part, {}).values()]
+    names = _file_of_parts(shared, tensors, writers)
+    files: dict[str, dict[str, Any]] = {}
+    for part, state in shared.items() if rank == 0 else ():
+        files.setdefault(names[part], {})[part] = state
+    files |= {rank_file(rank): dict(local), shards_file(rank): shards.of_parts}
+    found: dict[str, list[TensorLeaf]] = {rank_file(rank): own}
+    for leaf in tensors:
+        found.setdefault(names[leaf.part], []).append(leaf)
+    return Contents(
+        # rank 0 has a file of pieces wherever something is sharded, which tells a reader so
+        {name: parts for name, parts in files.items() if parts or (name == shards_file(0) and shards.layout)},
+        {name: found.get(name, []) for name in files if name != shards_file(rank)},
+        {"sharding": list(shards.layout)},
+        shards.missing(rank),
+        all(map(is_finite, values)),
+        writers,
+    )
 
 
 def _file_of_parts(parts: Parts, tensors: Sequence[TensorLeaf], writers: int) -> dict[str, str]:
@@ -109,23 +90,14 @@ def _file_of_parts(parts: Parts, tensors: Sequence[TensorLeaf], writers: int) ->
     return names
 
 
-def check_parts(parts: Parts) -> None:
-    """Refuse what no checkpoint could hold.
-
-    Raises:
-        CheckpointError: a value cannot be saved; names it.
-    """
-    split(tensors_of(parts, is_sharded))
-
-
-def extracted(shared: Parts, local: Parts) -> tuple[Parts, Parts, Extracted]:
+def without_shards(shared: Parts, local: Parts) -> tuple[Parts, Parts, Shards]:
     """Parts with placeholders for the sharded tensors, and what was taken out of them.
 
     Raises:
         CheckpointError: a value cannot be saved; names it.
     """
     taken, shards = split([*tensors_of(shared, is_sharded), *tensors_of(local, is_sharded)])
-    return nested.replaced(shared, taken), nested.replaced(local, taken), Extracted(shards)
+    return nested.replaced(shared, taken), nested.replaced(local, taken), shards
 
 
 def joined(

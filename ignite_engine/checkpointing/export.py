@@ -11,7 +11,7 @@ from torch import Tensor
 from ignite_engine.checkpointing.filesystem import replace_file
 from ignite_engine.checkpointing.memories import memory_of
 from ignite_engine.checkpointing.part_names import averages
-from ignite_engine.checkpointing.unread import whole
+from ignite_engine.checkpointing.shards import whole
 from ignite_engine.checkpointing.weights_source import Source, model_part, safetensors_torch
 from ignite_engine.errors import CheckpointError, one_line
 

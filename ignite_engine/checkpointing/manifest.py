@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import cache
 from importlib import metadata
 from itertools import chain
-from operator import attrgetter
 from pathlib import Path
+from types import UnionType
 from typing import Any, TypedDict, get_args, get_origin, get_type_hints
 
 import torch
@@ -162,7 +162,7 @@ def _parse(path: str | Path, content: dict[str, Any]) -> Manifest:
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{path} is damaged: {one_line(error)}.") from error
     for name, hint in hints.items():
-        if not _all_fit([getattr(manifest, name)], hint):
+        if not _fits(getattr(manifest, name), hint):
             raise CheckpointError(f"{path} is damaged: its {name} has a value of another type than it must have.")
     if min(manifest.iteration, manifest.epoch, manifest.sequence, manifest.world_size) < 0:
         raise CheckpointError(f"{path} is damaged: one of its counts is negative.")
@@ -189,30 +189,19 @@ def _type_hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _all_fit(values: Sequence[Any], hint: Any) -> bool:
-    """Whether values are of a type made of JSON's, dataclasses, lists, dicts and unions."""
-    if hint is Any:
-        return True
-    kind, inside = get_origin(hint), get_args(hint)
-    if kind in (dict, list):
-        if set(map(type, values)) - {kind}:
-            return False
-        content = list(chain(*values))  # of mappings the keys
-        if kind is list:
-            return _all_fit(content, inside[0])
-        return set(map(type, content)) <= {str} and _all_fit(list(chain(*map(dict.values, values))), inside[1])
-    if inside and all(map(_is_plain_type, inside)):
-        return set(map(type, values)) <= set(inside)
-    if inside:
-        return all(any(_all_fit([value], option) for option in inside) for value in values)
-    if is_dataclass(hint) and isinstance(hint, type):
-        names = _type_hints(hint).items()
-        return all(_all_fit(list(map(attrgetter(name), values)), inner) for name, inner in names)
-    return set(map(type, values)) <= {hint}
-
-
-def _is_plain_type(hint: Any) -> bool:
-    return isinstance(hint, type) and get_origin(hint) is None
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type made of JSON's, dataclasses, lists, dicts and unions."""
+    kind, inside = get_origin(hint) or hint, get_args(hint)
+    if kind is UnionType:
+        return any(_fits(value, option) for option in inside)
+    if kind is Any or type(value) is not kind:
+        return kind is Any
+    if kind is list:
+        return all(_fits(item, inside[0]) for item in value)
+    if kind is dict:
+        return all(type(key) is str and _fits(item, inside[1]) for key, item in value.items())
+    names = _type_hints(kind).items() if is_dataclass(kind) else ()
+    return all(_fits(getattr(value, name), inner) for name, inner in names)
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ class SaveKeywords(TypedDict, total=False):
     keep_fn: Callable[[str, str, Any], bool] | None
     save_at_end: bool
     background: bool
-    writers: int | None
+    writers: int
     on_exception: bool
     strict: bool
     memory: int | Literal["auto"] | None
@@ -54,7 +54,7 @@ class SaveOptions:
         save_at_end: save where the run completes, too, whatever the event; a stop always saves.
         background: write a copy while training continues, which waits for the copy. It is held in host memory.
         writers: threads in which a rank hashes and writes its files; the parts that the ranks share (model,
-            optimizer, average) are spread over so many files. None: 1.
+            optimizer, average) are spread over so many files.
         on_exception: save also when the update or a handler raises, if nothing of the iteration was applied yet; on
             one process only. A resume from there is not bit for bit, so ``strict`` excludes it.
         strict: refuse to start, or to resume, what cannot be resumed bit for bit.
@@ -81,7 +81,7 @@ class SaveOptions:
     keep_fn: Callable[[str, str, Any], bool] | None = None
     save_at_end: bool = True
     background: bool = False
-    writers: int | None = None
+    writers: int = 1
     on_exception: bool = False
     strict: bool = False
     memory: int | Literal["auto"] | None = None
@@ -99,8 +99,8 @@ class SaveOptions:
         config = self.config
         check_type("config", config, config is None or isinstance(config, Mapping), "a mapping or None")
         writers = self.writers
-        check_type("writers", writers, writers is None or is_whole(writers), "a whole number or None")
-        if writers is not None and writers < 1:
+        check_type("writers", writers, is_whole(writers), "a whole number")
+        if writers < 1:
             raise ValueError(f"writers must be at least 1, got {self.writers}.")
         memory = self.memory
         check_type("memory", memory, memory in (None, "auto") or is_whole(memory), "a whole number, 'auto' or None")

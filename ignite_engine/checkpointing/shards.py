@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ignite_engine.checkpointing.nested import Path, dotted, rebuilt_with_paths, walk
 from ignite_engine.checkpointing.plain_data import TensorLeaf
-from ignite_engine.checkpointing.unread import Unread
 from ignite_engine.errors import CheckpointError
 
 Shape = tuple[int, ...]
@@ -66,13 +65,23 @@ class Shards:
         return dict(count)
 
 
-class Sharded(Unread):
+class Sharded(Tensor):
     """A saved tensor that was not read yet: shape and type of the whole (on the meta device), and its pieces."""
 
     pieces: Sequence[Piece]
 
     def read(self) -> Tensor:
+        """The whole tensor, on the CPU.
+
+        Raises:
+            CheckpointError: a file that holds some of it is damaged.
+        """
         return _read(self, Region((0,) * self.dim(), tuple(self.shape)))
+
+
+def whole(value: Any) -> Any:
+    """The tensor that a :class:`Sharded` stands for; anything else as it is."""
+    return value.read() if isinstance(value, Sharded) else value
 
 
 class Piece(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,12 +14,13 @@ import torch.distributed as dist
 from ignite_engine.checkpointing import filesystem
 from ignite_engine.checkpointing import layout as names
 from ignite_engine.checkpointing.commit import Commit
-from ignite_engine.checkpointing.contents import Extracted, joined
+from ignite_engine.checkpointing.contents import Contents, contents_of, joined
 from ignite_engine.checkpointing.in_use import LOOKS, in_use, one_writer, unused
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Facts, Manifest, plain_metrics, read_manifest
 from ignite_engine.checkpointing.part_file import read_parts
 from ignite_engine.checkpointing.ranks import Ranks
 from ignite_engine.checkpointing.retention import CheckpointInfo, Retention, of_one_run, ranked
+from ignite_engine.checkpointing.shards import Shards
 from ignite_engine.checkpointing.verification import Verification
 from ignite_engine.errors import CheckpointError, one_line
 
@@ -83,7 +84,10 @@ class CheckpointStore:
         *,
         iteration: int,
         epoch: int,
-        extracted: Extracted | None = None,
+        shards: Shards | None = None,
+        writers: int = 1,
+        weights: Collection[str] = (),
+        wait: Callable[[], None] = lambda: None,
         **facts: Unpack[Facts],
     ) -> Path:
         """Write a checkpoint and commit it; a collective. Older ones are left as they are.
@@ -96,7 +100,10 @@ class CheckpointStore:
             local: named parts of this rank.
             iteration: updates done; the same on all ranks.
             epoch: epochs begun or done, as the caller counts.
-            extracted: what was taken out of the parts before, and how they are written; None: nothing was.
+            shards: what was taken out of the parts before; None: nothing was.
+            writers: threads, and files of the shared parts.
+            weights: names of the parts that must be finite in a healthy checkpoint.
+            wait: called before a value is read: what is being copied is there after it.
             facts: of the manifest: ``metrics`` (numbers to choose the best by), ``config`` (JSON data), ``labels``,
                 ``parent`` (the one that this run saved before, or was resumed from), ``left_out`` (names inside parts
                 that were left out of them, by part) and ``kinds`` (what each part is), of which rank 0's count;
@@ -112,11 +119,16 @@ class CheckpointStore:
         """
         if iteration < 0:
             raise ValueError(f"iteration must be at least 0, got {iteration}.")
+
+        def contents(rank: int) -> Contents:
+            wait()  # in the collective write: what fails on one rank fails the save of all
+            return contents_of(shared, local, rank, shards=shards, writers=writers, weights=weights)
+
         failure = partial(self._not_saved, iteration)
         commit = Commit(self.directory, iteration, self._ranks, failure)
         with commit:
             commit.begin(facts)
-            commit.write(partial((extracted or Extracted()).contents, shared, local))
+            commit.write(contents)
             path, manifest = commit.finish(epoch)
         self.last_saved = manifest
         self._verification.forget(path)

@@ -347,7 +347,7 @@ class CheckpointSection(Section):
     keep_every: Count | None = None  # those whose iteration is a multiple of it are never deleted
     save_at_end: bool = True  # also where the run completes
     background: bool = False  # written while training continues; holds a second copy of the state in host memory
-    writers: Count | None = None  # threads and files of a rank's save; default: 1
+    writers: Count = 1  # threads and files of a rank's save
     on_exception: bool = False  # also when the update or a handler raises; one process only
     strict: bool = False  # refuse to start, or to resume, what cannot be resumed bit for bit
     memory: Count | Literal["auto"] | None = None  # iterations between copies in shared memory

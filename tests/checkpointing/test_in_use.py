@@ -147,7 +147,7 @@ def test_a_worker_that_is_forked_while_a_checkpoint_is_written_does_not_keep_it(
     with FileOperations(tmp_path, ("fsync", ".pt"), lambda: workers.append(start_child(lambda: time.sleep(60)))):
         first = save(store, 1)
     save(store, 2)
-    assert store.apply(Retention(keep_last=1)) == [first]
+    assert store.prune(Retention(keep_last=1)) == [first]
     os.kill(workers[0][0], signal.SIGKILL)
     wait_for(workers[0])
 

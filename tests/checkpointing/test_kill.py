@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from ignite_engine.checkpointing import CheckpointStore, Retention
-from ignite_engine.checkpointing.contents import Extracted
 from tests.checkpointing.file_faults import FileOperations, in_child, kill_this_process, start_child, wait_for
 from tests.checkpointing.states import holds, left_over, save
 
@@ -73,7 +72,7 @@ def test_killed_at_any_file_operation_of_a_save_the_newest_valid_one_loads(tmp_p
 @pytest.mark.slow
 def test_killed_at_any_file_operation_of_several_writers_the_newest_valid_one_loads(tmp_path: Path) -> None:
     template, size = tmp_path / "template", 3000
-    save(CheckpointStore(template), 100, size=size, extracted=Extracted(writers=2))
+    save(CheckpointStore(template), 100, size=size, writers=2)
 
     def check(directory: Path, number: int, first_rename: int) -> None:
         store = CheckpointStore(directory)
@@ -86,7 +85,7 @@ def test_killed_at_any_file_operation_of_several_writers_the_newest_valid_one_lo
 
     kill_everywhere(
         template,
-        lambda directory: save(CheckpointStore(directory), 200, size=size, extracted=Extracted(writers=2)),
+        lambda directory: save(CheckpointStore(directory), 200, size=size, writers=2),
         check,
     )
 

@@ -24,8 +24,8 @@ from ignite_engine.checkpointing.shards import (
     local_piece,
     region_of,
     split,
+    whole,
 )
-from ignite_engine.checkpointing.unread import whole
 from tests.sharded import run_phases
 
 MESHES = {"2 x 2": (2, 2), "1 x 2 x 2": (1, 2, 2), "2 x 1 x 2": (2, 1, 2), "4 x 1": (4, 1), "1 x 4": (1, 4)}

@@ -91,7 +91,7 @@ def test_who_chooses_a_checkpoint_and_who_loads_it_hash_each_file_once(
         width = 1 << 17 if large else 1
         model = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 1))
         trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9), mse))
-        checkpoint = Checkpoint(tmp_path / name, best="loss", writers=4 if large else None)
+        checkpoint = Checkpoint(tmp_path / name, best="loss", writers=4 if large else 1)
         checkpoint.attach(trainer, Events.ITERATION_COMPLETED)
         trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: trainer.state.metrics.update(loss=1.0))
         return trainer, checkpoint
