@@ -11,7 +11,7 @@ from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.checkpointing.retention import usual_mode
-from ignite_engine.errors import check_type, is_number, is_whole, names_arguments
+from ignite_engine.errors import check_type, is_number, is_whole
 from ignite_engine.handlers.followed_metric import FollowedMetric, improves
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,6 @@ class EarlyStopping:
 
     replayed = True
 
-    @names_arguments()
     def __init__(
         self,
         key: str,

@@ -14,7 +14,7 @@ import torch
 from ignite.engine import Events
 
 from ignite_engine import Phase, Trainer, TrainingEvents
-from ignite_engine.errors import check_type, names_arguments
+from ignite_engine.errors import check_type
 from ignite_engine.handlers.history import History
 from ignite_engine.handlers.meters import CHUNK, Meter, Running, packed, unpacked
 from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink, Sink, attach_sink
@@ -51,7 +51,6 @@ class MetricLogger:
     phase = Phase.MEASURE
     replayed = True
 
-    @names_arguments()
     def __init__(
         self,
         directory: str | Path | None = None,

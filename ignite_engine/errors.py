@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import difflib
 import errno
-import inspect
 import shutil
 import signal as signals
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -110,81 +108,6 @@ def require_exact(what: str, reasons: Sequence[str]) -> None:
             f"{what} cannot be resumed bit for bit, which checkpoint.strict asks for: {'; '.join(reasons)}. "
             "Fix that, or leave strict out."
         )
-
-
-_ARGUMENTS = {
-    "Update()": {
-        "optimizer": "optim optimizers",
-        "loss_fn": "criterion loss loss_func loss_function",
-        "precision": "amp bf16 dtype fp16 mixed_precision use_amp",
-        "clip_norm": "clip clip_grad_norm grad_clip gradient_clip_val max_grad_norm max_norm",
-    },
-    "Trainer()": {"accumulation_steps": "accumulate_grad_batches grad_accum_steps gradient_accumulation_steps"},
-    "fit()": {
-        "train_set": "train_data train_dataloader train_dataset train_loader",
-        "val_set": "eval_dataset val_data val_dataloader val_dataset val_loader valid_loader validation_data",
-        "schedule": "lr_scheduler scheduler",
-        "handlers": "callbacks",
-    },
-    "trainer.run()": {
-        "data": "dataloader loader train_dataloader train_dataset train_loader",
-        "max_epochs": "epochs n_epochs num_epochs num_train_epochs",
-        "max_iters": "max_iterations max_steps num_steps",
-    },
-    "Checkpoint()": {
-        "directory": "dirname dirpath folder output_dir path save_dir save_handler",
-        "best": "metric metric_for_best_model monitor score_name",
-        "keep_best": "save_top_k",
-        "keep_last": "max_to_keep n_saved save_last save_total_limit",
-    },
-    "EarlyStopping()": {"key": "metric monitor score_name", "min_delta": "early_stopping_threshold"},
-    "LRSchedule()": {"scheduler": "lr_scheduler schedule"},
-    "every()": {"iterations": "batches iters steps updates", "epochs": "epoch"},
-    "attach()": {"event": "eval_steps every every_n_epochs every_n_train_steps interval save_every save_steps"},
-}
-"""The arguments that are asked for by the names of other libraries, by the function that takes them."""
-
-
-def names_arguments(further: Iterable[str] = ()) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Let a function, or an ``__init__``, answer an argument that it does not take by the one that is meant.
-
-    Args:
-        further: names that are taken beside those of the signature.
-    """
-
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        parameters = inspect.signature(function).parameters
-        known, named = [*parameters, *further], [*parameters.values()]
-        by_place = sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in named)
-
-        @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            called = f"{function.__name__ if function.__name__ != '__init__' else type(args[0]).__name__}()"
-            for name in kwargs:
-                if name not in known:
-                    raise TypeError(f"{called} got {name}, which it does not take{argument_meant(name, called, known)}")
-            if by_place < len(args) <= len(named):
-                name = known[len(args) - 1]
-                raise TypeError(f"{called} takes {name} by its name: write {name}={args[-1]!r}.")
-            return function(*args, **kwargs)
-
-        return call
-
-    return decorate
-
-
-def argument_meant(name: str, called: str, known: Sequence[str]) -> str:
-    """The end of a sentence about an argument that ``called`` does not take: the one that is meant, perhaps elsewhere.
-
-    Args:
-        known: what ``called`` takes.
-    """
-    for function, arguments in sorted(_ARGUMENTS.items(), key=lambda entry: entry[0] != called):
-        for argument, others in arguments.items():
-            is_at_hand = argument in known or "fit()" not in (function, called)  # it is called instead of the others
-            if name in (argument, *others.split()) and is_at_hand:
-                return f"; did you mean '{argument}'{'' if argument in known else f' of {function}'}?"
-    return did_you_mean(name, [argument for argument in known if argument not in ("self", "options")], limit=40)
 
 
 def did_you_mean(given: str, known: Iterable[str], *, limit: int = 20) -> str:

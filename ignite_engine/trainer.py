@@ -19,7 +19,7 @@ from ignite_engine.engine.position import last_iteration
 from ignite_engine.engine.progress import Ending, Left, Progress
 from ignite_engine.engine.roll_back import RollBacks, arguments_again
 from ignite_engine.engine.stop_requests import StopRequests
-from ignite_engine.errors import Interrupted, RollBack, check_type, is_whole, names_arguments
+from ignite_engine.errors import Interrupted, RollBack, check_type, is_whole
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp_buckets import settle_buckets
@@ -70,7 +70,6 @@ class Trainer(Engine):
 
     state: TrainingState
 
-    @names_arguments()
     def __init__(
         self,
         update: Callable[[Engine, Any], Any],

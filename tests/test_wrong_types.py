@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from ignite_engine import Trainer, Update, create_evaluator, errors, every, fit, loader
+from ignite_engine import Trainer, Update, create_evaluator, loader
 from ignite_engine.checkpointing import CheckpointError
-from ignite_engine.checkpointing.save_options import SaveKeywords
-from ignite_engine.handlers import EMA, Checkpoint, EarlyStopping, Evaluation, LRSchedule, MetricLogger
+from ignite_engine.handlers import EMA, Checkpoint, EarlyStopping, Evaluation, MetricLogger
 from tests.builders import linear, mse, numbers_loader
 
 MODEL = linear()
@@ -101,55 +97,6 @@ LINES: list[tuple[Callable[[Any], Any], Any, str]] = [
     (lambda value: EarlyStopping("loss", patience=2, min_delta=value), "a", "min_delta must be a number, got 'a'."),
     (EMA, "0.9", "decay must be a number, got '0.9'."),
 ]
-
-
-OTHER_NAMES: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
-    (partial(Update, MODEL, OPTIMIZER, mse), {"grad_clip": 1.0}, "did you mean 'clip_norm'?"),
-    (partial(Update, MODEL, OPTIMIZER, mse), {"use_amp": True}, "did you mean 'precision'?"),
-    (partial(Update, MODEL, OPTIMIZER, mse), {"accumulation_steps": 4}, "mean 'accumulation_steps' of Trainer()?"),
-    (partial(Trainer, len), {"gradient_clip_val": 1.0}, "did you mean 'clip_norm' of Update()?"),
-    (partial(Trainer, len), {"max_epochs": 3}, "did you mean 'max_epochs' of trainer.run()?"),
-    (Checkpoint, {"dirpath": "x"}, "did you mean 'directory'?"),
-    (partial(Checkpoint, "x"), {"monitor": "val/loss"}, "did you mean 'best'?"),
-    (partial(Checkpoint, "x"), {"every": 500}, "did you mean 'event' of attach()?"),
-    (partial(Checkpoint, "x"), {"keep_lst": 3}, "did you mean 'keep_last'?"),
-    (EarlyStopping, {"monitor": "val/loss", "patience": 3}, "did you mean 'key'?"),
-    (partial(EarlyStopping, "val/loss"), {"nothing": 3}, "known: key, patience, mode, min_delta, "),
-    (every, {"steps": 3}, "did you mean 'iterations'?"),
-    (partial(Update, MODEL, OPTIMIZER, mse), {"scheduler": 1}, "did you mean 'scheduler' of LRSchedule()?"),
-    (partial(MetricLogger, "x"), {"every": 3}, "did you mean 'event' of attach()?"),
-    (partial(Evaluation, EVALUATOR, [1]), {"every": 3}, "did you mean 'event' of attach()?"),
-]
-
-
-@pytest.mark.parametrize(
-    ("call", "arguments", "line"), OTHER_NAMES, ids=[next(iter(names)) for _, names, _ in OTHER_NAMES]
-)
-def test_argument_of_another_name_is_answered_by_the_one_that_is_meant(
-    call: Callable[..., Any], arguments: dict[str, Any], line: str
-) -> None:
-    of = call.func if isinstance(call, partial) else call
-    start = f"{of.__name__}() got {next(iter(arguments))}, which it does not take; "
-    with pytest.raises(TypeError, match=f"^{re.escape(start)}.*{re.escape(line)}"):
-        call(**arguments)
-
-
-def test_value_without_its_name_is_answered_by_the_name() -> None:
-    with pytest.raises(TypeError, match=r"^EarlyStopping\(\) takes patience by its name: write patience=3\.$"):
-        EarlyStopping("val/loss", 3)  # type: ignore[misc]  # what is tested
-    with pytest.raises(TypeError, match=r"^every\(\) takes iterations by its name: write iterations=5\.$"):
-        every(5)  # type: ignore[misc]
-
-
-def test_arguments_that_are_answered_exist() -> None:
-    functions = (Update, Trainer, Checkpoint, EarlyStopping, LRSchedule, every, fit)
-    takes: dict[str, Any] = {f"{function.__name__}()": inspect.signature(function).parameters for function in functions}
-    takes["Checkpoint()"] = {**takes["Checkpoint()"], **SaveKeywords.__annotations__}
-    takes["trainer.run()"] = inspect.signature(Trainer.run).parameters
-    takes["attach()"] = inspect.signature(Checkpoint.attach).parameters
-    assert {function: set(arguments) - set(takes[function]) for function, arguments in errors._ARGUMENTS.items()} == {
-        function: set() for function in takes
-    }
 
 
 @pytest.mark.parametrize(("call", "value", "line"), LINES, ids=[line.split(" must")[0] for *_, line in LINES])

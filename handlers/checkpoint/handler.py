@@ -28,7 +28,7 @@ from ignite_engine.checkpointing.load_sources import Found, load_sources
 from ignite_engine.checkpointing.retention import of_one_run, ranked
 from ignite_engine.checkpointing.save_options import SaveKeywords
 from ignite_engine.checkpointing.store import Checkpoints
-from ignite_engine.errors import check_type, names_arguments
+from ignite_engine.errors import check_type
 from ignite_engine.handlers.checkpoint.places import places_of
 from ignite_engine.handlers.checkpoint.saver import Saver
 from ignite_engine.handlers.checkpoint.times import Times
@@ -57,7 +57,6 @@ class Checkpoint:
 
     replayed = True
 
-    @names_arguments(SaveKeywords.__annotations__)
     def __init__(
         self,
         directory: str | Path,

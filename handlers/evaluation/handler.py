@@ -16,7 +16,7 @@ from torch import nn
 from ignite_engine import Phase, Trainer, TrainingEvents, rng
 from ignite_engine.data.window_reader import WindowReader
 from ignite_engine.data.windows import Windows
-from ignite_engine.errors import check_type, is_whole, names_arguments
+from ignite_engine.errors import check_type, is_whole
 from ignite_engine.evaluator import eval_mode, whole_pass
 from ignite_engine.handlers.evaluation.batches import EvaluationBatches, check_loader, loader_of
 from ignite_engine.handlers.evaluation.invariant import InvariantSums, dealing_of, unsummed
@@ -66,7 +66,6 @@ class Evaluation:
     phase = Phase.EVALUATE
     replayed = True
 
-    @names_arguments()
     def __init__(
         self,
         evaluator: Engine,

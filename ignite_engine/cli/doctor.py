@@ -17,7 +17,7 @@ from ignite_engine import __version__, devices
 from ignite_engine.text import in_columns
 
 _PACKAGES = ("pytorch-ignite", "numpy", "pydantic", "blake3", "clearml")
-_OPTIONAL = ("tensorboard", "wandb", "mlflow", "pyarrow", "safetensors", "torchdata", "transformers")
+_OPTIONAL = ("tensorboard", "wandb", "mlflow", "safetensors", "torchdata", "transformers")
 
 
 def add_parser(subparsers: Any) -> None:

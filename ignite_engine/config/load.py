@@ -12,7 +12,6 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails
 
 from ignite_engine.config.intervals import Every
-from ignite_engine.config.other_names import hint
 from ignite_engine.config.sections import (
     CheckpointSection,
     DataSection,
@@ -241,7 +240,7 @@ def _is_of_a_value(fault: ErrorDetails) -> bool:
 def _complaint(fault: ErrorDetails, parts: list[str]) -> str:
     kind, given, context = fault["type"], fault["input"], fault.get("ctx", {})
     if kind == "extra_forbidden":
-        near = hint(parts[-1]) or _elsewhere(parts[-1]) or did_you_mean(parts[-1], _known_keys(parts[:-1]))
+        near = _elsewhere(parts[-1]) or did_you_mean(parts[-1], _known_keys(parts[:-1]))
         return f"got {display(given)} for a key that is not known{near}"
     if kind == "missing":
         return f"this is missing, expected {_expected_of(parts)}"

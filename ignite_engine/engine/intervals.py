@@ -17,7 +17,7 @@ from typing import Any
 from ignite.engine import Events
 
 from ignite_engine.engine.position import EpochIs
-from ignite_engine.errors import is_number, names_arguments
+from ignite_engine.errors import is_number
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.state import TOTALS
@@ -29,7 +29,6 @@ _SECONDS = {"seconds": 1.0, "minutes": 60.0}
 _LARGEST_DENOMINATOR = 1000
 
 
-@names_arguments()
 def every(
     *,
     iterations: int | None = None,

@@ -30,13 +30,11 @@ from ignite_engine import rng
 from ignite_engine.engine import bus
 from ignite_engine.engine.boundary import EpochEnds, RunEnds, RunPauses, StepBoundary
 from ignite_engine.engine.feed import End, Feed
-from ignite_engine.engine.handler_warnings import warn_of_handlers
 from ignite_engine.engine.position import Next, next_of
 from ignite_engine.engine.progress import Progress
 from ignite_engine.engine.stop_requests import StopRequests
 from ignite_engine.errors import RollBack
 from ignite_engine.events import TrainingEvents
-from ignite_engine.ranks import agreement
 from ignite_engine.state import Boundary, TrainingState
 from ignite_engine.states.registry import Registry
 from ignite_engine.states.repeated_event import undone
@@ -100,8 +98,6 @@ class Loop:
         self._fire(Events.STARTED)
         self.registry.check_all_claimed()
         self.boundary.agree_to_end()
-        if agreement.rank() == 0:
-            warn_of_handlers(engine, self.update, has_windows=self.progress.windows is not None)
         self.resume.restore_metrics()
         within = self._within_epoch()
         if within and self.progress.epoch_ends:

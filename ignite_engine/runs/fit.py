@@ -35,7 +35,6 @@ from ignite_engine.errors import (
     NotFinite,
     RanksDiffer,
     StateMismatch,
-    argument_meant,
     check_type,
     did_you_mean,
     is_whole,
@@ -415,7 +414,7 @@ def _values(sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     for name, section in sections.items():
         if name not in Sections.__annotations__:
             known = [*inspect.signature(fit).parameters][:-1]  # the last is all sections
-            near = argument_meant(name, "fit()", [*known, *Sections.__annotations__])
+            near = did_you_mean(name, [*known, *Sections.__annotations__], limit=40)
             raise TypeError(f"fit() got {name}, which it does not take{near}")
         check_type(name, section, isinstance(section, Mapping), "a mapping of settings")
     values: dict[str, Any] = {name: _as_in_config(section) for name, section in sections.items()}

@@ -12,7 +12,7 @@ from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_engine.errors import check_type, is_number, names_arguments, one_line, shapes_of
+from ignite_engine.errors import check_type, is_number, one_line, shapes_of
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.ranks import agreement
 from ignite_engine.states.generators import ModelGenerators
@@ -94,7 +94,6 @@ class Update:
         NotFinite: by ``non_finite``; the same on all ranks.
     """
 
-    @names_arguments()
     def __init__(
         self,
         model: nn.Module,

@@ -663,18 +663,6 @@ def test_what_trains_and_what_evaluates_never_take_each_others_windows(tmp_path:
     assert trainer.run(windows).windows == trainer.state.evaluations == 2
 
 
-def test_a_handler_of_windows_that_will_not_be_called_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    for data, lines in (([torch.ones(1)], 1), (Windows([2], open_numbers), 0)):
-        caplog.clear()
-        trainer = Trainer(lambda engine, batch: None)
-        trained(trainer)
-        trainer.add_event_handler(TrainingEvents.WINDOW_COMPLETED(every=2), weights)
-        trainer.run(data)
-        named = [line for line in caplog.messages if "will not be called" in line]
-        assert named == ["weights of WINDOW_COMPLETED will not be called, as the data has no windows: give run() "
-                         "Windows, or attach to another event."] * lines  # fmt: skip
-
-
 class Unreadable(Numbers):
     """All samples of a window of 6 are."""
 
