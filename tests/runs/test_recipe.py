@@ -314,17 +314,13 @@ def test_changed_setting_of_the_optimizer_is_one_line(
 
     def lines(sections: Any) -> list[str]:
         caplog.clear()
-        assert (build(sections).train()["weights_sha256"] == first["weights_sha256"]) is ("run" not in sections)
-        return [each for each in caplog.messages if "lr" in each or "betas" in each]
+        assert build(sections).train()["weights_sha256"] == first["weights_sha256"]
+        return [each for each in caplog.messages if each.startswith("The optimizer was changed")]
 
     (line,) = lines(changed)
     assert line.startswith("The optimizer was changed (lr 0.001 to 0.9): no effect on a resumed run, which restores")
     (line,) = lines(both)
     assert "betas (0.9, 0.999) to (0.8, 0.9)" in line
-    longer = {**changed, "run": {"max_iterations": 11}, "checkpoint": {"ignore": ["optimizer"]}}
-    brought_back, *others = lines(longer)
-    assert brought_back.startswith("lr_schedule restores the base LR 0.001 and not 0.9")
-    assert others == [], "neither the rate nor the betas were ever in force"
 
 
 def test_section_that_went_is_left_out_of_what_is_resumed(build: Callable[..., Run]) -> None:
@@ -373,7 +369,7 @@ def test_launchers_signal_after_another_rank_failed_is_no_interruption(
     known = watch.Watch()
     known.failure = Failure("rank 1 exited without reporting", (1,))
     monkeypatch.setattr(watching, "current", known)
-    monkeypatch.setattr(run.checkpoint, "resume", lambda ignore: signal_this_process())
+    monkeypatch.setattr(run.checkpoint, "resume", lambda **options: signal_this_process())
 
     with signals.ending_the_process(), pytest.raises(Interrupted):
         run.train()
