@@ -9,7 +9,7 @@ from typing import Any
 
 from ignite.engine import Events
 
-from ignite_engine import Trainer
+from ignite_engine import Phase, Trainer
 from ignite_engine.ranks import agreement
 from ignite_engine.recovery import status
 from ignite_engine.run_directory import RunDirectory
@@ -28,21 +28,16 @@ class History:
         self.directory = RunDirectory(directory)
         self.config: Mapping[str, Any] | None = None
         """The settings of the run, in the line of each start."""
-        self._has_begun = False
 
     def attach(self, trainer: Trainer) -> None:
-        trainer.add_event_handler(Events.STARTED, self._wait)
-        # by then nothing refuses the start any more
-        trainer.add_event_handler(Events.EPOCH_STARTED | Events.COMPLETED, self._start)
-
-    def _wait(self, trainer: Trainer) -> None:
-        self._has_begun = False
+        trainer.add_event_handler(Events.STARTED, self._start)
 
     def _start(self, trainer: Trainer) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            self._note("started" if trainer.state.start is Start.FRESH else "resumed", trainer, self.config)
-            trainer.call_at_end(self._end)
+        trainer.registry.check_all_claimed()  # by then nothing refuses the start any more
+        self._note("started" if trainer.state.start is Start.FRESH else "resumed", trainer, self.config)
+        trainer.call_at_end(self._end)
+
+    _start.phase = Phase.LAST  # type: ignore[attr-defined]  # read by the Trainer
 
     def _end(self, trainer: Trainer) -> None:
         self._note(trainer.state.status, trainer)

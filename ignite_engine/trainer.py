@@ -120,7 +120,7 @@ class Trainer(Engine):
             waiting=self.requests,
             max_read_errors=max_read_errors,
         )
-        for name, part in saved_progress.parts(self.progress, self.resume_state).items():
+        for name, part in saved_progress.parts(self.progress, self.resume_state, update).items():
             self.registry.register(name, part, kind={"trainer": "counters"}.get(name, name))
         for name, obj, shared in getattr(update, "stateful", lambda: ())():
             self.registry.register(name, obj, shared=shared)
@@ -398,7 +398,7 @@ class Trainer(Engine):
         self.should_terminate = self.should_terminate_single_epoch = self.should_interrupt = False
         self.requests.reset()
         if isinstance(model := getattr(self.update, "model", None), nn.Module):
-            model.train()
+            saved_progress.set_modes(model, self.resume_state.in_eval_mode)
         if hasattr(self.update, "run_starts"):
             self.update.run_starts()
         for model in self._models():
@@ -419,6 +419,8 @@ class Trainer(Engine):
 
     def _note_ending(self, *, paused: bool) -> None:
         state, progress = self.state, self.progress
+        if paused:
+            self.resume_state.in_eval_mode = saved_progress.in_eval_mode(self.update)
         if hasattr(self.update, "run_ended") and not paused:
             self.update.run_ended(self)
         all_skipped = state.skipped_steps > self._skipped_before and not state.optimizer_steps

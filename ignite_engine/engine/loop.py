@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 from ignite.engine import Engine, Events
@@ -37,7 +36,6 @@ from ignite_engine.errors import RollBack
 from ignite_engine.events import TrainingEvents
 from ignite_engine.state import Boundary, TrainingState
 from ignite_engine.states.registry import Registry
-from ignite_engine.states.repeated_event import undone
 from ignite_engine.states.resume_state import ResumeState
 
 
@@ -109,7 +107,7 @@ class Loop:
         measured = publishes_here and bool(state.metrics.fresh)
         if publishes_here:
             self.boundary.publish()
-        self._restore_rng()  # handlers of STARTED may have drawn; `_epoch` does it again after those of EPOCH_STARTED
+        self._restore_rng()  # handlers of STARTED may have drawn
         if measured and bus.handlers_of(engine, TrainingEvents.RESUME_POINT):
             state.boundary = Boundary(last=self.progress.is_done())
             self._fire(TrainingEvents.RESUME_POINT)  # what was measured is that of these weights, not of later ones
@@ -123,9 +121,9 @@ class Loop:
         """An epoch, or the rest of the one within which the run begins."""
         engine, state, progress, boundary, started = self.engine, self.state, self.progress, self.boundary, time.time()
         feed, update, fire = self.feed, self.update, self._fire
-        with undone(self.registry) if progress.epoch_iteration else nullcontext():
+        if not begun:
             fire(Events.EPOCH_STARTED)
-        self._finish_resume()
+        self.resume.clear()
         if not begun:
             boundary.check()
         feed.open()
@@ -180,12 +178,6 @@ class Loop:
     def _restore_rng(self) -> None:
         if self.resume.rng is not None:
             rng.restore(self.resume.rng)
-
-    def _finish_resume(self) -> None:
-        """After the first EPOCH_STARTED, which within an epoch is one more than in the uninterrupted run."""
-        if self.progress.epoch_iteration:
-            self._restore_rng()
-        self.resume.clear()
 
     def _within_epoch(self) -> bool:
         """Whether the run begins within an epoch, which it completes first, if only by its EPOCH_COMPLETED."""

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ignite_engine import rng
 from ignite_engine.engine.grouping import Grouping
 from ignite_engine.engine.progress import Progress
 from ignite_engine.state import COUNTERS, TOTALS
+from ignite_engine.states.model_and_optimizer import clean_name, unwrap
 from ignite_engine.states.registry import Stateful
 from ignite_engine.states.resume_state import ResumeState
 
 
-def parts(progress: Progress, resume: ResumeState) -> dict[str, Stateful]:
+def parts(progress: Progress, resume: ResumeState, update: Any = None) -> dict[str, Stateful]:
     """The parts by name: all of :attr:`Progress.position`, the counters, and the random numbers.
 
     Args:
         resume: takes what cannot be set before the run begins.
+        update: what the run calls, which may have a ``model``.
     """
 
     def data() -> dict[str, Any]:
@@ -27,6 +29,7 @@ def parts(progress: Progress, resume: ResumeState) -> dict[str, Stateful]:
 
     def set_counters(saved: dict[str, Any]) -> None:
         _set_counters(progress, saved)
+        resume.in_eval_mode = saved["in_eval_mode"]
         resume.saved_grouping = Grouping(saved["accumulation_steps"], saved["global_micro_batches"])
 
     def set_data(saved: dict[str, Any]) -> None:
@@ -36,7 +39,7 @@ def parts(progress: Progress, resume: ResumeState) -> dict[str, Stateful]:
         resume.rng = saved
 
     return {
-        "trainer": _Part(lambda: counters(progress), set_counters),
+        "trainer": _Part(lambda: counters(progress) | {"in_eval_mode": in_eval_mode(update)}, set_counters),
         "data": _Part(data, set_data),
         "rng": _Part(rng.capture, set_rng),
     }
@@ -55,6 +58,21 @@ def counters(progress: Progress) -> dict[str, Any]:
         "global_micro_batches": progress.grouping.global_micro_batches,
         "output": _numbers(state.output),  # where this iteration turns out to be its epoch's last, its end reads it
     }
+
+
+def in_eval_mode(update: Any) -> list[str]:
+    """The modules of its model that a handler has put into eval mode, as it may at EPOCH_STARTED alone."""
+    model = getattr(update, "model", None)
+    modules = unwrap(model).named_modules() if isinstance(model, nn.Module) else ()
+    return [clean_name(name) for name, module in modules if not module.training]
+
+
+def set_modes(model: nn.Module, in_eval_mode: Collection[str]) -> None:
+    """Train mode, but for these."""
+    model.train()
+    for name, module in unwrap(model).named_modules():
+        if clean_name(name) in in_eval_mode:
+            module.training = False
 
 
 def _numbers(output: Any) -> Any:

@@ -128,7 +128,7 @@ def rebuild(directory: Path, build: Build | None, stored: Mapping[str, Any], bef
         raise ReplayError("build(directory) has resumed a checkpoint: leave that to the replay, and only build.")
     rebuilt = Rebuilt(trainer, arguments, Quieted(trainer, before, stored or None))
     if isinstance(run, Run):
-        trainer.remove_event_handler(run.keep_record, Events.EPOCH_STARTED)
+        trainer.remove_event_handler(run.keep_record, Events.STARTED)
         if agreement.rank() == 0 and (changed := RunDirectory(directory).changed_code(run.code)):
             logger.warning("Other code than that of the run: %s.", ", ".join(changed))
         rebuilt._run, rebuilt._others = run, sorted(run.log_states)

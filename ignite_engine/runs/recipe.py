@@ -321,7 +321,7 @@ def _attach(
 
     log_point = interval_event(logging.every or _log_interval(run.total), task)
     trainer.add_event_handler(Events.STARTED, run.log_length)
-    trainer.add_event_handler(Events.EPOCH_STARTED, run.keep_record)
+    trainer.add_event_handler(Events.STARTED, run.keep_record)
     say_how_it_resumes(run.loader)
     metric_logger = _metric_logger(config, task, run)
     if evaluation.sanity_batches and evaluations:

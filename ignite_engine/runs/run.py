@@ -25,6 +25,7 @@ from ignite_engine.describe.lr_text import lr_text
 from ignite_engine.describe.model_table import model_table
 from ignite_engine.engine.length import Length
 from ignite_engine.errors import Interrupted, NotExact, PeerFailed, StateMismatch
+from ignite_engine.events import Phase
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.watching import cause_of, known_failure, on_failure, reason_of
 from ignite_engine.recovery import status as supervision
@@ -222,12 +223,15 @@ class Run:
         return summary
 
     def keep_record(self, trainer: Trainer) -> None:
-        """On EPOCH_STARTED: the settings are in force."""
+        """At the end of STARTED: the settings are in force."""
+        trainer.registry.check_all_claimed()
         if not self._is_recorded:
             self._is_recorded = True
             if agreement.rank() == 0 and (self._differences or not supervision.attempt.is_known):
                 self._begin_directory()
             self._write_summary("running", self._resumed)
+
+    keep_record.phase = Phase.LAST  # type: ignore[attr-defined]  # read by the Trainer
 
     @contextlib.contextmanager
     def _held_directory(self) -> Iterator[None]:

@@ -22,8 +22,7 @@ class ResumeState:
     1. ``run()``: the counters are there, so the run is *resumed*; :attr:`data` positions the loader.
     2. STARTED: handlers may still register objects, which claim their parts from :attr:`unclaimed`.
     3. After STARTED whatever is unclaimed is an error. Metrics, which reset themselves at STARTED, are loaded again.
-    4. Random numbers are restored, and again after EPOCH_STARTED if that is not at the beginning of the epoch; states
-       that its handlers change then are put back (``states/repeated_event.py``).
+    4. Random numbers are restored. EPOCH_STARTED comes for an epoch that has not begun.
     5. Before the first batch all of it is dropped (:meth:`clear`).
 
     A run that fails before 5, because a part is unclaimed, say, leaves it here: the next ``run()`` resumes.
@@ -40,6 +39,8 @@ class ResumeState:
         """The ``Grouping`` that an iteration had where the run's counters were saved; None: none were loaded."""
         self.data: dict[str, Any] | None = None
         """The position in the data."""
+        self.in_eval_mode: list[str] = []
+        """Modules of the model that were in eval mode."""
         self.rng: dict[str, Any] | None = None
         """States of the random number generators."""
         self.metrics: list[tuple[MetricState, Any]] = []
@@ -59,5 +60,5 @@ class ResumeState:
 
     def clear(self) -> None:
         """The first batch is about to be fetched: nothing waits any more."""
-        self.saved_grouping, self.data, self.rng, self.metrics = None, None, None, []
+        self.saved_grouping, self.data, self.rng, self.metrics, self.in_eval_mode = None, None, None, [], []
         self.loaded.clear()

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 from ignite.engine import Engine, Events
+from torch import nn
 
-from ignite_engine import Trainer, TrainingEvents
+from ignite_engine import Trainer, TrainingEvents, Update
 from ignite_engine.engine.length import Length
 from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.ranks import agreement
 from ignite_engine.state import Start
-from tests.builders import numbers_loader, trainer_of, weights
+from tests.builders import mse, numbers_loader, trainer_of, weights
 
 DATA = [1, 2, 3]
 
@@ -340,7 +341,7 @@ def test_started_is_in_the_epoch_in_which_the_run_was_saved(tmp_path: Path) -> N
         checkpoint.resume()
         resumed.run(numbers_loader(12, 2), max_epochs=3)
 
-        assert epochs == [epoch, *range(epoch + (iterations == 6), 4)]
+        assert epochs == [epoch, *range(epoch + 1, 4)]  # no EPOCH_STARTED for an epoch that has begun
 
 
 @pytest.mark.parametrize(
@@ -386,3 +387,33 @@ def test_refused_run_changes_nothing_of_the_run_before(refused: Any) -> None:
         return sizes, counters
 
     assert trained(refuse=True) == trained(refuse=False) and trained(refuse=True)[0] == [3, 3, 2] * 3
+
+
+@pytest.mark.parametrize("stop", [2, 6, 8])
+def test_what_was_done_at_the_start_of_an_epoch_is_done_once_and_stays(tmp_path: Path, stop: int) -> None:
+    """A part in eval mode, parameters that are not frozen any more, a group that was added."""
+
+    def run(folder: str, end: int | None) -> nn.Module:
+        torch.manual_seed(0)
+        first, last = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout()), nn.Linear(4, 1)
+        model = nn.Sequential(first, last)
+        first.requires_grad_(False)
+        optimizer = torch.optim.AdamW(last.parameters(), lr=0.05)
+        trainer, checkpoint = Trainer(Update(model, optimizer, mse)), Checkpoint(tmp_path / folder)
+
+        def unfreeze() -> None:
+            first.requires_grad_(True)
+            first.eval()
+            optimizer.add_param_group({"params": list(first.parameters()), "lr": 0.01})
+
+        trainer.add_event_handler(Events.EPOCH_STARTED(once=2), unfreeze)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        trainer.run(numbers_loader(12, 2), **({"max_epochs": 3} if end is None else {"max_iters": end}))
+        return model
+
+    whole = run("whole", None)
+    run("stopped", stop)
+    resumed = run("stopped", None)
+    assert all(torch.equal(*pair) for pair in zip(whole.state_dict().values(), resumed.state_dict().values()))
+    assert [module.training for module in whole.modules()] == [module.training for module in resumed.modules()]
