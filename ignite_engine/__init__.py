@@ -69,6 +69,10 @@ _HOMES = {
 _MODULES = {name: f"ignite_engine.{home}" for home, names in _HOMES.items() for name in names}
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:  # each is imported when it is asked for, with what it needs and no more
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,6 +18,9 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
+import ignite_engine
+import ignite_engine.handlers
+
 ROOT = Path(__file__).resolve().parent.parent
 BUILT_FROM = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "ignite_engine", "handlers")
 
@@ -201,3 +204,8 @@ def test_examples_and_a_users_program_are_typed_against_the_wheel(environment: P
     )
 
     run(sys.executable, "-m", "mypy", "--python-executable", environment / "python", ".", cwd=tmp_path)
+
+
+def test_public_names_are_completed() -> None:
+    for module in (ignite_engine, ignite_engine.handlers):
+        assert set(module.__all__) <= set(dir(module))
