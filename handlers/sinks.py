@@ -49,7 +49,7 @@ def attach_sink(sink: Any, trainer: Trainer) -> None:
 
 
 class GuardedSink:
-    """Subscribes one sink to the bus; its first error is a warning with the remedy, and training continues.
+    """Subscribes one sink to the bus; an error of it is a warning with the remedy, and training continues.
 
     Later points are still written, so a sink whose disk has room again recovers. The state of a sink with a ``name`` is
     in every checkpoint; a sink whose ``state_dict`` fails is saved without one.
@@ -61,7 +61,8 @@ class GuardedSink:
     def __init__(self, sink: Any) -> None:
         self.sink = sink
         self.__qualname__ = f"{type(sink).__name__}.write"  # the name in describe()
-        self._warned = False
+        self._failing: set[str] = set()
+        """What has failed when it was tried last, which was said."""
 
     def attach(self, trainer: Trainer) -> None:
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self)
@@ -74,14 +75,17 @@ class GuardedSink:
         self.guard(self.sink.write)(state.iteration, {"epoch": state.epoch, **state.metrics.fresh})
 
     def guard(self, action: Callable[..., Any]) -> Callable[..., Any]:
-        """``action``, except that an error is logged (the first one only) and None is returned."""
+        """``action``, except that an error is logged (of several one after another the first) and None is returned."""
+        known = getattr(action, "__name__", "")
 
         def attempt(*arguments: Any) -> Any:
             try:
-                return action(*arguments)
+                result = action(*arguments)
+                self._failing.discard(known)
+                return result
             except Exception as error:  # a lost log point must not lose the training
-                if not self._warned:
-                    self._warned = True
+                if not self._failing:
+                    self._failing.add(known)
                     named = getattr(self.sink, "name", None)
                     logger.warning(
                         "The sink %s failed: %s: %s. Training continues and later points are tried; %s.",

@@ -308,6 +308,13 @@ def test_failing_sink_warns_once_and_stops_neither_the_training_nor_the_others(
     ]
 
 
+def test_sink_that_fails_again_after_it_worked_warns_again(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = counting()
+    MetricLogger(sinks=[Broken(RuntimeError("the line is dead."), at=range(2, 5, 2))], console=False).attach(trainer)
+    trainer.run(range(6))
+    assert len(warnings_of(caplog)) == 2
+
+
 class ClosedTerminal(io.StringIO):
     def write(self, text: str) -> int:
         raise OSError(errno.EIO, "Input/output error")
