@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +241,7 @@ class Memory:
                 if resumed is None:
                     self._drop_absent(self._folder)
                 slots.clear()
-                _with_room(partial(self._folder.note_owner, self.directory))
+                self._folder.note_owner(self.directory)
         except OSError as error:
             return one_line(error).rstrip(".")
         return None
@@ -296,7 +294,7 @@ class Memory:
             settings=self._settings,
         )
         packed = Packed({**facts, "shared": list(shared)}, {**shared, **local})
-        _with_room(partial(self._write, header, packed))
+        self._write(header, packed)
 
     def _write(self, header: Header, packed: Packed) -> None:
         assert self._folder is not None
@@ -324,16 +322,6 @@ class Memory:
                 with contextlib.suppress(OSError):
                     os.unlink(self.directory / MEMORY_TOKEN)
         folder.close(remove_if_empty=not keep)
-
-
-def _with_room(work: Callable[[], object]) -> None:
-    """Do it; where there is no room, again without what runs that were killed have left."""
-    try:
-        work()
-    except OSError as error:
-        if error.errno != errno.ENOSPC or not slots.clear(unfinished=True):
-            raise
-        work()
 
 
 def _ignore(reason: str) -> None:

@@ -39,7 +39,7 @@ _HEADER_BYTES = 4096
 _ROW_BYTES = 512
 _FOLDER = re.compile(r"ignite-engine-[0-9a-f]{16}-[0-9a-f]+-[0-9a-f]+")
 _SLOT = re.compile(r"rank_(\d+)\.[01]")
-_LAUNCHER, _DIRECTORY = "launcher", "directory"
+_DIRECTORY = "directory"
 _KEPT_S = 86400.0
 """From the last copy on: a run that nobody has started again within a day is given up."""
 
@@ -246,16 +246,11 @@ class Folder:
         """Note who may go on from here, for :func:`clear`.
 
         Args:
-            directory: of the run's checkpoints. The process that will start these ranks again is noted, too.
+            directory: of the run's checkpoints.
         """
-        self._note(_DIRECTORY, os.fsencode(directory.absolute()))
-        if (launcher := _launcher()) is not None:
-            self._note(_LAUNCHER, f"{launcher} {_started_at(launcher)}".encode())
-
-    def _note(self, name: str, content: bytes) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(self.path / name, flags, 0o600), "wb") as file:
-            file.write(content)
+        with os.fdopen(os.open(self.path / _DIRECTORY, flags, 0o600), "wb") as file:
+            file.write(os.fsencode(directory.absolute()))
 
     def drop(self, rank: int) -> None:
         """Delete the slots of a rank."""
@@ -286,13 +281,10 @@ class Folder:
         os.close(self._descriptor)
 
 
-def clear(*, unfinished: bool = False) -> list[str]:
+def clear() -> list[str]:
     """Remove the folders of this user that nobody needs: no process holds them, and none will start their ranks again.
 
     One of a run that has not ended, and can be started again, stays for a day.
-
-    Args:
-        unfinished: remove these, too.
 
     Returns:
         Their names.
@@ -305,9 +297,9 @@ def clear(*, unfinished: bool = False) -> list[str]:
             descriptor = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 path = Path(entry.path)
-                if os.fstat(descriptor).st_uid == os.geteuid() and not _launcher_lives(path):
+                if os.fstat(descriptor).st_uid == os.geteuid():
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if unfinished or not _may_go_on(path):
+                    if not _may_go_on(path):
                         _remove(path)
                         removed.append(entry.name)
             finally:
@@ -317,7 +309,7 @@ def clear(*, unfinished: bool = False) -> list[str]:
 
 def _remove(path: Path) -> None:
     for name in os.listdir(path):
-        if _SLOT.fullmatch(name) or name in (_LAUNCHER, _DIRECTORY):
+        if _SLOT.fullmatch(name) or name == _DIRECTORY:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path / name)
     os.rmdir(path)
@@ -331,28 +323,6 @@ def _may_go_on(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return folder_name(directory, create=False) == folder.name and time.time() - copied_at < _KEPT_S
-
-
-def _launcher() -> int | None:
-    """The parent, if it starts a rank again that has died."""
-    return os.getppid() if "TORCHELASTIC_RESTART_COUNT" in os.environ else None
-
-
-def _launcher_lives(folder: Path) -> bool:
-    try:
-        launcher, started_at = (folder / _LAUNCHER).read_text().split()
-    except (OSError, ValueError):
-        return False
-    return _started_at(int(launcher)) == started_at != ""
-
-
-def _started_at(process: int) -> str:
-    """When a process was started, in ticks; empty: it is not there."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] == "Z" else fields[19]
 
 
 def folder_name(directory: Path, *, create: bool) -> str | None:

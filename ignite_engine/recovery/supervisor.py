@@ -24,7 +24,6 @@ from ignite_engine.recovery.status import Attempt, RankStatus, shared_rows, supe
 logger = logging.getLogger(__name__)
 
 _HOUR_S = 3600.0
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 60.0
 _STOPPED = frozenset(128 + signals.treated_as(stop) for stop in signals.STOPS)
 
 
@@ -128,8 +127,6 @@ class Supervisor:
         self._restarts = 0
         self._died_at: dict[int, int] = {}
         """By rank the iteration at which it died last, while it has not gone beyond."""
-        self._in_vain = 0
-        """Attempts in a row in which no rank has done an update."""
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Call ``func(local_rank, *args, **kwargs)`` on every rank until it has ended there.
@@ -150,7 +147,7 @@ class Supervisor:
                     self._count(deaths)
                     is_known = attempt.is_known or any(row.updates for row in ranks.rows)
                     attempt = Attempt(self._announced(deaths), is_known)
-                    stop = ranks.stop or _first_stop(received, self._wait_s())
+                    stop = ranks.stop or _first_stop(received)
                 if stop is not None:
                     sys.exit(128 + signals.treated_as(stop))
 
@@ -183,11 +180,6 @@ class Supervisor:
                 self._died_at[rank] = died[rank]
             elif row.begun > self._died_at.get(rank, 0):
                 self._died_at.pop(rank, None)
-        self._in_vain = 0 if any(row.updates for row in self._rows) else self._in_vain + 1
-
-    def _wait_s(self) -> float:
-        """Before the next attempt: nothing, unless the last ones have not come to an update."""
-        return min(_FIRST_WAIT_S * 2 ** (self._in_vain - 2), _LONGEST_WAIT_S) if self._in_vain > 1 else 0.0
 
     def _announced(self, deaths: Sequence[_Death]) -> str:
         line = "; ".join(death.line for death in deaths)
@@ -210,19 +202,13 @@ def _give_up(death: _Death, reason: str) -> NoReturn:
     raise ProcessExitedException(text, death.rank, death.pid, exit_code=code, signal_name=name)
 
 
-def _first_stop(received: socket.socket | None, seconds: float) -> int | None:
-    """Wait; the first signal that came and asks for a stop."""
-    until = time.monotonic() + seconds
-    while True:
-        left = max(until - time.monotonic(), 0.0)
-        if received is None:
-            time.sleep(left)
-        elif wait([received], left):
-            stops = [number for number in received.recv(64) if number in signals.STOPS]
-            if stops:
-                return stops[0]
-            continue
-        return None
+def _first_stop(received: socket.socket | None) -> int | None:
+    """The first signal that has come and asks for a stop."""
+    while received is not None and wait([received], 0.0):
+        for number in received.recv(64):
+            if number in signals.STOPS:
+                return number
+    return None
 
 
 def _times(count: int) -> str:

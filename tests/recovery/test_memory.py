@@ -560,38 +560,6 @@ def test_a_copy_is_as_old_as_its_last_iteration(tmp_path: Path, shared_memory: P
     assert slots.clear() == []
 
 
-def test_a_run_without_room_takes_that_of_runs_that_were_killed(
-    tmp_path: Path, shared_memory: Path, undisturbed: dict[str, Any]
-) -> None:
-    def work() -> dict[str, Any]:
-        mount_small_file_system(shared_memory, 96)
-        died = in_child(lambda: train(tmp_path / "dead", killed_at(3)))[0]
-        left = has_copies(shared_memory, tmp_path / "dead")
-        return train(tmp_path / "new") | {"died": died, "was_left": left, "left": os.listdir(shared_memory)}
-
-    code, result = in_child(work)
-    if code == 1 and os.geteuid() != 0:
-        pytest.skip("needs the right to mount")
-
-    assert (result["died"], result["was_left"], result["left"]) == (KILLED, True, [])
-    assert not said_in(result, "No copies of the state in memory")
-    assert ends(result) == ends(undisturbed)
-
-
-def test_a_launcher_that_lives_keeps_the_copies_of_its_ranks(
-    tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert in_child(lambda: train(tmp_path / "one", killed_at(3)))[0] == KILLED
-    shutil.rmtree(tmp_path / "one")
-    assert slots.clear() == []
-
-    launcher = next(shared_memory.glob("*/launcher"))
-    launcher.write_text(f"{os.getpid()} 1\n")  # another process that has its number
-
-    assert slots.clear() == [launcher.parent.name]
-
-
 def test_a_folder_of_another_user_is_neither_used_nor_cleared(
     tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
