@@ -1,4 +1,4 @@
-"""Progress and time left of a run: a redrawn line on a terminal, a bar in a notebook, a few plain lines elsewhere."""
+"""Progress and time left of a run: a redrawn line on a terminal, a few plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from html import escape
 from time import perf_counter
 
 import ignite.distributed as idist
@@ -16,11 +15,8 @@ from ignite.engine import Events
 from ignite_engine import Trainer
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.handlers.columns import Columns, head_of, short
-from ignite_engine.handlers.compilations import call_around_compilations
-from ignite_engine.text import Html, in_notebook
 
 REDRAW_S = 0.1
-REDRAW_HTML_S = 0.5
 LINE_S = 30.0
 LINE_SHARE = 0.1
 LINES_APART_S = 10.0
@@ -34,10 +30,10 @@ class Progress:
     """Shows epoch, iteration and total, the time left, iterations per second, and what the console shows, on stderr.
 
     On a terminal one line is redrawn, at most ten times a second, as wide as the terminal; it is cleared before
-    loggers print. In a notebook it is a bar in HTML. Elsewhere a line is printed after each tenth of the run, at least
+    loggers print. Elsewhere a line is printed after each tenth of the run, at least
     10 s apart, after 30 s without a log point or a line, and at the end. Rank 0 only; it reads nothing from the device,
     and between its lines costs a clock read and two comparisons. The time left is computed from the mean speed of this
-    process, evaluations and checkpoints included, ``torch.compile`` not; while that compiles, a redrawn line says so.
+    process, evaluations and checkpoints included.
 
     Args:
         keys: of ``state.metrics``, as :class:`~ignite_engine.handlers.ConsoleSink` takes them; plain lines show
@@ -49,11 +45,8 @@ class Progress:
     def __init__(self, keys: Sequence[str] | None = None) -> None:
         self.columns = Columns(keys)
         self._drawn = self._gone = False
-        self._html: Html | None = None
         self._next_time = self._next_iteration = self._not_before = 0.0
         self._started_at, self._first_iteration, self._printed_iteration, self._more_iterations = 0.0, 0, -1, 0
-        self._compiling_since: float | None = None
-        self._compiled_s = 0.0
 
     def attach(self, trainer: Trainer, event: object = Events.ITERATION_COMPLETED) -> None:
         if idist.get_rank() != 0:
@@ -69,17 +62,13 @@ class Progress:
             self._print(trainer, now)
 
     def _start(self, trainer: Trainer) -> None:
-        self._html = Html() if in_notebook() else None
         self._started_at, self._first_iteration, self._printed_iteration = perf_counter(), trainer.state.iteration, -1
         # after a resume with other groups or ranks, iterations before and after are not of the same size
         state, position = trainer.state, trainer.progress
         of_now = position.epochs_completed * (state.epoch_length or 0) + position.epoch_iteration
         self._more_iterations = state.iteration - of_now if state.epoch_length else 0
         self._schedule(trainer, self._started_at)
-        self._compiling_since, self._compiled_s = None, 0.0
-        unwatch = call_around_compilations(lambda: self._compilation_starts(trainer), self._compilation_ends)
-        trainer.call_at_end(lambda _: unwatch())
-        if self._html is None and _is_terminal():
+        if _is_terminal():
             # filters of the handlers, because filters of a logger do not see records of its children
             every = (*logging.getLogger().handlers, logging.lastResort)
             handlers = [handler for handler in every if isinstance(handler, logging.StreamHandler)]
@@ -93,19 +82,9 @@ class Progress:
 
             trainer.call_at_end(end)
 
-    def _compilation_starts(self, trainer: Trainer) -> None:
-        self._compiling_since = perf_counter()
-        if self._html is not None or _is_terminal():
-            self._print(trainer, self._compiling_since)
-
-    def _compilation_ends(self) -> None:
-        if self._compiling_since is not None:
-            self._compiled_s += perf_counter() - self._compiling_since
-            self._compiling_since = None
-
     def _schedule(self, trainer: Trainer, now: float) -> None:
-        redrawn, total = self._html is not None or _is_terminal(), self._total(trainer)
-        self._next_time = now + (REDRAW_HTML_S if self._html is not None else REDRAW_S if redrawn else LINE_S)
+        redrawn, total = _is_terminal(), self._total(trainer)
+        self._next_time = now + (REDRAW_S if redrawn else LINE_S)
         self._next_iteration, self._not_before = math.inf, now + LINES_APART_S
         if total is not None and not redrawn:
             tenth = total * LINE_SHARE
@@ -114,9 +93,7 @@ class Progress:
     def _print(self, trainer: Trainer, now: float) -> None:
         self._schedule(trainer, now)
         self._printed_iteration = trainer.state.iteration
-        if self._html is not None:
-            self._html.show(self._bar(trainer, now))
-        elif _is_terminal():
+        if _is_terminal():
             columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
             self._drawn = self._write(f"\r{self._line(trainer, now, columns)[: columns - 1]}\x1b[K")
         else:
@@ -154,32 +131,22 @@ class Progress:
         parts = [where if share is None else f"{where} {share:.0%}", *times]
         return "  ".join(parts if loss is None else [*parts, f"loss {short(loss)}"])
 
-    def _bar(self, trainer: Trainer, now: float) -> str:
-        where, share, times = self._position(trainer, now)
-        bar = (
-            "" if share is None else f'<progress value="{share:.4f}" max="1" style="width:16em"></progress> {share:.0%}'
-        )
-        words = escape("  ".join([where, *times, *self._rate(trainer, now), *self._values(trainer)]))
-        return f"<div>{bar} {words.replace('  ', ' &middot; ')}</div>"
-
     def _position(self, trainer: Trainer, now: float) -> tuple[str, float | None, list[str]]:
         """Where the run is in words, the share of it that is done if that is known, and its times."""
         state, total = trainer.state, self._total(trainer)
         elapsed, done = now - self._started_at, state.iteration - self._first_iteration
         epochs = f"/{state.max_epochs}" if state.max_epochs else ""
         where, times = f"epoch {state.epoch}{epochs}  iter {state.iteration}", [f"elapsed {_clock(elapsed)}"]
-        if self._compiling_since is not None:
-            times.append("compiling")
         if total is None:
             return where, None, times
-        if done > 0 and self._compiling_since is None:
-            times.append(f"ETA {_clock((elapsed - self._compiled_s) / done * max(total - state.iteration, 0))}")
+        if done > 0:
+            times.append(f"ETA {_clock(elapsed / done * max(total - state.iteration, 0))}")
         return f"{where}/{total}", min(state.iteration / total, 1.0), times
 
     def _rate(self, trainer: Trainer, now: float) -> list[str]:
         """Iterations of this process in a second, once there is one."""
         done = trainer.state.iteration - self._first_iteration
-        elapsed = now - self._started_at - self._compiled_s
+        elapsed = now - self._started_at
         return [f"{short(done / elapsed, 'throughput/steps_per_s')} it/s"] if done > 0 and elapsed > 0 else []
 
     def _total(self, trainer: Trainer) -> int | None:
@@ -198,7 +165,7 @@ class Progress:
     def _make_room(self, trainer: Trainer) -> None:
         """Before the loggers print at a log point, which is a sign of life as well."""
         self._clear()
-        if self._html is None and not _is_terminal():
+        if not _is_terminal():
             self._next_time = perf_counter() + LINE_S
 
     _make_room.phase = Phase.MEASURE  # type: ignore[attr-defined]  # before the loggers; read by the Trainer
@@ -214,7 +181,7 @@ class Progress:
 
     def _finish(self, trainer: Trainer) -> None:
         trained = trainer.state.iteration != self._first_iteration
-        if trained and (self._html is not None or _is_terminal() or self._printed_iteration != trainer.state.iteration):
+        if trained and (_is_terminal() or self._printed_iteration != trainer.state.iteration):
             self._print(trainer, perf_counter())
         self._leave()
 

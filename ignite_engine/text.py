@@ -1,12 +1,9 @@
-"""Text for people to read: tables, short numbers, and HTML in a notebook."""
+"""Text for people to read: tables and short numbers."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Sequence
-from html import escape
-from typing import Any
 
 
 def in_columns(rows: Iterable[Sequence[str]]) -> list[str]:
@@ -46,34 +43,3 @@ def _rounded(value: float, digits: int) -> str:
     leading = 0 if abs(value) >= 1 or value == 0 else -math.floor(math.log10(abs(value))) - 1
     text = f"{value:.{max(digits - whole + leading, 0)}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
-
-
-def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook; IPython is not imported for that."""
-    ipython: Any = sys.modules.get("IPython")
-    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
-
-
-class Html:
-    """A piece of HTML below the cell that runs now; it can be replaced."""
-
-    def __init__(self) -> None:
-        self._handle: Any = None
-
-    def show(self, html: str) -> None:
-        from IPython.display import HTML, display
-
-        if self._handle is None:
-            self._handle = display(HTML(html), display_id=True)
-        else:
-            self._handle.update(HTML(html))
-
-
-def show_page(page: str, height: int = 800) -> None:
-    """Show a whole page of its own below the cell that runs now.
-
-    Args:
-        height: in pixels.
-    """
-    frame = f'<iframe srcdoc="{escape(page)}" style="width:100%;height:{height}px;border:0"></iframe>'
-    Html().show(f"<div>{frame}</div>")  # a bare frame is a warning of IPython's

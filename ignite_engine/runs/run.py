@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from ignite_engine.checkpointing import BestCheckpoint, CheckpointStore, Loaded, LoadReport, LoadSource
+from ignite_engine.checkpointing import BestCheckpoint, CheckpointStore, Loaded
 from ignite_engine.checkpointing.in_use import read_chosen
 from ignite_engine.checkpointing.naming import NAMES, find_source, followed, scored_by
 from ignite_engine.checkpointing.shards import is_sharded
@@ -38,42 +38,15 @@ from ignite_engine.states.loading import load_evaluated
 from ignite_engine.states.model_and_optimizer import unwrap
 from ignite_engine.states.rates import Rates
 from ignite_engine.step.parameters import Parameters
-from ignite_engine.text import in_notebook, show_page
 from ignite_engine.trainer import Trainer
 
 if TYPE_CHECKING:
-    from ignite_engine.handlers.checkpoint.times import Times
+    from ignite_engine.handlers import Checkpoint, Evaluation
 
 logger = logging.getLogger(__name__)
 
 GOODPUT_FROM_S = 60.0
 """A shorter run spends most of its time on its start, so its goodput means nothing."""
-
-
-class Saves(Protocol):
-    """What a run needs of its checkpoint handler."""
-
-    @property
-    def store(self) -> CheckpointStore: ...
-
-    @property
-    def best(self) -> BestCheckpoint | None: ...
-
-    @property
-    def times(self) -> Times: ...
-
-    def resume(self, ignore: Iterable[str] = (), *, lr: Rates | None = None) -> Path | None: ...
-
-    def load(self, path: Sequence[LoadSource]) -> LoadReport: ...
-
-
-class Evaluates(Protocol):
-    """What a run needs of an evaluation."""
-
-    @property
-    def values(self) -> Mapping[str, Any]: ...
-
-    def __call__(self, trainer: Trainer, /) -> None: ...
 
 
 @dataclass(repr=False)
@@ -106,11 +79,11 @@ class Run:
     schedules: Mapping[str, Schedule]
     total: int | None
     length: Mapping[str, int]
-    evaluations: Callable[[], Iterable[Evaluates]]
+    evaluations: Callable[[], Iterable[Evaluation]]
     startup: PhaseTimes
     config: dict[str, Any]
     best: tuple[str, str] | None = None
-    checkpoint: Saves | None = None
+    checkpoint: Checkpoint | None = None
     log_states: frozenset[str] = frozenset()
     first_iteration: int | None = None
     load: Callable[[], object] | None = None
@@ -400,10 +373,7 @@ class Run:
         from ignite_engine.report import write_report
 
         try:
-            page = write_report(self.directory.path, None, default_values())
-            if in_notebook():
-                show_page(page.read_text(encoding="utf-8"))
-            return page
+            return write_report(self.directory.path, None, default_values())
         except Exception as error:  # the outcome of the run does not depend on its report
             logger.warning("No report could be written: %s: %s.", type(error).__name__, error)
             return None

@@ -15,10 +15,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from ignite.engine import Events
 
 from ignite_engine import Trainer
@@ -27,7 +25,6 @@ from ignite_engine.handlers import Checkpoint
 from ignite_engine.handlers import progress as module
 from ignite_engine.handlers.progress import Progress
 from tests.ranks.forkserver import on_ranks
-from tests.test_text import notebook
 
 
 @contextmanager
@@ -149,35 +146,6 @@ def test_on_a_terminal_it_shows_the_iterations_of_this_process_in_a_second() -> 
     assert "it/s" not in before and "ETA 6:36  2.50 it/s" in after
 
 
-def test_on_a_terminal_it_says_that_torch_compiles_and_counts_it_in_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(module, "perf_counter", lambda: now)
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        nonlocal now
-        now += 8.0
-        return graph
-
-    compiled = torch.compile(lambda value: value + 1, backend=backend)
-
-    def update(engine: Any, batch: Any) -> None:
-        nonlocal now
-        compiled(torch.ones(2))
-        now += 1.0
-
-    with terminal(100) as drawn:
-        trainer = Trainer(update)
-        Progress().attach(trainer)
-        trainer.run([0] * 10, max_epochs=1)
-        lines = drawn().split("\r")
-
-    shown = [line.removesuffix("\x1b[K") for line in lines]
-    assert [line for line in shown if "compiling" in line and "epoch 1/1" in line] == [
-        "epoch 1/1  iter 1/10 [##......................] 10%  compiling"
-    ]
-    assert "epoch 1/1  iter 1/10 [##......................] 10%  ETA 0:09  1.00 it/s" in shown
-
-
 def test_elsewhere_a_short_run_is_its_last_line_only(capsys: pytest.CaptureFixture[str]) -> None:
     trainer_of().run(range(125), max_epochs=2)
     assert [line[:38] for line in capsys.readouterr().err.splitlines()] == ["epoch 2/2  iter 250/250 100%  elapsed "]
@@ -235,20 +203,6 @@ def test_on_a_terminal_a_logged_message_stands_alone(monkeypatch: pytest.MonkeyP
             text = drawn().replace("\r\n", "\n")
         assert "\r\x1b[Kcareful\n" in text and text.count("\n") == 2
         assert handler.filters == [] and logging.lastResort is not None and logging.lastResort.filters == []
-
-
-def test_in_a_notebook_it_is_one_bar_that_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shown = notebook(monkeypatch)
-    monkeypatch.setattr(module, "REDRAW_HTML_S", 0.0)
-    trainer = trainer_of()
-    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: trainer.state.metrics.update({"loss": 0.5, "a<b": 2.0}))
-    trainer.run(range(2), max_epochs=2)
-
-    assert [len(versions) for versions in shown] == [5] and capsys.readouterr().err == ""
-    assert '<progress value="1.0000" max="1"' in shown[0][-1] and "a&lt;b 2" in shown[0][-1]
-    assert "epoch 2/2 &middot; iter 4/4" in shown[0][-1] and "loss 0.5" in shown[0][-1]
 
 
 def test_it_attaches_to_any_event(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

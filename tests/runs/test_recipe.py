@@ -33,7 +33,6 @@ from ignite_engine.run_directory import RunDirectory, config_differences, weight
 from ignite_engine.runs import recipe
 from ignite_engine.runs.mean_loss import mean_loss
 from ignite_engine.runs.run import Run
-from tests.test_text import notebook
 
 LOGGING = {"progress": False, "clearml": False}
 SAMPLES = torch.utils.data.TensorDataset(torch.arange(48.0).reshape(24, 2) / 48)
@@ -720,13 +719,6 @@ def test_report_is_made_however_the_run_ends(build: Callable[..., Run]) -> None:
         (failed, "<b>failed</b> at iteration 3: ZeroDivisionError: division by zero."),
     ):
         assert said in (run.directory.path / "report.html").read_text()
-
-
-def test_report_is_shown_in_a_notebook(build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = notebook(monkeypatch)
-    build().train()
-
-    assert len(shown) == 1 and "<iframe srcdoc=" in shown[0][0] and "&lt;b&gt;completed&lt;/b&gt;" in shown[0][0]
 
 
 def test_console_and_bar_show_what_the_config_lists(
