@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Message = Mapping[str, Any]
@@ -183,16 +183,13 @@ class _Rank:
         code: the exit code that goes with it.
     """
 
-    beat: Message = field(default_factory=dict)
+    beat: str = "none"
     quiet_s: float = 0.0
     still_s: float = 0.0
     lost: str | None = None
     left: str | None = None
     code: int = 1
     link: Link | None = None
-
-    def last_heartbeat(self) -> str:
-        return str(self.beat.get("text", "none"))
 
 
 class Hub:
@@ -254,7 +251,7 @@ class Hub:
             self._judge(elapsed)
             if since_tick >= self._beat_s:
                 since_tick = 0.0
-                self._tell(hub=self._ranks[0].last_heartbeat())
+                self._tell(hub=self._ranks[0].beat)
         self._selector.close()
         self._server.close()
         for rank in self._ranks.values():
@@ -316,9 +313,9 @@ class Hub:
         peer = self._ranks[rank]
         peer.quiet_s = 0.0
         if "beat" in message and message["beat"] != peer.beat:
-            peer.beat, peer.still_s = message["beat"], 0.0
+            peer.beat, peer.still_s = str(message["beat"]), 0.0
             if rank == 0:  # which may be killed, and this hub with it
-                self._tell(hub=peer.last_heartbeat())
+                self._tell(hub=peer.beat)
         elif "failed" in message:
             failure = Failure.of(message["failed"])
             if self._failure is None or failure.run > self._failure.run:
@@ -377,8 +374,7 @@ class Hub:
 
     def _hang(self, broken: list[int]) -> Failure:
         """All live, but a collective timed out."""
-        others = [rank for rank, peer in self._ranks.items() if rank not in broken and peer.left is None]
-        hung = [rank for rank in others if self._ranks[rank].beat.get("waits") is None]
+        hung = [rank for rank, peer in self._ranks.items() if rank not in broken and peer.left is None]
         if hung:
             seconds = min(self._ranks[rank].still_s for rank in hung)
             return Failure(
@@ -407,8 +403,8 @@ class Hub:
 
     def _heartbeats(self, ranks: list[int]) -> str:
         if len(ranks) == 1:
-            return f"Last heartbeat: {self._ranks[ranks[0]].last_heartbeat()}"
-        return "Last heartbeats: " + "; ".join(f"rank {rank}: {self._ranks[rank].last_heartbeat()}" for rank in ranks)
+            return f"Last heartbeat: {self._ranks[ranks[0]].beat}"
+        return "Last heartbeats: " + "; ".join(f"rank {rank}: {self._ranks[rank].beat}" for rank in ranks)
 
 
 def _named(ranks: list[int]) -> str:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from ignite_engine.errors import PeerFailed, one_line, raised_by_all_ranks
 from ignite_engine.ranks import agreement, signals, watching
 from ignite_engine.ranks.heartbeats import BEAT_S, ENDED, SILENT, SILENT_S, Failure, Hub, Link, Message, connect
-from ignite_engine.ranks.stack import Line, Stack, where
+from ignite_engine.ranks.stack import write_stack
 from ignite_engine.ranks.watching import HEARTBEAT_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
@@ -71,8 +71,7 @@ class Watch:
         self._processes: list[_Process | None] = []
         self._run = 0
         self._position: Callable[[], str] | None = None
-        self._stack = Stack()
-        self._was_at = ""
+        self._watched = threading.current_thread()
         self._lock = threading.Lock()
         self._learned = threading.Event()
         self._decided, self._told = threading.Event(), threading.Event()
@@ -102,7 +101,6 @@ class Watch:
         cause = error if error is None else self.cause_of(error)
         watching.current = None
         self._leave(cause)
-        self._stack.close()
         if cause is not None and cause is not error:
             raise cause from error
 
@@ -148,9 +146,7 @@ class Watch:
         """
         self._run += 1
         outer, self._position = self._position, position
-        if self._stack.thread is not threading.current_thread():
-            self._stack.close()
-            self._stack = Stack()
+        self._watched = threading.current_thread()
         if self.failure is not None and self.failure.raised:
             self.failure, self._end_at = None, float("inf")
             self._learned.clear()
@@ -275,13 +271,9 @@ class Watch:
             if self.failure is not None and not self._raised and message["left"] in self.failure.ranks:
                 self._end_at = min(self._end_at, time.monotonic() + _MAY_RAISE_S)
 
-    def _heartbeat(self) -> Message:
-        """Where this rank is; the line too, once it is there since the beat before."""
-        position = self._position
-        at = position() if position is not None else "outside of run()"
-        text, waits = where(self._stack.lines()) if at == self._was_at else ("", None)
-        self._was_at = at
-        return {"text": f"{at}{text}", "waits": waits}
+    def _heartbeat(self) -> str:
+        """Where this rank is."""
+        return self._position() if self._position is not None else "outside of run()"
 
     def _learn(self, failure: Failure) -> None:
         with self._lock:
@@ -294,36 +286,33 @@ class Watch:
         if not (failure.raised and own):
             gone = not failure.raised or bool(self._left.intersection(failure.ranks))
             self._end_at = time.monotonic() + (_MAY_RAISE_S if gone and not self._raised else _MAY_LEAVE_S)
-        lines = self._stack.lines() if failure.kind in ("silent", "stuck") and not self._raised else []
         if failure.kind == "silent":
             for rank in failure.ranks:
                 if rank != self.rank:
                     self._kill(rank)
         # a thread of its own: whatever the main thread holds, the end is not delayed
-        threading.Thread(target=self._tell, args=(failure, lines), name="failure", daemon=True).start()
+        threading.Thread(target=self._tell, args=(failure,), name="failure", daemon=True).start()
         self._learned.set()
 
-    def _tell(self, failure: Failure, lines: Sequence[Line]) -> None:
+    def _tell(self, failure: Failure) -> None:
         try:
             if failure.raised and self.rank not in failure.ranks:
                 self._decided.wait(BEAT_S)  # where all ranks raise the same, the error of each is enough
             if not (failure.raised and self._raised_own):
-                self._say(failure, lines)
+                self._say(failure)
         finally:
             self._told.set()
 
-    def _say(self, failure: Failure, lines: Sequence[Line]) -> None:
+    def _say(self, failure: Failure) -> None:
         speaks, configured = self._speaks(failure), logger.hasHandlers()
         if speaks or configured:
             logger.error("%s", failure.line)
         if speaks and self.rank != 0 and configured:
             print(failure.line, file=sys.stderr, flush=True)  # the log of rank 0 alone is shown on the console
-        stack = self._stack.text(lines)  # last: the file system of the source files may be what hangs
-        if configured:
-            for text in filter(None, (failure.trace, stack)):
-                logger.error("%s", text.rstrip(), extra={"console": False})
-        elif stack:
-            print(f"Rank {self.rank}:\n{stack}", file=sys.stderr, flush=True)
+        if configured and failure.trace:
+            logger.error("%s", failure.trace.rstrip(), extra={"console": False})
+        if failure.kind in ("silent", "stuck") and not self._raised:
+            write_stack(self._watched)
         if speaks:
             for callback in list(self.callbacks):
                 callback(failure.line)
@@ -344,11 +333,11 @@ class Watch:
     def _end_if_due(self) -> None:
         if time.monotonic() < self._end_at or self.failure is None:
             return
-        lines = self._stack.lines()
 
         def say() -> None:
-            text = self._stack.text(lines)
-            logger.error("Rank %d did not end by itself.\n%s", self.rank, text, extra={"console": False})
+            logger.error("Rank %d did not end by itself.", self.rank, extra={"console": False})
+            write_stack(self._watched)
+            time.sleep(0.1)
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
 

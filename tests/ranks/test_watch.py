@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import linecache
 import logging
 import multiprocessing
 import os
 import re
 import resource
 import signal
-import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Any
 import pytest
 
 from ignite_engine import Trainer
-from ignite_engine.ranks import agreement, heartbeats, stack, watch, watching
+from ignite_engine.ranks import agreement, heartbeats, watch, watching
 from ignite_engine.ranks.heartbeats import Failure
 from tests.faults.fork_server import ForkServer, shared
 from tests.faults.processes import CONFIG, group_is_gone, summary, write_config_like
@@ -48,7 +46,7 @@ def server() -> ForkServer:
 
 
 BEGUN = r"iteration \d+, epoch [01](, after [A-Z_]+)?"
-LAST = rf"Last heartbeat: {BEGUN}(, in \w+ \(\w+\.py:\d+\).*)?"
+LAST = rf"Last heartbeat: {BEGUN}"
 SILENT = r"gave no sign of life for \d\.\d s: .*"
 # how a rank fails, which, what the others say of it, and the exit code
 SHAPES = r"\(The micro-batch: \[Tensor \[4, 4\] float32, Tensor \[4, 1\] float32\]\)"
@@ -73,7 +71,7 @@ CASES = {
     "a hang": (
         "hang",
         1,
-        rf"rank 1 did not come while ranks? [02, ]+ waited .* {HEARTBEAT}, in fail \(failing\.py:\d+\)",
+        rf"rank 1 did not come while ranks? [02, ]+ waited .* {HEARTBEAT}",
         1,
     ),
     "an exception on rank 0": (
@@ -109,7 +107,7 @@ def test_every_rank_and_the_summary_name_what_failed_on_one(tmp_path: Path, serv
     assert others <= logs(tmp_path).keys()
     for rank in others:
         assert re.search(f" ERROR .*: {line}", logs(tmp_path)[rank]), (rank, logs(tmp_path)[rank])
-        assert how != "stop" or "Thread MainThread" in logs(tmp_path)[rank], "no stack of those that run"
+        assert how != "stop" or "most recent call first" in logs(tmp_path)[rank], "no stack of those that run"
     assert how != "hang" or "in fail" in logs(tmp_path)[failing], "no stack of the rank that hangs"
     assert re.search(line, output) or "a sample is" in output
 
@@ -137,35 +135,15 @@ def test_an_error_that_cannot_be_sent_whole_is_named_all_the_same() -> None:
     assert len(json.dumps(asdict(failure))) < heartbeats._LIMIT
 
 
-def test_a_rank_that_moves_is_not_asked_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, asked = watch.Watch(), list[str]()
-    monkeypatch.setattr(made._stack, "lines", lambda: asked.append(places[0]) or [])
-    places = ["iteration 1", "iteration 2", "iteration 3", "iteration 3", "iteration 3", "iteration 4"]
-    made._position = lambda: places[0]
-    while places:
-        made._heartbeat()
-        places.pop(0)
-    assert asked == ["iteration 3", "iteration 3"]
-
-
 def test_after_a_run_within_a_run_the_outer_one_is_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     with watch.Watch() as made:
         monkeypatch.setattr(agreement, "world_size", lambda: 2)
         with watching.watched_run(lambda: "iteration 3"):
             with watching.watched_run(lambda: "iteration 1"):
-                assert made._heartbeat()["text"].startswith("iteration 1")
-            assert made._heartbeat()["text"].startswith("iteration 3")
-        assert made._heartbeat()["text"].startswith("outside of run()")
+                assert made._heartbeat().startswith("iteration 1")
+            assert made._heartbeat().startswith("iteration 3")
+        assert made._heartbeat().startswith("outside of run()")
         monkeypatch.undo()
-
-
-def test_a_watch_leaves_no_stack() -> None:
-    with watch.Watch() as made:
-        thread = threading.Thread(target=made.begin_run, args=(lambda: "iteration 1",))
-        thread.start()
-        thread.join()
-        assert stack._file is not None
-    assert stack._file is None
 
 
 def _with_many_descriptors(rank: int, folder: str) -> None:
@@ -197,20 +175,3 @@ def test_a_rank_that_is_ended_leaves_no_loader_worker(monkeypatch: pytest.Monkey
     made._end_if_due()
     worker.join(5)
     assert codes == [3] and worker.exitcode == -signal.SIGKILL
-
-
-def test_an_end_does_not_wait_for_source_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may be on the file system of which a read hangs."""
-    made, goes_on, ended = watch.Watch(), threading.Event(), threading.Event()
-    monkeypatch.setattr(linecache, "getline", lambda *arguments: goes_on.wait() and "")
-    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
-
-    def end() -> None:
-        made._learn(Failure("rank 1 did not come", (1,), kind="stuck"))
-        made._end_at = 0.0
-        made._end_if_due()
-
-    threading.Thread(target=end, daemon=True).start()
-    in_time = ended.wait(10.0)
-    goes_on.set()
-    assert in_time
