@@ -198,7 +198,9 @@ class Run:
     def keep_record(self, trainer: Trainer) -> None:
         """At the end of STARTED: the settings are in force."""
         trainer.registry.check_all_claimed()
-        if not self._is_recorded:
+        end = trainer.last_iteration
+        trains = end is None or trainer.state.iteration < end
+        if trains and not self._is_recorded:
             self._is_recorded = True
             if agreement.rank() == 0 and (self._differences or not supervision.attempt.is_known):
                 self._begin_directory()
