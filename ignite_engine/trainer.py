@@ -168,10 +168,9 @@ class Trainer(Engine):
         *,
         rates: bool = True,
     ) -> str:
-        """What ``run()`` with these arguments would do and when, as text; nothing runs. On several ranks a collective.
+        """What ``run()`` with these arguments would do, as text; nothing runs. On several ranks a collective.
 
-        Who acts at which iterations, the learning rates, parameters and memory, what a checkpoint holds and the disk
-        that it needs, who listens to which event in which order, and what in all of it contradicts itself.
+        The model's parts, the learning rates, what a checkpoint holds, and who listens to which event in which order.
 
         Args:
             rates: with the learning rates.

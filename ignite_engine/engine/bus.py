@@ -184,17 +184,10 @@ def filter_options(handler: Callable[..., Any]) -> dict[str, Any] | None:
     return {name.rstrip("_"): value for name, value in options.items() if value not in (0, float("inf"))}
 
 
-def filter_name(handler: Callable[..., Any]) -> str:
-    """What a person calls an ``event_filter``: what it says of itself, or ``after the last update`` of its name."""
-    given = handler.filter if type(handler) is Filtered else handler
-    if "__str__" in vars(type(given)):
-        return str(given)
-    return name_of(given).rpartition(".")[2].strip("_<>").replace("_", " ")
-
-
 def describe_filter(handler: Callable[..., Any]) -> str:
     """``(every=3)`` for a handler behind one of Ignite's filters, empty without a filter."""
     given = filter_options(handler)
     if given is None:
-        return f"(event_filter={name_of(handler.filter)})"  # type: ignore[attr-defined]  # it is behind a filter
+        chosen = handler.filter  # type: ignore[attr-defined]  # it is behind a filter
+        return f"(event_filter={chosen if '__str__' in vars(type(chosen)) else name_of(chosen)})"
     return f"({', '.join(f'{name}={value}' for name, value in sorted(given.items()))})" if given else ""

@@ -108,15 +108,6 @@ class Interval:
             raise TypeError(f"{self} is for a Trainer, got {type(engine).__name__}: use the filters of its events.")
         return self._comes(engine)
 
-    def iterations(self, per_epoch: int | None, last: int | None) -> list[int] | None:
-        """Those at which it comes in a run of that length; None: that is not known before."""
-        return None
-
-    @property
-    def words(self) -> str:
-        """``every 0.25 epochs``."""
-        return f"every {self.number:,.15g} {self.unit}"
-
     def _comes(self, trainer: Any) -> bool:
         raise NotImplementedError
 
@@ -136,13 +127,6 @@ class PartOfEpoch(Interval):
             )
         now = progress.epochs_completed * length + progress.epoch_iteration
         return bool(self._parts(now, length) > self._parts(now - progress.advanced, length))
-
-    def iterations(self, per_epoch: int | None, last: int | None) -> list[int] | None:
-        if not per_epoch or last is None:
-            return None
-        count = self._parts(last, per_epoch)
-        part = per_epoch * self._part
-        return sorted({math.ceil(place * part) for place in range(1, count + 1)})
 
     def _parts(self, iterations: int, length: int) -> int:
         return iterations * self._part.denominator // (length * self._part.numerator)

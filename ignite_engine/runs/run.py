@@ -20,10 +20,8 @@ from ignite_engine.checkpointing.shards import is_sharded
 from ignite_engine.config.load import default_values
 from ignite_engine.data.place import Place
 from ignite_engine.data.workers import note_dead_worker
-from ignite_engine.describe import Conflict, conflicts_of, schedule_conflicts
 from ignite_engine.describe.lr_text import lr_text
 from ignite_engine.describe.model_table import model_table
-from ignite_engine.engine.length import Length
 from ignite_engine.errors import Interrupted, NotExact, PeerFailed, StateMismatch
 from ignite_engine.events import Phase
 from ignite_engine.ranks import agreement
@@ -231,11 +229,7 @@ class Run:
         return resumed
 
     def log_length(self, trainer: Trainer) -> None:
-        """On STARTED: a fresh run's model, whether there is anything to train, which settings contradict each other.
-
-        Of a resumed run only a schedule that does not end with it, as after a resume with other groups, data or ranks,
-        whose iterations have another size than those before.
-        """
+        """On STARTED: a fresh run's model, and whether there is anything to train."""
         state, epochs, end = trainer.state, trainer.progress.epochs_completed, trainer.last_iteration
         if state.start is Start.FRESH and agreement.rank() == 0 and self.config["logging"]["console"]:
             update: Any = trainer.update  # build_run gave it an Update
@@ -252,29 +246,11 @@ class Run:
                 "restart=True (config: run.restart) or another directory trains anew.",
                 *epoch_or_iteration,
             )
-        elif agreement.rank() == 0:
-            for conflict in self._conflicts(trainer, end):
-                if conflict.certain:
-                    logger.warning("%s", conflict.text)
-
-    def _conflicts(self, trainer: Trainer, end: int | None) -> list[Conflict]:
-        state = trainer.state
-        sections = {self.schedule_name(name): self._schedule_section(name) for name in self.schedules}
-        if state.start is Start.FRESH:
-            return conflicts_of(trainer, Length.of(state.max_epochs, state.max_iters, state.epoch_length), sections)
-        if end is None or self.total is None or end == self.total:
-            return []
-        return schedule_conflicts(trainer, Length(end, state.max_epochs, state.epoch_length), sections)
 
     def schedule_name(self, optimizer: str) -> str:
         """The name of the handler that steps the schedule of an optimizer."""
         is_named = bool(self.config["optimizers"]) or set(self.trainer.update.optimizers) != {"optimizer"}  # type: ignore[attr-defined]  # build_run gave it an Update
         return f"lr_schedule/{optimizer}" if is_named else "lr_schedule"
-
-    def _schedule_section(self, optimizer: str) -> str:
-        """The dotted key of the section of an optimizer's schedule."""
-        own_schedule = self.config["optimizers"].get(optimizer, {}).get("schedule")
-        return f"optimizers.{optimizer}.schedule" if own_schedule else "schedule"
 
     def evaluate(self, checkpoint: Path | str | None = None) -> dict[str, Any]:
         """Metrics of every validation and test set with the weights of a checkpoint; a collective, nothing is written.

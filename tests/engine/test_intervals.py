@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -49,8 +48,6 @@ def test_each_epoch_has_as_many_parts_and_the_last_is_its_end(part: float, lengt
     trainer.add_event_handler(event, lambda: seen.append(trainer.state.iteration))
     trainer.run(numbers_loader(2 * length), max_epochs=3)
     assert seen == [epoch * length + place for epoch in range(3) for place in places]
-    assert event.filter.iterations(length, 3 * length) == seen  # what describe() says
-    assert event.filter.iterations(None, 3 * length) is event.filter.iterations(length, None) is None
 
 
 def test_whole_units_are_ignites_own_filters() -> None:
@@ -182,7 +179,6 @@ def test_any_handler_takes_it(tmp_path: Path) -> None:
     assert sorted(each.name[-2:] for each in tmp_path.glob("iteration*")) == ["03", "06"]
     assert evaluated == [2, 4, 6]
     described = trainer.describe()
-    assert re.search(r"MetricLogger +every 0.5 epochs", described) and "every 6 samples" in described
     assert "MetricLogger (event_filter=every(epochs=0.5))" in described
 
 

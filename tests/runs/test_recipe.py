@@ -26,7 +26,6 @@ from ignite_engine.checkpointing import StateMismatch
 from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
 from ignite_engine.engine.bus import name_of
 from ignite_engine.errors import Interrupted
-from ignite_engine.handlers import EarlyStopping
 from ignite_engine.ranks import signals, watch, watching
 from ignite_engine.ranks.heartbeats import Failure
 from ignite_engine.run_directory import RunDirectory, config_differences, weights_sha256
@@ -266,7 +265,7 @@ def test_finished_run_continues_when_it_is_made_longer(
     assert "Config differs from the run's last start: run.max_iterations: 8 -> 11" in caplog.messages
 
 
-def test_resume_with_other_groups_says_where_the_run_and_its_schedule_end(
+def test_resume_with_other_groups_ends_with_the_last_epoch(
     build: Callable[..., Run], caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sections = {"schedule": {"name": "cosine", "min_ratio": 0.1}, "evaluation": {"every": None}}
@@ -277,17 +276,12 @@ def test_resume_with_other_groups_says_where_the_run_and_its_schedule_end(
     run = build({**sections, **longer, "logging": {"progress": True}})
     assert (run.train()["iteration"], run.total) == (10, 6)
     assert "epoch 3/3  iter 10/10 100%" in capsys.readouterr().err
-    expected = (
-        "The schedule lr_schedule ends at update 6 (the LR is 0.0001 from there on), the run at update 10: "
-        "schedule.total=10 makes them end together."
-    )
-    assert expected in caplog.messages and not [each for each in caplog.messages if "at its end" in each]
+    assert not [each for each in caplog.messages if "at its end" in each]
     assert [each["iteration"] for each in lines_of(run) if "val/loss" in each] == [6, 10]
 
     caplog.clear()
     build({**sections, **longer}).train()
     assert "The run is at its end (epoch 3 of 3): it is only evaluated. A larger limit trains it further" in caplog.text
-    assert expected not in caplog.messages
 
 
 def test_folder_that_is_deleted_under_the_run_is_whole_at_its_end(
@@ -812,31 +806,3 @@ def test_optimizers_by_name_have_schedules_of_their_own_and_resume_exactly(build
     stopped.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), stopped.trainer.terminate)
     stopped.train()
     assert make("parts").train()["weights_sha256"] == digest
-
-
-def test_end_of_each_schedule_is_said_by_its_own_key(
-    build: Callable[..., Run], caplog: pytest.LogCaptureFixture
-) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
-    groups = {"one": list(model[0].parameters()), "two": list(model[1].parameters())}
-    optimizers = {"one": {"schedule": {"name": "cosine", "total": 6}}, "two": {"schedule": {"name": "cosine"}}}
-    run = build({"optimizers": optimizers}, model=model, parameter_groups=groups)
-    run.train()
-
-    assert "optimizers.one.schedule.total=8 makes them end together" in caplog.text
-    assert "optimizers.two.schedule" not in caplog.text
-
-
-def test_conflicts_that_are_certain_are_logged_once_when_a_run_starts(
-    build: Callable[..., Run], caplog: pytest.LogCaptureFixture
-) -> None:
-    sections = {"logging": {"every": 100}}
-
-    def never() -> list[str]:
-        caplog.clear()
-        build(sections, handlers=[EarlyStopping("mine/loss", patience=3)]).train()
-        assert "no evaluation is called" not in caplog.text  # a handler of the user's may write mine/loss
-        return [message for message in caplog.messages if "MetricLogger" in message and "never acts" in message]
-
-    assert never() == ["MetricLogger (every=100) never acts: the run ends after 8 iterations; give a shorter interval."]
-    assert never() == []
