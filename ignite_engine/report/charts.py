@@ -90,16 +90,6 @@ def script_data(values: Sequence[Mapping[str, Any]]) -> str:
     return json.dumps(values, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def sparkline(points: Sequence[Point]) -> str:
-    """A curve without axes, for beside a number."""
-    if not math.isfinite(max(point[1] for point in points) - min(point[1] for point in points)):
-        return ""
-    axes = Axes(Panel("", "", [Line("", points, 0)], from_zero=False))
-    places = "L".join(f"{axes.x(x) / 10:.1f} {axes.y(y) / 10:.1f}" for x, y in thin(points, 25))
-    box = 'viewBox="0 0 100 30" preserveAspectRatio="none" aria-hidden="true"'
-    return f'<svg class="spark" {box}><path d="M{places}"/></svg>'
-
-
 def svg_file(panel: Panel, *, width: int = 720, height: int = 360) -> str:
     """One panel as a stand-alone SVG picture with its labels."""
     axes, left, top = Axes(panel), 64, 40

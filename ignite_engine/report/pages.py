@@ -12,10 +12,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ignite_engine.report.charts import chart, script_data, sparkline
+from ignite_engine.report.charts import chart, script_data
 from ignite_engine.report.panels import COLOURS, OF_ENGINE, Panel, compared_panels, panels_of
 from ignite_engine.report.records import Record, read_run
-from ignite_engine.report.scales import Point
 from ignite_engine.report.timeline import iterations_per_epoch, seconds, timeline
 from ignite_engine.run_directory import flat, write_whole
 from ignite_engine.text import short
@@ -26,19 +25,16 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 @dataclass(frozen=True)
 class Tile:
-    """A number of the run, and the curve that it is of."""
+    """A number of the run."""
 
     name: str
     value: str
     remark: str = ""
-    points: Sequence[Point] = ()
 
 
 RELOAD_S = 15
 """After which the page of a run that goes on is loaded again by the browser."""
 _NOT_SET = object()
-NOTE_LETTERS = 80
-"""Most letters of a run's notes in the table."""
 
 
 def write_report(
@@ -84,7 +80,6 @@ def report_page(run: Record, defaults: Mapping[str, Any]) -> str:
         f"<h1>{escape(run.name)}</h1>",
         f'<p class="under">{escape(str(run.path.absolute()))}</p>',
         _outcome(run),
-        *_notes(run),
         _tiles(_key_numbers(run)),
         *_curves(panels_of(run), [run]),
         *_config_section(run.config, defaults),
@@ -149,9 +144,9 @@ def _key_numbers(run: Record) -> list[Tile]:
             continue
         iteration, value = best
         epoch = (length := iterations_per_epoch(run)) and f", epoch {short(iteration / length, 3)}"
-        tiles.append(Tile(f"{key}, best", short(value), f"at {iteration:,}{epoch or ''}", run.series[key]))
+        tiles.append(Tile(f"{key}, best", short(value), f"at {iteration:,}{epoch or ''}"))
     if (loss := run.last("loss")) is not None:
-        tiles.append(Tile("Loss, last", short(loss), "", run.series["loss"]))
+        tiles.append(Tile("Loss, last", short(loss)))
     rates = [("tokens", "tokens/s"), ("samples", "samples/s"), ("steps", "steps/s")]
     key, unit = next(
         ((f"throughput/{name}_per_s", unit) for name, unit in rates if f"throughput/{name}_per_s" in run.series),
@@ -176,8 +171,7 @@ def _key_numbers(run: Record) -> list[Tile]:
 
 def _tiles(tiles: Sequence[Tile]) -> str:
     cells = "".join(
-        f"<div><dt>{escape(tile.name)}</dt><dd>{escape(tile.value)} <small>{escape(tile.remark)}</small></dd>"
-        f"{sparkline(tile.points) if len(tile.points) > 1 else ''}</div>"
+        f"<div><dt>{escape(tile.name)}</dt><dd>{escape(tile.value)} <small>{escape(tile.remark)}</small></dd></div>"
         for tile in tiles
     )
     return f'<dl class="tiles">{cells}</dl>' if cells else ""
@@ -205,12 +199,6 @@ def _curves(panels: Sequence[Panel], runs: Sequence[Record]) -> list[str]:
         *(folded if engines else []),
         f'<script type="application/json" id="charts" data-runs="{about}">{script_data(data)}</script>',
     ]
-
-
-def _notes(run: Record) -> list[str]:
-    if not run.notes:
-        return []
-    return [f'<p class="notes">{escape(run.notes)}</p>']
 
 
 def _controls(titles: Sequence[str], lines: Sequence[Mapping[str, Any]]) -> str:
@@ -320,7 +308,6 @@ def _runs_table(
     links: Sequence[str | None],
 ) -> str:
     titles = ["run", "status", "iteration", *(f"{key}, best" for key in keys), "time"]
-    said = [title for title, has in (("tags", any(run.tags for run in runs)), ("notes", any(map(_note, runs)))) if has]
     rows = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         best = [run.best(key) for key in keys]
@@ -333,19 +320,10 @@ def _runs_table(
         swatch = f'<span class="swatch c{index % COLOURS}"></span>'
         link = links[index]
         shown = escape(name) if link is None else f'<a href="{escape(link, quote=True)}">{escape(name)}</a>'
-        words = {"tags": " ".join(run.tags), "notes": _note(run)}
-        texts = "".join(f"<td>{escape(words[title])}</td>" for title in said)
-        rows.append(f"<tr><td>{swatch}{shown}</td><td>{escape(run.status)}</td>{numbers}{texts}</tr>")
-    kinds = ["", "", *[' class="number"'] * (len(titles) - 2), *[""] * len(said)]
-    head = "".join(f"<th{kind}>{escape(title)}</th>" for kind, title in zip(kinds, titles + said, strict=True))
+        rows.append(f"<tr><td>{swatch}{shown}</td><td>{escape(run.status)}</td>{numbers}</tr>")
+    kinds = ["", "", *[' class="number"'] * (len(titles) - 2)]
+    head = "".join(f"<th{kind}>{escape(title)}</th>" for kind, title in zip(kinds, titles, strict=True))
     return f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
-
-
-def _note(run: Record) -> str:
-    """The first line of a run's notes, without its tags."""
-    lines = (" ".join(word for word in line.split() if word[0] != "#") for line in run.notes.splitlines())
-    first = next(filter(None, lines), "")
-    return first if len(first) <= NOTE_LETTERS else f"{first[: NOTE_LETTERS - 3]}..."
 
 
 def _config_differences(runs: Sequence[Record], names: Sequence[str]) -> list[str]:

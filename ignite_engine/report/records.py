@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,15 +16,6 @@ from ignite_engine.errors import shortened
 from ignite_engine.run_directory import RunDirectory, read_yaml
 
 LOG_LINES = 40
-NOTES = "notes.md"
-"""In the run's folder; written by its user."""
-NOTES_SHOWN = 16 * 1024
-"""Bytes; the rest is in the file."""
-_LARGEST = 1e15
-"""Larger numbers in a summary are neither counts nor seconds."""
-_LAST_ITERATION = 2**53
-_VALUES = 10_000
-"""A config of more, such as one that repeats itself by aliases, is not shown."""
 
 
 class NotARun(FileNotFoundError):
@@ -44,7 +34,6 @@ class Record:
         history: how the run was started and ended each time, see ``RunDirectory.note``.
         judged_by: the metric by which its checkpoints are judged, and ``min`` or ``max``, as the newest of them says.
         log: the last lines of rank 0's log.
-        notes: what its user wrote into ``notes.md`` in its folder.
     """
 
     path: Path
@@ -56,12 +45,6 @@ class Record:
     history: Sequence[Mapping[str, Any]] = ()
     judged_by: tuple[str, str] | None = None
     log: str = ""
-    notes: str = ""
-
-    @property
-    def tags(self) -> list[str]:
-        """The words of the notes that begin with ``#``, without it; a heading is none."""
-        return list(dict.fromkeys(re.findall(r"(?<!\S)#(\w[\w.-]*)", self.notes)))
 
     @property
     def name(self) -> str:
@@ -142,7 +125,7 @@ def read_run(directory: str | Path) -> Record:
             f"{remedy}."
         )
     series, not_finite = _read_metrics(run)
-    summary, best = _usable(run.read_summary()), _part(checkpoint, "best")
+    summary, best = run.read_summary(), _part(checkpoint, "best")
     history = run.read_history()
     if not summary:  # a run of the Python API
         known = ("iteration", "epoch", "world_size")
@@ -160,29 +143,14 @@ def read_run(directory: str | Path) -> Record:
         history,
         (str(best["metric"]), "max" if best.get("mode") == "max" else "min") if "metric" in best else None,
         _last_lines(run.logs / "rank_0.log"),
-        _beginning_of(run.given / NOTES, NOTES_SHOWN).strip(),
     )
-
-
-_NUMBERS = ("iteration", "epoch", "wall_s", "parameters", "world_size")
-
-
-def _usable(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """The summary without values of the wrong type, such as those written by hand."""
-
-    def fits(key: str, value: Any) -> bool:
-        if key in _NUMBERS:
-            return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
-        return key not in ("metrics", "startup_s") or isinstance(value, dict)
-
-    return {key: value for key, value in summary.items() if fits(key, value)}
 
 
 def _newest(series: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, Any]:
     """Iteration and epoch of the last line of the log."""
     newest = {"iteration": max((points[-1][0] for points in series.values()), default=None)}
-    if "epoch" in series and abs(epoch := series["epoch"][-1][1]) < _LARGEST:
-        newest["epoch"] = int(epoch)
+    if "epoch" in series:
+        newest["epoch"] = int(series["epoch"][-1][1])
     return {key: value for key, value in newest.items() if value is not None}
 
 
@@ -215,17 +183,15 @@ def _read_metrics(run: RunDirectory) -> tuple[dict[str, list[tuple[int, float]]]
     not_finite: dict[str, list[int]] = {}
     for row in run.logged():
         iteration = row.pop("iteration", None)
-        if not isinstance(iteration, int) or not 0 <= iteration <= _LAST_ITERATION:
+        if not isinstance(iteration, int):
             continue
         for name, value in row.items():
             if isinstance(value, bool) or not isinstance(value, int | float | str):
                 continue
             try:
                 number = float(value)
-            except ValueError:
+            except (ValueError, OverflowError):
                 continue
-            except OverflowError:
-                number = math.inf
             if math.isfinite(number):
                 series.setdefault(name, []).append((iteration, number))
             else:
@@ -238,28 +204,7 @@ def _mapping(path: Path, parse: Any) -> dict[str, Any]:
         values = parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
-    return values if isinstance(values, dict) and not _is_larger(values, _VALUES) else {}
-
-
-def _is_larger(values: Any, count: int) -> bool:
-    """Whether nested values are more than ``count``, one that is repeated counted each time."""
-    waiting = [values]
-    while waiting and count >= 0:
-        value = waiting.pop()
-        count -= 1
-        if isinstance(value, dict):
-            waiting += value.values()
-        elif isinstance(value, list):
-            waiting += value
-    return count < 0
-
-
-def _beginning_of(path: Path, limit: int) -> str:
-    try:
-        with path.open("rb") as file:
-            return file.read(limit).decode("utf-8", errors="replace")
-    except OSError:
-        return ""
+    return values if isinstance(values, dict) else {}
 
 
 def _last_lines(path: Path) -> str:

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ignite_engine.report.charts import BUCKETS, HEIGHT, WIDTH, Axes, chart, script_data, sparkline, svg_file
+from ignite_engine.report.charts import BUCKETS, HEIGHT, WIDTH, Axes, chart, script_data, svg_file
 from ignite_engine.report.panels import Line, Panel
 
 
@@ -44,11 +44,6 @@ def test_stacked_lines_keep_their_own_values_at_the_same_places() -> None:
     _, data = chart(Panel("Time", "ms", lines, stacked=True), 0)
     first, second = (line["points"] for line in data["lines"])
     assert data["stacked"] and first == second and len(first) == BUCKETS
-
-
-def test_small_curve_beside_a_number_is_a_picture() -> None:
-    (path,) = ElementTree.fromstring(sparkline([(0.0, 1.0), (5.0, 2.0), (10.0, 1.0)]))
-    assert path.attrib["d"].startswith("M0.0 ") and path.attrib["d"].count("L") == 2
 
 
 def test_what_a_user_named_is_escaped() -> None:

@@ -144,15 +144,6 @@ def test_speed_times_and_memory_are_folded_below_what_the_user_measured(tmp_path
     assert folded(write_report(run_directory(tmp_path / "times", times))) == ([], True, ["Time per iteration"])
 
 
-def test_notes_are_on_the_page(tmp_path: Path) -> None:
-    run = run_directory(tmp_path / "run", ROWS)
-    assert "notes" not in Page(write_report(run)).words
-    (run / "notes.md").write_text("# Heading\nToo <high> a rate. #sweep-1 #failed\n")
-
-    assert any("Too <high> a rate." in word for word in Page(write_report(run)).words["p"])
-    assert read_run(run).tags == ["sweep-1", "failed"]
-
-
 def test_page_loads_nothing_from_anywhere(tmp_path: Path) -> None:
     run = run_directory(tmp_path / "run", ROWS, {"run": {"name": "mine"}}, SUMMARY)
     (run / "environment.json").write_text(json.dumps({"command": ["train"], "packages": {"torch": "2"}}))
@@ -415,7 +406,6 @@ def test_numbers_of_any_size_are_written_short(tmp_path: Path) -> None:
     ("file", "text"),
     [
         ("config.yaml", "run: 3\ncheckpoint: [1]\nearly_stopping: x"),
-        ("summary.json", '{"status": 5, "iteration": "x", "metrics": [1], "startup_s": 3, "wall_s": null}'),
         ("environment.json", '{"packages": []}'),
         ("history.jsonl", '{"what": "started", "iteration": 0, "at": "2026-01-01"}\n{"what": 3, "iteration": 1}\n[]\n'),
         ("checkpoints/a/manifest.json", '{"sequence": "x", "best": [1], "config": 3, "environment": 4}'),
@@ -477,34 +467,3 @@ def test_rate_is_drawn_as_a_picture() -> None:
 
 def test_rate_of_one_update_can_be_drawn() -> None:
     assert ElementTree.fromstring(lr_svg({"optimizer": Steps()}, 1)) is not None
-
-
-def test_what_json_may_hold_and_a_page_may_not_is_left_out(tmp_path: Path) -> None:
-    run, deep = run_directory(tmp_path / "run", []), "[" * 100_000
-    lines = r"""{"iteration": 1, "loss": 2.0}
-        {"iteration": 2, "loss": HUGE}
-        {"iteration": 3, "loss": 1.0}
-        {"iteration": HUGE, "loss": 5.0}
-        {"iteration": 1e999, "loss": 5.0}
-        {"iteration": 4, "\ud800": 1}
-        {"iteration": 5, "\ud800": 2}"""
-    summary = r"""{"wall_s": HUGE, "reason": "\ud800", "startup_s": {"model": HUGE}}"""
-    huge = "1" + "0" * 400
-    (run / "metrics.jsonl").write_text(lines.replace("HUGE", huge) + f"\n{deep}\n")
-    (run / "summary.json").write_text(summary.replace("HUGE", huge))
-    for name in ("history.jsonl", "environment.json"):
-        (run / name).write_text(deep)
-    (run / "config.yaml").write_text("a: &a [1, *a]\n")
-    page = Page(write_report(run))
-
-    assert page.curves["Loss"] == {"train": [[1, 2.0], [3, 1.0]]}
-    assert "train is not finite at iteration 2" in page.words["p"]
-    assert "?" in page.words["h3"]
-
-
-def test_a_config_that_repeats_itself_is_not_shown(tmp_path: Path) -> None:
-    levels = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9))
-    run = run_directory(tmp_path / "run", ROWS)
-    (run / "config.yaml").write_text(f"a0: &a0 [1]\n{levels}\n")
-
-    assert write_report(run).stat().st_size < 2**20
