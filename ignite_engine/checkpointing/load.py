@@ -69,7 +69,7 @@ def prepare(
         here: the registered objects by part. One that says ``belongs_to_its_run`` is loaded only if ``parts`` gives its
             very name.
         before: what an earlier source brings, by part.
-        kinds: what each part is; those that are not known are guessed.
+        kinds: what each part is, where the source does not say it.
 
     Returns:
         The states to load, by part, the model's first, whole and under this run's names (also of parts that nothing
@@ -81,20 +81,21 @@ def prepare(
     known = {**(kinds or {}), **read.kinds}
     parts = _weighted(source, read, known)
 
-    def kind_of(part: str) -> str:
-        return known.get(part) or part_names.guessed_kind(part, parts.get(part), here.get(part))
-
     try:
-        saved = {part: part_names.renamed(state, source.renamed, kind_of(part)) for part, state in parts.items()}
+        saved = {part: part_names.renamed(state, source.renamed, known.get(part)) for part, state in parts.items()}
     except ValueError as error:
         raise ValueError(f"{error} of {read.path}.") from None
-    wanted, ignored = Patterns(source.parts, "parts", kind_of), Patterns(source.ignore, "ignore", kind_of)
+
+    def kind_or_name(part: str) -> str:
+        return known.get(part, part)
+
+    wanted, ignored = Patterns(source.parts, "parts", kind_or_name), Patterns(source.ignore, "ignore", kind_or_name)
     own = dict(before or {})
 
     def own_entries(part: str) -> dict[str, Any]:
         if part not in own:
             own[part] = here[part].state_dict()  # only of what will be loaded: it makes an average start
-        return part_names.named(own[part], kind_of(part)) or {}
+        return part_names.named(own[part], known.get(part)) or {}
 
     def is_wanted(part: str) -> bool:
         if getattr(here.get(part), "belongs_to_its_run", False):
@@ -102,7 +103,7 @@ def prepare(
         return wanted.concern(part) and not ignored.has_part(part)
 
     order = sorted({*saved, *here}, key=lambda part: (part != "model", part))
-    entries_of = {part: part_names.named(saved.get(part), kind_of(part)) for part in order}
+    entries_of = {part: part_names.named(saved.get(part), known.get(part)) for part in order}
     # of one of which nothing was saved it cannot be seen what it is
     entries_of |= {part: {} for part in saved if entries_of[part] is None and read.left_out.get(part)}
     inside = {
@@ -125,7 +126,7 @@ def prepare(
             report.loaded.append(part)
             continue
         mine, taken = own_entries(part), list[str]()
-        is_optimizer = part_names.form_of(saved[part], kind_of(part)) == "optimizer"
+        is_optimizer = part_names.form_of(saved[part], known.get(part)) == "optimizer"
         shaped = (entries, mine)
         if is_optimizer:  # a parameter's state has the shape of the parameter
             shaped = (entries_of.get("model") or {}, own_entries("model") if "model" in here else {})
@@ -148,7 +149,7 @@ def prepare(
         else:
             base = own[part] if is_optimizer else saved[part]
             brought = {name: entries[name] for name in taken if entries[name] is not None}
-            states[part] = part_names.with_entries(base, {**mine, **brought}, kind_of(part))
+            states[part] = part_names.with_entries(base, {**mine, **brought}, known.get(part))
     return states, report
 
 

@@ -93,20 +93,6 @@ def form_of(state: Any, kind: str | None) -> _Form | None:
     return "tensors" if _is_tensors(state) else None
 
 
-def guessed_kind(part: str, state: Any, obj: Any = None) -> str:
-    """The kind of a part whose checkpoint does not say it, by its name, its saved state or its object."""
-    if part in ("model", "data", "rng"):
-        return part
-    if part == "trainer":
-        return "counters"
-    if part.split("/")[0] == "optimizer" or form_of(state, "optimizer") == "optimizer":
-        return "optimizer"
-    keys = set(state) if isinstance(state, Mapping) else set()
-    if {"scheduler", "lrs"} <= keys or {"base_lrs", "last_epoch"} <= keys or hasattr(obj, "scheduler"):
-        return "schedule"
-    return "average" if form_of(state, "average") == "average" else "other"
-
-
 def _is_tensors(state: Any) -> bool:
     if not isinstance(state, Mapping) or not state:
         return False

@@ -14,21 +14,6 @@ Capture = Callable[[], Iterable[Mapping[str, Any]]]
 """Gives the parts, in one mapping or several; called where something is left out only."""
 
 
-def check_patterns(patterns: Patterns, capture: Capture, kinds: Mapping[str, str] | None = None) -> None:
-    """Refuse a pattern that matches nothing in the parts that ``capture`` gives.
-
-    Raises:
-        StateMismatch: names the pattern.
-    """
-    if patterns.texts:
-        parts, known = {part: state for group in capture() for part, state in group.items()}, kinds or {}
-        names = {part: part_names.named(state, known.get(part)) or () for part, state in parts.items()}
-        try:
-            patterns.check(names, "this run")
-        except ValueError as error:
-            raise StateMismatch(str(error)) from error
-
-
 class SaveFilter:
     """Leaves things out of a checkpoint by pattern and by function.
 
@@ -78,7 +63,14 @@ class SaveFilter:
         Raises:
             StateMismatch: names the pattern.
         """
-        check_patterns(self._exclude, capture, kinds)
+        if not self._exclude.texts:
+            return
+        parts, known = {part: state for group in capture() for part, state in group.items()}, kinds or {}
+        names = {part: part_names.named(state, known.get(part)) or () for part, state in parts.items()}
+        try:
+            self._exclude.check(names, "this run")
+        except ValueError as error:
+            raise StateMismatch(str(error)) from error
 
     def reasons(self, capture: Capture, kinds: Mapping[str, str] | None = None) -> list[str]:
         """What it leaves out of the parts that ``capture`` gives, as the reproducibility report says it."""

@@ -442,7 +442,7 @@ def _loading(config: Config, task: Task, run: Run) -> Callable[[], object]:
     """The function that loads the config's ``checkpoint.load``; attaches the bank that loads dynamic sources again.
 
     Raises:
-        ConfigError: (now) the settings are not a plan; (when called) there is nothing to load, or it does not fit.
+        ConfigError: (now) the settings make no source; (when called) there is nothing to load, or it does not fit.
     """
     sources = [_source(config, key, section) for key, section in config.checkpoint.sources.items()]
     checkpoint = run.checkpoint

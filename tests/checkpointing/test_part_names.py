@@ -11,7 +11,7 @@ import torch
 from ignite_engine.checkpointing import CheckpointStore, LoadSource, read_source
 from ignite_engine.checkpointing.export import weights_of
 from ignite_engine.checkpointing.load import prepare
-from ignite_engine.checkpointing.part_names import guessed_kind, named, renamed
+from ignite_engine.checkpointing.part_names import named, renamed
 from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, warmup_cosine
 from tests.builders import numbers_loader, trainer_of
 
@@ -54,22 +54,6 @@ def test_a_name_that_becomes_none_is_left_out() -> None:
 def test_two_names_must_not_become_one() -> None:
     with pytest.raises(ValueError, match="rename makes 'x' of both 'a' and 'b'"):
         renamed(WEIGHTS, lambda name: "x", "model")
-
-
-@pytest.mark.parametrize(
-    ("part", "state", "kind"),
-    [
-        ("model", WEIGHTS, "model"),
-        ("trainer", {"iteration": 1}, "counters"),
-        ("optimizer/sparse", None, "optimizer"),
-        ("mine", OPTIMIZER, "optimizer"),
-        ("lr", {"base_lrs": [0.1], "last_epoch": 1}, "schedule"),
-        ("ema", AVERAGE, "average"),
-        ("else", {"x": 1}, "other"),
-    ],
-)
-def test_kinds_are_guessed_where_nobody_says_them(part: str, state: Any, kind: str) -> None:
-    assert guessed_kind(part, state) == kind
 
 
 class Holder:
