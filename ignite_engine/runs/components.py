@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +14,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import IterableDataset
 
-import ignite_engine
 from ignite_engine import devices, schedules
 from ignite_engine.config import Config, ConfigError
 from ignite_engine.config.sections import OptimizerSection, ScheduleSection
@@ -70,44 +66,13 @@ def agreed_task(config: Config) -> Task:
     """The config's task; an error on any rank is raised on all.
 
     Raises:
-        ConfigError: the task cannot be found or built; its own error is the ``__cause__``. Or ranks have other code.
+        ConfigError: the task cannot be found or built; its own error is the ``__cause__``.
     """
     try:
         build = agreement.together(lambda: find_task(config.task, config.folder))
-        if agreement.world_size() > 1:
-            check_code_agrees(code_version(build))
         return agreement.together(lambda: build_task(build, config.task_options))
     except TaskError as error:
         raise config.error("task", str(error)) from error.__cause__
-
-
-@cache
-def engine_digest() -> str:
-    """The digest of the engine's source; a forked rank has it from its parent."""
-    digest = hashlib.sha256()
-    for file in sorted(Path(ignite_engine.__file__).parent.rglob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def code_version(build: Callable[..., Any]) -> dict[str, str]:
-    """Versions of engine and torch, and digests of the engine's source and of the task's file."""
-    source = inspect.getsourcefile(inspect.unwrap(build)) if inspect.isfunction(inspect.unwrap(build)) else None
-    return {
-        "ignite_engine": f"{ignite_engine.__version__} ({engine_digest()})",
-        "torch": torch.__version__,
-        "the task's file": hashlib.sha256(Path(source).read_bytes()).hexdigest()[:12] if source else "unknown",
-    }
-
-
-def check_code_agrees(code: Mapping[str, str]) -> None:
-    """Refuse, on all ranks, a run whose ranks have other code; a collective.
-
-    Raises:
-        ConfigError: what differs, both versions, and their ranks.
-    """
-    if difference := agreement.first_difference(code):
-        raise ConfigError(f"the ranks run other code: {difference}; start all ranks from the same files and packages.")
 
 
 def check_fit(config: Config, task: Task) -> None:

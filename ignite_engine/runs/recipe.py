@@ -40,7 +40,6 @@ from ignite_engine.runs.components import (
     agreed_task,
     check_configs_agree,
     check_fit,
-    engine_digest,
     followed_metrics,
     make_optimizers,
     make_schedules,
@@ -68,7 +67,6 @@ def prepare_ranks() -> None:
     for module in ("torch.utils.flop_counter", "torch.profiler", "torch.utils.serialization.config", "encodings.idna"):
         importlib.import_module(module)
     installed_packages()
-    engine_digest()
 
 
 def note_failure(config: Config, error: ProcessRaisedException | ProcessExitedException) -> None:

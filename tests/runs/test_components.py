@@ -11,9 +11,7 @@ from torch import nn
 
 from ignite_engine import Task
 from ignite_engine.config import Config, ConfigError, config_from_dict
-from ignite_engine.ranks import agreement
 from ignite_engine.runs import components
-from ignite_engine.task import find_task
 from tests.builders import Numbers, linear, mse
 from tests.faults.commands import Command
 
@@ -68,21 +66,6 @@ def test_other_config_on_one_rank_is_refused_on_all(tmp_path: Path, monkeypatch:
     assert [rank.returncode for rank in ranks] == [2, 2], errors
     assert [sum(line.startswith(expected) for line in each.splitlines()) for each in errors] == [1, 0]
     assert not (tmp_path / "run").exists()
-
-
-def test_other_code_on_one_rank_is_refused_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = []
-    for text in ("def build(options): ...", "def build(options): return 1"):
-        (tmp_path / "task.py").write_text(text)
-        versions.append(components.code_version(find_task("task.py:build", tmp_path)))
-    names = [name for name in versions[0] if versions[0][name] != versions[1][name]]
-    assert names == ["the task's file"]
-
-    monkeypatch.setattr(agreement, "world_size", lambda: 2)
-    monkeypatch.setattr(agreement, "gather_objects", lambda mine: versions)
-    was, now = (each["the task's file"] for each in versions)
-    with pytest.raises(ConfigError, match=f"other code: the task's file is {was} on rank 0 and {now} on rank 1; start"):
-        components.check_code_agrees(versions[0])
 
 
 def test_optimizer_has_the_tasks_groups_or_all_that_requires_gradients() -> None:
