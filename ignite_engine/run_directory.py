@@ -72,7 +72,6 @@ class RunDirectory:
         self.summary = self.path / "summary.json"
         self.checkpoints = self.path / "checkpoints"
         self.history = self.path / "history.jsonl"
-        self.evaluations = self.path / "evaluations"
         self.followed = self.path / "follow" / "metrics.jsonl"
         self.logs = self.path / "logs"
 

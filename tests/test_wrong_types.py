@@ -80,8 +80,6 @@ LINES: list[tuple[Callable[[Any], Any], Any, str]] = [
     ),
     (lambda value: Evaluation(EVALUATOR, [1], name=value), 3, "name must be a word, got 3."),
     (lambda value: Evaluation(EVALUATOR, [1], limit=value), 1.5, "limit must be a whole number of batches or None"),
-    (lambda value: Evaluation(EVALUATOR, [1], progress=value), 3, "progress must be a directory or None, got 3."),
-    (lambda value: Evaluation(EVALUATOR, [1], progress_every=value), 0.5, "progress_every must be a whole number"),
     (Checkpoint, None, "directory must be a path, got None."),
     (Checkpoint, "", "directory must be a path, got ''."),
     (lambda value: Checkpoint("x", keep_last=value), 1.5, "keep_last must be a whole number, got 1.5."),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ignite.engine import Engine, Events
@@ -16,7 +16,7 @@ from ignite_engine.data import resumable
 from ignite_engine.data.place import Place
 from ignite_engine.data.source import DataSource, length_of
 from ignite_engine.data.workers import begin_pass, end_workers, with_own_iterator
-from ignite_engine.handlers.evaluation.progress_file import EvaluationProgress, OngoingProgress
+from ignite_engine.handlers.evaluation.progress import EvaluationProgress
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.mesh import waits_for_peers
 
@@ -95,7 +95,7 @@ class EvaluationBatches:
         self._extra_forwards = self._count_extra_forwards() if waits else 0
         # a rank that forwards along cannot vote along
         self._voting = self.common if waits else max(self._lengths)
-        self.progress: OngoingProgress | None = None
+        self.progress: EvaluationProgress | None = None
         self.at_end: Callable[[], None] | None = None
         """Called where no rank has a batch left, if the evaluator asks for one more than there are."""
         self._vote = agreement.Vote()
@@ -156,12 +156,11 @@ class EvaluationBatches:
             _check(self.name, self._lengths, on_each_rank=self._on_each_rank)
         return [rank for rank, length in enumerate(self._lengths) if length]
 
-    def keep_progress(self, progress: EvaluationProgress, model: nn.Module) -> None:
-        """Save the progress from now on; start where the saved progress ends."""
+    def keep_progress(self, saved: Mapping[str, Any] | None) -> None:
+        """Keep the progress where it is broken off; start where ``saved`` ends."""
         self.source = DataSource(self.data, None)
         self.source.place = Place(_pass_of(self.data))
-        iteration = self.trainer.state.iteration
-        self.progress = progress.begin(self.evaluator, model, self.source, iteration=iteration, limit=self.limit)
+        self.progress = EvaluationProgress(self.evaluator, self.source, saved, self.limit)
 
     def __iter__(self) -> Iterator[Any]:
         progress, batches = self.progress, self.progress.start if self.progress else 0
@@ -184,7 +183,7 @@ class EvaluationBatches:
                     requests.waiting_for_data = False
             except StopRequested:
                 if progress is not None and self.source.sampler is not None:  # others may have drawn random numbers
-                    progress.write(batches)
+                    progress.capture(batches)
                 self._interrupt(iterator)
                 return
             if batches == 0 and self.single_process:
@@ -214,16 +213,15 @@ class EvaluationBatches:
             end_workers(self._iterator, self.data)
 
     def _stops(self, batches: int) -> bool:
-        """Whether all ranks stop after so many; saves the progress where it is due."""
+        """Whether all ranks stop after so many; then the progress is kept."""
         if not self.single_process and self.sized and batches >= self._voting:
             return False
         # while each rank has batches: the position of one that has none left is not that of the others
         writes = self.progress is not None and (self.single_process or batches < self.common)
-        due = writes and self.progress is not None and self.progress.due(batches)
-        union = self._vote.poll(batches, int(self.trainer.stop_requested) | _HAS_MORE, now=due)
+        union = self._vote.poll(batches, int(self.trainer.stop_requested) | _HAS_MORE)
         stops = bool(union & _STOP)
-        if self.progress is not None and writes and (due or stops):
-            self.progress.write(batches)
+        if self.progress is not None and writes and stops:
+            self.progress.capture(batches)
         return stops
 
     def _vote_until_peers_finish(self, batches: int) -> bool:

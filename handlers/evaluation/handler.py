@@ -5,13 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from ignite.engine import Engine, Events
 from ignite.engine.events import EventsList
-from torch import nn
 
 from ignite_engine import Phase, Trainer, TrainingEvents, rng
 from ignite_engine.data.window_reader import WindowReader
@@ -20,14 +17,13 @@ from ignite_engine.errors import check_type, is_whole
 from ignite_engine.evaluator import eval_mode, whole_pass
 from ignite_engine.handlers.evaluation.batches import EvaluationBatches, check_loader, loader_of
 from ignite_engine.handlers.evaluation.invariant import InvariantSums, dealing_of, unsummed
-from ignite_engine.handlers.evaluation.progress_file import EvaluationProgress
+from ignite_engine.handlers.evaluation.progress import unsupported_reason
 from ignite_engine.handlers.metric_values import publish
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp_buffers import share_buffers
 from ignite_engine.ranks.mesh import metrics_reduce
 from ignite_engine.state import OngoingEvaluation, Start
 from ignite_engine.states.generators import undrawn
-from ignite_engine.states.model_and_optimizer import unwrap
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +41,8 @@ class Evaluation:
             trained on its number is ``<name>/window``.
         name: of the set; unique for each Evaluation of one trainer.
         limit: batches per evaluation and rank, None for all. Where the update is rank-invariant: over all ranks.
-        progress: directory in which an evaluation saves its progress, for long ones: interrupted or killed, it
-            continues from there in the resumed run, to the same bits. What handlers of ``evaluator`` other than
-            Ignite's metrics have collected is not saved.
-        progress_every: batches between two writes of it.
+        resumes: a stop keeps the batch and the metrics in the checkpoint, and the resumed run goes on from there.
+            What handlers of ``evaluator`` other than Ignite's metrics have collected is not saved.
 
     A metric that is not one number (a value per class, a confusion matrix, a report, a curve) is a list in the log,
     up to 1,000 numbers, and in :attr:`values` whole.
@@ -73,21 +67,16 @@ class Evaluation:
         *,
         name: str = "val",
         limit: int | None = None,
-        progress: str | Path | None = None,
-        progress_every: int = 100,
+        resumes: bool = False,
     ) -> None:
         check_type("evaluator", evaluator, isinstance(evaluator, Engine), "an engine, as create_evaluator() makes")
         is_data = isinstance(data, Iterable) or callable(data)
         check_type("data", data, is_data, "a loader or another iterable of batches, or a function that returns one")
         check_type("name", name, isinstance(name, str), "a word")
         check_type("limit", limit, limit is None or is_whole(limit), "a whole number of batches or None")
-        is_path = progress is None or isinstance(progress, str | PathLike)
-        check_type("progress", progress, is_path, "a directory or None")
-        check_type("progress_every", progress_every, is_whole(progress_every), "a whole number of batches")
+        check_type("resumes", resumes, isinstance(resumes, bool), "True or False")
         if limit is not None and limit < 1:
             raise ValueError(f"limit must be at least 1 batch, or None for all, got {limit}.")
-        if progress_every < 1:
-            raise ValueError(f"progress_every must be at least 1 batch, got {progress_every}.")
         self.evaluator, self.data, self.label, self.limit = evaluator, data, name, limit
         self.name = f"evaluation/{name}"
         self._windows = WindowReader(data, waits=False) if isinstance(data, Windows) else None
@@ -99,9 +88,9 @@ class Evaluation:
                         *(setting, getattr(data, setting), name),
                     )
         self._changes = self._windows is not None or not isinstance(data, Iterable)
-        if self._changes and progress is not None:
-            raise ValueError("progress continues an evaluation of one loader: leave it out for windows or a function.")
-        self._progress = None if progress is None else EvaluationProgress(progress, name, progress_every)
+        if self._changes and resumes:
+            raise ValueError("resumes is for an evaluation of one loader: leave it out for windows or a function.")
+        self._resumes = resumes
         self.values: dict[str, Any] = {}
         """All that the last evaluation has measured, by ``<name>/<metric>``, as the metrics gave it."""
         self._rebuilt: tuple[Any, Any] = (None, None)
@@ -115,6 +104,8 @@ class Evaluation:
         """The iteration of the last evaluation before the run was resumed."""
         self._unfinished_at: int | None = None
         """The iteration of an evaluation that was started and has not completed."""
+        self._progress: dict[str, Any] | None = None
+        """That of an unfinished one, by which it goes on."""
         self._rng: dict[str, Any] | None = None
         """The random numbers that it started with."""
         self._saved_windows: dict[str, Any] | None = None
@@ -126,16 +117,12 @@ class Evaluation:
         """Evaluate at ``event``; several events: ``|``, or attach again."""
         check_type("what Evaluation is attached to", trainer, isinstance(trainer, Trainer), "a Trainer")
         trainer.register(self.name, self)
-        if self._progress is not None and getattr(trainer.update, "rank_invariant", False):
-            logger.warning(
-                "progress has no effect with rank_invariant: the evaluation of %s always starts at its first batch.",
-                self.label,
-            )
-            self._progress = None
+        why = "the update is rank-invariant" if getattr(trainer.update, "rank_invariant", False) else None
+        if self._resumes and (why := why or unsupported_reason(self.evaluator, sized=hasattr(self.data, "__len__"))):
+            logger.warning("The evaluation of %s always starts at its first batch: %s.", self.label, why)
+            self._resumes = False
         if not trainer.has_event_handler(self._start, Events.STARTED):
             trainer.add_event_handler(Events.STARTED, self._start)
-            if self._progress is not None:
-                self._progress.usable(self.evaluator, self._model(trainer), sized=hasattr(self.data, "__len__"))
         for part in event if isinstance(event, EventsList) else (event,):
             trainer.add_event_handler(part, self._at_the_start if part == Events.STARTED else self)
 
@@ -146,7 +133,7 @@ class Evaluation:
         if state.status == "running":  # a finished run is started again to be evaluated
             known.append(self._evaluated_before)
         if state.iteration not in known and not state.stopping:
-            self._rng = rng.capture()
+            self._rng, self._progress = rng.capture(), None
             self._evaluate(trainer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -154,13 +141,15 @@ class Evaluation:
         evaluated_at = self._evaluated_before if self._evaluated_at is None else self._evaluated_at
         rng_state = None if self._unfinished_at is None else self._rng
         windows = {} if self._windows is None else {"windows": self._saved_windows or self._windows.state_dict()}
-        return {"evaluated_at": evaluated_at, "unfinished_at": self._unfinished_at, "rng": rng_state, **windows}
+        progress = {} if self._progress is None else {"progress": self._progress}
+        state = {"evaluated_at": evaluated_at, "unfinished_at": self._unfinished_at, "rng": rng_state}
+        return {**state, **windows, **progress}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._reset()
         self._evaluated_before, self._unfinished_at = state["evaluated_at"], state["unfinished_at"]
         self._rng = state["rng"]
-        self._saved_windows = state.get("windows")
+        self._saved_windows, self._progress = state.get("windows"), state.get("progress")
 
     def _start(self, trainer: Trainer) -> None:
         if trainer.starts_fresh(self.name):
@@ -210,7 +199,7 @@ class Evaluation:
 
     def _run(self, trainer: Trainer, data: Any) -> bool:
         """Whether it completed."""
-        model, evaluator = self._model(trainer), self.evaluator
+        evaluator = self.evaluator
         own = getattr(evaluator, "model", None)
         dealing = dealing_of(data, self.limit) if getattr(trainer.update, "rank_invariant", False) else None
         with eval_mode(own) if own is not None else nullcontext(), whole_pass(data, dealing):
@@ -218,8 +207,8 @@ class Evaluation:
                 rng.restore(self._rng)
             limit = self.limit if dealing is None else None
             batches = EvaluationBatches(data, self.label, limit, trainer, evaluator, on_each_rank=dealing is not None)
-            if self._progress is not None and self._progress.usable(evaluator, model, sized=batches.sized):
-                batches.keep_progress(self._progress, model)
+            if self._resumes:
+                batches.keep_progress(self._progress)
             # at each evaluation: Ignite would keep the length of the first pass
             evaluator.state.max_epochs = evaluator.state.epoch_length = None
             sums: AbstractContextManager[None] = nullcontext()
@@ -239,8 +228,7 @@ class Evaluation:
                         pass
             if not all_hold and not batches.interrupted:
                 evaluator.state.metrics = agreement.gather_objects(evaluator.state.metrics)[holders[0]]
-        if batches.progress is not None and not batches.interrupted:
-            batches.progress.complete()
+        self._progress = batches.progress.saved if batches.progress is not None else None
         return not batches.interrupted
 
     def _say_what_is_not_invariant(self) -> None:
@@ -272,7 +260,3 @@ class Evaluation:
         if self._rebuilt[0] is not self.data:
             self._rebuilt = (self.data, loader_of(self.data))
         return self._rebuilt[1]
-
-    def _model(self, trainer: Trainer) -> Any:
-        model = getattr(self.evaluator, "model", None) or getattr(trainer.update, "model", None)
-        return unwrap(model) if isinstance(model, nn.Module) else None

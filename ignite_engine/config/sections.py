@@ -282,7 +282,7 @@ class EvaluationSection(Section):
     sanity_batches: Annotated[int, Field(ge=0)] = 2  # of each set, evaluated before a fresh run trains; 0: none
     progressive: bool = False  # each window, before it is trained on, as the set "progressive"
     limit: Count | None = None  # batches per set and rank; default: all
-    progress_every: Count | None = None  # batches after which a long one saves its progress; default: never
+    resumes: bool = False  # one that was stopped goes on where it was
     precision: Literal["fp32", "bf16", "fp16"] | None = None  # default: as in training
 
 

@@ -44,7 +44,7 @@ It returns what ``fit`` returns, or the trainer and the arguments of its ``run()
 _OFF: dict[str, dict[str, Any]] = {
     "run": {"time_limit": None, "stop_file": None, "must_be_new": False, "restart": False},
     "data": {"persistent_workers": False},
-    "evaluation": {"progress_every": None, "sanity_batches": 0},
+    "evaluation": {"sanity_batches": 0},
     "logging": dict.fromkeys(
         ("console", "progress", "memory", "throughput", "clearml", "tensorboard", "wandb", "mlflow", "report"),
         False,

@@ -142,7 +142,7 @@ def build_run(config: Config, task: Task | None = None) -> Run:
             (config.checkpoint.best, config.checkpoint.mode) if config.checkpoint.best else None,
             code=code_of(task),
         )
-        _attach(config, task, run, schedules, _evaluations(config, task, model, task.val_sets, directory.evaluations))
+        _attach(config, task, run, schedules, _evaluations(config, task, model, task.val_sets))
     return run
 
 
@@ -225,12 +225,9 @@ def _evaluations(
     task: Task,
     model: nn.Module,
     sets: Mapping[str, Data],
-    progress: Path | None = None,
 ) -> list[handlers.Evaluation]:
     section = config.evaluation
-    options: dict[str, Any] = {"limit": section.limit}
-    if progress is not None and section.progress_every is not None:
-        options |= {"progress": progress, "progress_every": section.progress_every}
+    options: dict[str, Any] = {"limit": section.limit, "resumes": section.resumes}
     return [
         handlers.Evaluation(
             _evaluator(config, task, model), data_loader(config, task, dataset, training=False), name=name, **options

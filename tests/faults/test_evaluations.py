@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.faults.processes import evaluated, interrupt, lines, start, summary, train, wait_until, write_config
 
@@ -40,13 +38,6 @@ def assert_cut_off(folder: Path) -> None:
     assert lines(folder)[-1]["iteration"] == 6  # it evaluates after 7
 
 
-def kept(folder: Path) -> int:
-    """Batches in the progress file."""
-    content = (folder / "run" / "evaluations" / "val.progress").read_bytes().partition(b"\n")[2]
-    found: int = torch.load(io.BytesIO(content), weights_only=True)["batches"]
-    return found
-
-
 def test_killed_while_evaluating_it_evaluates_again(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
     config, process = start_slow(tmp_path)
     wait_until(lambda: evaluated(tmp_path) >= 4, process)
@@ -70,24 +61,6 @@ def test_stopped_twice_in_one_evaluation(tmp_path: Path, uninterrupted: dict[str
     assert finish(config, uninterrupted) == uninterrupted["evaluated"]
 
 
-def test_long_evaluation_continues_where_it_was(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
-    """Killed, it has what was written last; stopped, all that it had done."""
-    config, process = start_slow(tmp_path, progress_every=3)
-    wait_until(lambda: evaluated(tmp_path) >= 4, process)
-    assert interrupt(process, signal.SIGKILL)[0] == -signal.SIGKILL
-    assert_cut_off(tmp_path)
-    done = kept(tmp_path)
-    assert done >= 3 and done % 3 == 0 and evaluated(tmp_path) - done <= 3
-    before, process = evaluated(tmp_path), start(config)
-    wait_until(lambda: evaluated(tmp_path) >= before + 2, process)
-    assert interrupt(process, signal.SIGTERM)[0] == 143
-    assert_cut_off(tmp_path)
-    done += evaluated(tmp_path) - before
-    assert kept(tmp_path) == done < 13
-    assert finish(config, uninterrupted) == uninterrupted["evaluated"] - done
-    assert not list((tmp_path / "run" / "evaluations").iterdir())
-
-
 def test_interrupted_while_a_finished_run_is_evaluated(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
     config = write_config(tmp_path, task_options={"slow_evaluation_s": 0.3, "count_batches": True})
     (tmp_path / "fast").touch()
@@ -99,3 +72,12 @@ def test_interrupted_while_a_finished_run_is_evaluated(tmp_path: Path, uninterru
     assert interrupt(process, signal.SIGINT)[0] == 130
     assert summary(tmp_path)["status"] == "interrupted"
     assert finish(config, uninterrupted) == 13
+
+
+def test_stopped_evaluation_goes_on_where_it_was(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+    config, process = start_slow(tmp_path, resumes=True)
+    wait_until(lambda: evaluated(tmp_path) >= 4, process)
+    assert interrupt(process, signal.SIGTERM)[0] == 143
+    assert_cut_off(tmp_path)
+    done = evaluated(tmp_path)
+    assert finish(config, uninterrupted) == uninterrupted["evaluated"] - done

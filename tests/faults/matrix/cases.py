@@ -37,7 +37,7 @@ class Case:
             some iterations older, or there is none.
         workers: ``0``, or two of them started by ``fork``, ``spawn`` or ``forkserver``.
         background: checkpoints are written while training continues.
-        progress: an evaluation saves its progress, batch by batch.
+        progress: an evaluation that is stopped goes on where it was.
     """
 
     setup: Setup

@@ -83,7 +83,7 @@ def train(setup: dict[str, Any], run: dict[str, Any]) -> int:
     # a resumed run must not depend on how its process was seeded
     seed = 1 if not any((folder / "checkpoints").glob("iteration_*")) else 1000 + os.getpid()
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
-    trainer, evaluator = build(what, folder, folder / "progress" if run["progress"] else None)
+    trainer, evaluator = build(what, folder, run["progress"])
     strict = what.loader != "stateful" or run["workers"] == "0"
     checkpoint = Checkpoint(
         folder / "checkpoints", keep_last=2, best="val/loss", background=run["background"], strict=strict
@@ -98,7 +98,7 @@ def train(setup: dict[str, Any], run: dict[str, Any]) -> int:
     return 0
 
 
-def build(setup: Setup, folder: Path, progress: Path | None) -> tuple[Trainer, Any]:
+def build(setup: Setup, folder: Path, resumes: bool) -> tuple[Trainer, Any]:
     sparse = setup.optimizers == "dense and sparse"
     model = Net(sparse=sparse)
     dense = torch.optim.AdamW(model.layers.parameters() if sparse else model.parameters(), lr=0.01)
@@ -117,7 +117,7 @@ def build(setup: Setup, folder: Path, progress: Path | None) -> tuple[Trainer, A
     metrics = {"loss": Loss(nn.functional.cross_entropy), "accuracy": Accuracy()}
     evaluator = create_evaluator(model, predict, metrics, precision=setup.precision)
     validation = loader(Samples(9, "drawn"), 2, seed=5)
-    Evaluation(evaluator, validation, progress=progress, progress_every=1).attach(trainer)
+    Evaluation(evaluator, validation, resumes=resumes).attach(trainer)
     if setup.early_stopping:
         EarlyStopping("val/loss", patience=3, min_delta=1e6).attach(trainer)
     # so that a stop can fall within a log interval, and a rewind leaves lines to be cut off

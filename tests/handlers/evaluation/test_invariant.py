@@ -99,14 +99,14 @@ def test_what_is_not_promised_is_said_at_the_start(caplog: pytest.LogCaptureFixt
 
     update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, rank_invariant=True)
     trainer = Trainer(update, global_micro_batches=2)
-    Evaluation(evaluator, loader(Numbers(8), 2), name="odd", progress="unused").attach(trainer)
+    Evaluation(evaluator, loader(Numbers(8), 2), name="odd", resumes=True).attach(trainer)
     batches = DataLoader(Numbers(8), batch_sampler=[[0, 1], [2]])
     Evaluation(create_evaluator(model, lambda model, batch: None), batches, name="own").attach(trainer)
     with caplog.at_level(logging.WARNING):
         trainer.run(loader(Numbers(8), 2), max_epochs=1)
 
     said = [record.getMessage() for record in caplog.records]
-    assert said[0].startswith("progress has no effect with rank_invariant: the evaluation of odd")
+    assert said[0] == "The evaluation of odd always starts at its first batch: the update is rank-invariant."
     unpromised = "The evaluation of odd may have other bits on another number of ranks: metric 'curve'"
     assert said[1].startswith(unpromised)
     assert said[2].endswith("ranks: its DataLoader is not made by loader().") and len(said) == 3

@@ -1,8 +1,7 @@
-"""An interrupted evaluation continues where it was, to the bits of a whole one; or starts over and logs why."""
+"""An evaluation that was stopped goes on where it was, to the bits of a whole one; or starts over."""
 
 from __future__ import annotations
 
-import io
 import logging
 import time
 from collections import deque
@@ -19,15 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ignite_engine import Trainer, TrainingEvents, create_evaluator, loader
 from ignite_engine.handlers import Checkpoint, Evaluation, StopFile, WallClockLimit
-from ignite_engine.handlers.evaluation import progress_file
-from ignite_engine.ranks import agreement
 from tests.builders import Numbers, numbers_loader, trainer_of
-
-FILE = "val.progress"
-
-
-class Killed(BaseException):
-    """Stands for a kill: nothing is tidied up after it."""
 
 
 def spread(predictions: Tensor, targets: Tensor) -> float:
@@ -45,7 +36,7 @@ def metrics() -> dict[str, Metric]:
 class Run:
     """A run of 12 updates that evaluates after update 6 and update 12, in 10 batches each, with random predictions."""
 
-    def __init__(self, folder: Path, *, every: int = 3, data: Any = None, **options: Any) -> None:
+    def __init__(self, folder: Path, *, data: Any = None, **options: Any) -> None:
         self.trainer, self.folder = trainer_of(), folder
         self.model: nn.Module = self.trainer.update.model  # type: ignore[attr-defined]  # an Update
         self.numbers = Numbers(20)
@@ -61,9 +52,7 @@ class Run:
 
         self.evaluator = create_evaluator(self.model, predict, options.pop("metrics", None) or metrics())
         data = loader(self.numbers, 2) if data is None else data
-        self.evaluation = Evaluation(
-            self.evaluator, data, **{"progress": folder / "progress", "progress_every": every, **options}
-        )
+        self.evaluation = Evaluation(self.evaluator, data, resumes=True, **options)
         self.evaluation.attach(self.trainer, Events.ITERATION_COMPLETED(every=6))
         self.measured: list[dict[str, Any]] = []
         self.trainer.add_event_handler(
@@ -79,27 +68,17 @@ class Run:
         self.trainer.run(numbers_loader(12, shuffle=True), max_epochs=2)
         return self.measured
 
-    def cut_off(self, at: int, how: str = "kill") -> None:
-        """Kill or stop it in the evaluation, when ``at`` batches of it were evaluated."""
+    def cut_off(self, at: int) -> None:
+        """Stop it in the evaluation, when ``at`` batches of it were evaluated."""
 
         def cut(count: int) -> None:
-            if count == at and how == "kill":
-                raise Killed
-            if count == at - 1 and how == "stop":
+            if count == at - 1:
                 self.trainer.request_stop("enough")
 
         self.seen = cut
-        if how == "kill":
-            with pytest.raises(Killed):
-                self.train()
-        else:
-            self.train()
-            assert self.trainer.state.status == "interrupted"
+        self.train()
+        assert self.trainer.state.status == "interrupted"
         assert len(self.batches) == at and not self.measured
-
-    @property
-    def file(self) -> Path:
-        return self.folder / "progress" / FILE
 
 
 @pytest.fixture
@@ -110,19 +89,22 @@ def whole(tmp_path: Path) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(("how", "at", "goes_on_at"), [("kill", 8, 6), ("kill", 3, 3), ("stop", 8, 8), ("stop", 1, 1)])
-def test_interrupted_evaluation_continues_to_the_same_bits(
-    how: str, at: int, goes_on_at: int, tmp_path: Path, whole: list[dict[str, Any]]
-) -> None:
-    cut = Run(tmp_path)
-    cut.cut_off(at, how)
-    assert cut.file.exists() is (at > 0)
-
+@pytest.mark.parametrize("at", [1, 8])
+def test_stopped_evaluation_goes_on_to_the_same_bits(at: int, tmp_path: Path, whole: list[dict[str, Any]]) -> None:
+    Run(tmp_path).cut_off(at)
     resumed = Run(tmp_path)
     assert resumed.train() == whole
     assert resumed.trainer.state.evaluations == 2
-    assert resumed.batches == [6] * (10 - goes_on_at) + [12] * 10
-    assert resumed.numbers.loaded == [*range(2 * goes_on_at, 20), *range(20)], "what is skipped was loaded"
+    assert resumed.batches == [6] * (10 - at) + [12] * 10
+    assert resumed.numbers.loaded == [*range(2 * at, 20), *range(20)], "what is skipped was loaded"
+
+
+@pytest.mark.parametrize("change", [{"limit": 9}, {"metrics": {"loss": Loss(nn.functional.mse_loss)}}])
+def test_another_evaluation_starts_at_its_first_batch(change: dict[str, Any], tmp_path: Path) -> None:
+    Run(tmp_path).cut_off(8)
+    resumed = Run(tmp_path, **change)
+    resumed.train()
+    assert resumed.batches == [6] * change.get("limit", 10) + [12] * change.get("limit", 10)
 
 
 class Drawn:
@@ -134,38 +116,18 @@ class Drawn:
             yield numbers.inputs[places], numbers.targets[places]
 
 
-@pytest.mark.parametrize("how", ["kill", "stop"])
-def test_order_that_is_drawn_goes_on_as_it_was_begun(how: str, tmp_path: Path) -> None:
+def test_order_that_is_drawn_goes_on_as_it_was_begun(tmp_path: Path) -> None:
     whole = Run(tmp_path / "whole", data=Drawn()).train()
-    Run(tmp_path, data=Drawn()).cut_off(8, how)
+    Run(tmp_path, data=Drawn()).cut_off(8)
     assert Run(tmp_path, data=Drawn()).train() == whole
 
 
-def test_it_may_be_interrupted_again_and_again(tmp_path: Path, whole: list[dict[str, Any]]) -> None:
-    for at, kept in ((4, 3), (4, 6), (2, 6)):
-        run = Run(tmp_path)
-        run.cut_off(at)
-        content = run.file.read_bytes().partition(b"\n")[2]
-        assert torch.load(io.BytesIO(content), weights_only=True)["batches"] == kept
-        run.file.with_name(f".{FILE}.tmp").write_bytes(b"a kill in the middle of a write leaves this")
+def test_it_may_be_stopped_again_and_again(tmp_path: Path, whole: list[dict[str, Any]]) -> None:
+    for at in (4, 2, 1):
+        Run(tmp_path).cut_off(at)
     last = Run(tmp_path)
     assert last.train() == whole
-    assert last.batches == [6] * 4 + [12] * 10
-
-
-def test_file_is_deleted_when_the_evaluation_is_complete(tmp_path: Path) -> None:
-    run, there = Run(tmp_path), list[bool]()
-    run.seen = lambda count: there.append(run.file.exists())
-    run.train()
-
-    assert there == ([False] * 3 + [True] * 7) * 2 and not list(run.file.parent.iterdir())
-
-
-def test_evaluation_shorter_than_the_interval_writes_nothing(tmp_path: Path) -> None:
-    run = Run(tmp_path, every=10)
-    run.train()
-
-    assert not run.file.parent.exists()
+    assert last.batches == [6] * 6 + [12] * 10  # from the first stop: its checkpoint is that of this iteration
 
 
 def test_handlers_of_the_evaluator_count_on(tmp_path: Path) -> None:
@@ -176,7 +138,7 @@ def test_handlers_of_the_evaluator_count_on(tmp_path: Path) -> None:
     )
     resumed.train()
 
-    assert counted == [8, 10, 2, 4, 6, 8, 10]
+    assert counted == [10, 2, 4, 6, 8, 10]
 
 
 class Stream(IterableDataset[Any]):
@@ -201,132 +163,8 @@ def test_stream_without_a_state_is_replayed(tmp_path: Path, caplog: pytest.LogCa
     resumed = run(tmp_path)
     with caplog.at_level(logging.WARNING):
         assert resumed.train() == expected
-    assert resumed.batches == [6] * 3 + [12] * 9
-    assert "the 6 batches that were consumed are loaded again and skipped" in caplog.text
-
-
-# -- what is not taken up ---------------------------------------------------------------------------------------------
-
-
-def damaged(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-100] ^= 1
-    path.write_bytes(content)
-
-
-def with_code(path: Path) -> None:
-    import hashlib
-    import pickle
-
-    content = pickle.dumps(Run, protocol=2)
-    path.write_bytes(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("harm", "said"),
-    [
-        (damaged, "is not used, the evaluation starts over: its content has changed."),
-        (with_code, "nothing in it was executed."),
-        (lambda path: path.write_bytes(b""), "is not used, the evaluation starts over: its content has changed."),
-        (lambda path: path.unlink() or path.mkdir(), "is not used, the evaluation starts over: Is a directory"),
-    ],
-    ids=["flipped bit", "code", "empty", "directory"],
-)
-def test_damaged_file_is_logged_and_not_used(
-    harm: Callable[[Path], Any],
-    said: str,
-    tmp_path: Path,
-    whole: list[dict[str, Any]],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    cut = Run(tmp_path)
-    cut.cut_off(8)
-    harm(cut.file)
-    resumed = Run(tmp_path)
-    with caplog.at_level(logging.WARNING):
-        assert resumed.train() == whole
-    assert resumed.batches == [6] * 10 + [12] * 10
-    assert said in caplog.text
-
-
-def reweighted(run: Run) -> None:
-    @run.trainer.on(Events.ITERATION_STARTED(once=6))
-    def change() -> None:
-        with torch.no_grad():
-            next(run.model.parameters()).add_(1e-7)
-
-
-def relimited(run: Run) -> None:
-    run.evaluation.limit = 9
-
-
-def other_metrics(run: Run) -> None:
-    Average(output_transform=lambda output: output[0].mean()).attach(run.evaluator, "more")
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (reweighted, "is of other weights and not used."),
-        (relimited, "is of another evaluation (limit None, not 9) and not used."),
-        (other_metrics, "has the metrics ['drawn', 'loss', 'spread'], the evaluator has ['drawn', 'loss', 'more', 's"),
-        (lambda run: setattr(run.evaluation, "data", loader(run.numbers, 4)), "made with batch_size 2"),
-        (lambda run: setattr(run.evaluation, "data", loader(Numbers(18), 2)), "made with samples 20"),
-    ],
-    ids=["weights", "limit", "metrics", "batch size", "data"],
-)
-def test_another_evaluation_starts_at_its_first_batch(
-    change: Callable[[Run], Any], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its metrics are those of a run that never saw the file."""
-    Run(tmp_path).cut_off(8)
-    expected, resumed = Run(tmp_path / "whole"), Run(tmp_path)
-    for run in (expected, resumed):
-        change(run)
-    with caplog.at_level(logging.INFO):
-        assert resumed.train() == expected.train()
-    assert resumed.batches == expected.batches and said in caplog.text
-
-
-class Refusing:
-    """``agreement``, with a peer whose data are others; only at the first time."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    def agreed(self, work: Callable[[], Any]) -> list[Any]:
-        self.asked += 1
-        if self.asked == 1:
-            work()
-            raise ValueError("The peer has other data.")
-        return agreement.agreed(work)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(agreement, name)
-
-
-def test_no_rank_continues_if_another_cannot(
-    tmp_path: Path, whole: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    Run(tmp_path).cut_off(8)
-    resumed = Run(tmp_path)
-    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
-        patched.setattr(progress_file, "agreement", Refusing())
-        assert resumed.train() == whole
-    assert resumed.batches == [6] * 10 + [12] * 10 and "The peer has other data." in caplog.text
-
-
-def test_progress_of_an_earlier_iteration_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cut = Run(tmp_path)
-    cut.cut_off(8)
-    resumed = Run(tmp_path)
-    kept = cut.file.read_bytes()
-    resumed.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=11), lambda: cut.file.write_bytes(kept))
-    with caplog.at_level(logging.INFO):
-        resumed.train()
-    assert resumed.batches[-10:] == [12] * 10
-    assert "is of another evaluation (iteration 6, not 12) and not used." in caplog.text
+    assert resumed.batches == [6] * 2 + [12] * 9
+    assert "the 7 batches that were consumed are loaded again and skipped" in caplog.text
 
 
 def test_metric_that_cannot_be_saved_is_a_warning_when_attached(
@@ -350,21 +188,7 @@ def test_metric_that_cannot_be_saved_is_a_warning_when_attached(
         ]
         assert run.train() == [{"val/window": 3.0}] * 2
     assert len([record for record in caplog.records if "window" in record.getMessage()]) == 1
-    assert not run.file.exists() and len(run.batches) == 20
-
-
-def test_file_that_cannot_be_written_costs_no_training(
-    tmp_path: Path, whole: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "progress").write_text("in the way")
-    with caplog.at_level(logging.WARNING):
-        assert Run(tmp_path).train() == whole
-    assert "The progress of the evaluation of val is not saved: Not a directory" in caplog.text
-
-
-def test_settings_are_checked() -> None:
-    with pytest.raises(ValueError, match="progress_every must be at least 1 batch, got 0"):
-        Evaluation(create_evaluator(nn.Linear(1, 1), lambda model, batch: batch), [], progress="x", progress_every=0)
+    assert len(run.batches) == 20
 
 
 # -- evaluations that the resumed run has to repeat -------------------------------------------------------------------
@@ -389,7 +213,7 @@ def evaluated(trainer: Trainer, event: Any, seen: Callable[[], None]) -> list[An
 
 @pytest.mark.parametrize("event", [Events.STARTED, Events.ITERATION_COMPLETED(every=3), Events.EPOCH_COMPLETED])
 def test_evaluation_stopped_twice_is_run_by_the_resumed_run_at_its_iteration(event: Any, tmp_path: Path) -> None:
-    """Without progress: from its first batch, at its iteration, from the random numbers that it would have had."""
+    """Without ``resumes``: from its first batch, at its iteration, from the random numbers that it would have had."""
 
     def run(folder: Path, stop_at: int | None) -> tuple[Trainer, list[Any]]:
         trainer, count = trainer_of(), [0]
