@@ -84,11 +84,11 @@ class Broken(Metric):
         ),
         (
             {"metrics": {"precision": Precision()}, "best": "val/precision", "mode": "max"},
-            r"^fit\(\): best: got 'val/precision', which is a Tensor of shape \(3,\), expected a metric that is one",
+            r"^fit\(\): checkpoint\.best: got 'val/precision', which is a Tensor of shape \(3,\), expected a metric that is one",
         ),
         (
             {"metrics": {"accuracy": Accuracy()}, "best": "val/zzz", "mode": "max"},
-            r"^fit\(\): best: got 'val/zzz', expected a metric of this run; known: loss, val/accuracy\.",
+            r"^fit\(\): checkpoint\.best: got 'val/zzz', expected a metric of this run; known: loss, val/accuracy\.",
         ),
     ],
 )
