@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,24 +11,18 @@ import pytest
 import torch
 from ignite.engine import Engine, Events
 from ignite.handlers import (
-    BasicTimeProfiler,
     Checkpoint,
     DiskSaver,
     EarlyStopping,
     EMAHandler,
-    EpochOutputStore,
     FastaiLRFinder,
-    HandlersTimeProfiler,
-    ModelCheckpoint,
     TerminateOnNan,
     TimeLimit,
-    Timer,
     global_step_from_engine,
 )
 from ignite.metrics import MeanSquaredError
 
-from ignite_engine import Phase, Trainer, TrainingEvents, create_evaluator
-from ignite_engine.engine.bus import handlers_of
+from ignite_engine import Trainer, create_evaluator
 from ignite_engine.handlers import Evaluation
 from tests.builders import numbers_loader, one, trainer_of, weights
 
@@ -56,10 +50,6 @@ def stops_in(epoch: int, scores: list[float], attach: Callable[[Trainer, EarlySt
     state = trainer.run(numbers_loader(4), max_epochs=10)
 
     assert (state.epoch, state.status, state.reason) == (epoch, "completed", "terminate")
-
-
-def test_early_stopping_on_the_trainer() -> None:
-    stops_in(5, [1, 2, 3, 3, 2, 9], lambda trainer, stop: trainer.add_event_handler(Events.EPOCH_COMPLETED, stop))
 
 
 @pytest.mark.parametrize("by", ["a handler", "Evaluation"])
@@ -139,103 +129,12 @@ def test_time_limit_ends_the_run(clock: Clock) -> None:
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
-def test_timer_counts_and_averages_between_its_events(clock: Clock) -> None:
-    trainer, timer = Trainer(lambda engine, batch: clock.sleep(2.0)), Timer(average=True)
-    timer.attach(
-        trainer,
-        start=Events.STARTED,
-        resume=Events.ITERATION_STARTED,
-        pause=Events.ITERATION_COMPLETED,
-        step=Events.ITERATION_COMPLETED,
-    )
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: clock.sleep(5.0))
-    trainer.run(range(4))
-
-    assert (timer.step_count, timer.value()) == (4, 2.0)
-
-
 DATA_S, UPDATE_S, HANDLER_S = 0.5, 3.0, 2.0
-
-
-def slow_trainer(clock: Clock, event: Any) -> Trainer:
-    """Its update takes 3 s, and of two handlers of ``event`` each 2 s."""
-    trainer = Trainer(lambda engine, batch: clock.sleep(UPDATE_S))
-
-    def slow_handler() -> None:
-        clock.sleep(HANDLER_S)
-
-    def slow_measurement() -> None:
-        clock.sleep(HANDLER_S)
-
-    slow_measurement.phase = Phase.MEASURE  # type: ignore[attr-defined]
-    trainer.add_event_handler(event, slow_handler)
-    trainer.add_event_handler(event, slow_measurement)
-    trainer.add_event_handler(Events.STARTED, slow_handler)
-    return trainer
-
-
-class SlowData:
-    """Four batches, each of which takes 0.5 s."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-
-    def __len__(self) -> int:
-        return 4
-
-    def __iter__(self) -> Iterator[int]:
-        for index in range(4):
-            self.clock.sleep(DATA_S)
-            yield index
 
 
 EACH = pytest.mark.parametrize(
     "event", [Events.ITERATION_COMPLETED, Events.ITERATION_COMPLETED(every=1)], ids=["plain", "every"]
 )
-
-
-@EACH
-def test_basic_time_profiler_separates_data_update_and_handlers(clock: Clock, event: Any) -> None:
-    trainer, profiler = slow_trainer(clock, event), BasicTimeProfiler()
-    profiler.attach(trainer)
-    trainer.run(SlowData(clock), max_epochs=2)
-    results = profiler.get_results()
-
-    assert results["processing_stats"]["total"] == 8 * UPDATE_S
-    assert results["dataflow_stats"]["total"] == 8 * DATA_S
-    assert results["event_handlers_stats"]["ITERATION_COMPLETED"]["total"] == 16 * HANDLER_S
-    assert results["event_handlers_stats"]["STARTED"]["total"] == HANDLER_S
-    names = results["event_handlers_names"]["ITERATION_COMPLETED_names"]
-    assert [name.rpartition(".")[2] for name in names] == ["slow_measurement", "slow_handler"]
-    assert "slow_handler" in profiler.print_results(results)
-
-
-@EACH
-def test_handlers_time_profiler_times_each_handler(clock: Clock, event: Any) -> None:
-    trainer, profiler, order = slow_trainer(clock, event), HandlersTimeProfiler(), list[str]()
-
-    def after() -> None:
-        order.append("after")
-
-    def log() -> None:
-        order.append("log")
-
-    log.phase = Phase.LOG  # type: ignore[attr-defined]
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, after)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=8), log)
-    trainer.add_event_handler(TrainingEvents.RESUME_POINT, lambda: clock.sleep(1.0))
-    profiler.attach(trainer)
-    trainer.run(SlowData(clock), max_epochs=2)
-    rows = {(row[0].rpartition(".")[2], row[1]): row[2] for row in profiler.get_results()}  # type: ignore[union-attr]
-
-    assert rows["slow_handler", "ITERATION_COMPLETED"] == 8 * HANDLER_S
-    assert rows["slow_measurement", "ITERATION_COMPLETED"] == 8 * HANDLER_S
-    assert rows["slow_handler", "STARTED"] == HANDLER_S
-    assert rows["<lambda>", "RESUME_POINT"] == 8 * 1.0
-    assert (rows["Processing", "None"], rows["Dataflow", "None"]) == (8 * UPDATE_S, 8 * DATA_S)
-    # timed or not, filters and phases hold, and nothing is left of it at the end
-    assert order == ["after"] * 7 + ["log", "after"]
-    assert not any(hasattr(handler, "_profiler_original") for handler, _, _ in handlers_of(trainer, event))
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -278,31 +177,7 @@ def _layers(model: Any) -> Any:
     ]
 
 
-def test_model_checkpoint_writes_at_its_event(tmp_path: Path) -> None:
-    trainer = trainer_of()
-    update: Any = trainer.update
-    saver = ModelCheckpoint(
-        str(tmp_path), "every", n_saved=None, global_step_transform=global_step_from_engine(trainer)
-    )
-    trainer.add_event_handler(Events.EPOCH_COMPLETED(every=2), saver, {"model": update.model})
-    trainer.run(numbers_loader(4), max_epochs=4)
-
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["every_model_2.pt", "every_model_4.pt"]
-    saved = torch.load(tmp_path / "every_model_4.pt", weights_only=True)
-    assert all(torch.equal(saved[name], value) for name, value in update.model.state_dict().items())
-
-
 # -- the rest ----------------------------------------------------------------------------------------------------------
-
-
-def test_epoch_output_store_keeps_every_output_of_the_epoch() -> None:
-    trainer, store, outputs = trainer_of(), EpochOutputStore(), list[float]()
-    store.attach(trainer, "outputs")
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: outputs.append(loss_of(trainer.state.output)))
-    state = trainer.run(numbers_loader(6, 2), max_epochs=2)
-
-    assert [loss_of(output) for output in store.data] == outputs[3:]
-    assert state.outputs is store.data and len(set(outputs)) == 6  # type: ignore[attr-defined]
 
 
 def test_ema_follows_the_weights_of_each_iteration() -> None:

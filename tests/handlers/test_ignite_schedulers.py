@@ -13,33 +13,23 @@ from ignite.engine import Events
 from ignite.handlers import (
     ConcatScheduler,
     CosineAnnealingScheduler,
-    ExpStateScheduler,
     LinearCyclicalScheduler,
     LRScheduler,
-    ParamGroupScheduler,
     PiecewiseLinear,
-    ReduceLROnPlateauScheduler,
     create_lr_scheduler_with_warmup,
 )
 from ignite.metrics import (
-    ROC_AUC,
-    Accuracy,
     Average,
     Frequency,
-    Loss,
-    MeanSquaredError,
     MetricsLambda,
-    MutualInformation,
     RunningAverage,
 )
-from ignite.metrics.metric import BatchWise, SingleEpochRunningBatchWise
-from torch import Tensor
+from ignite.metrics.metric import SingleEpochRunningBatchWise
 from torch.optim import SGD, Optimizer
 
-from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator
-from ignite_engine.handlers import Evaluation
-from tests.builders import linear, mse, numbers_loader, trainer_of, weights
-from tests.handlers.test_ignite_handlers import loss_of, predict
+from ignite_engine import Trainer, TrainingEvents
+from tests.builders import numbers_loader, trainer_of, weights
+from tests.handlers.test_ignite_handlers import loss_of
 
 Make = Callable[[Optimizer], Any]
 
@@ -129,52 +119,6 @@ def test_scheduler_is_saved_and_resumed(make: Make) -> None:
     assert torch.equal(weights(resumed), weights(whole))
 
 
-def test_scheduler_of_each_group_and_of_another_parameter() -> None:
-    model = linear()
-    first, second = list(model.parameters())[:2], list(model.parameters())[2:]
-    optimizer = SGD([{"params": first}, {"params": second}], lr=0.1, momentum=0.9)
-    trainer = Trainer(Update(model, optimizer, mse))
-    seen: list[tuple[float, ...]] = []
-    groups = [
-        LinearCyclicalScheduler(optimizer, "lr", 1.0, 0.0, cycle_size=8, param_group_index=0),
-        PiecewiseLinear(optimizer, "momentum", [(0, 0.9), (4, 0.5)], param_group_index=1),
-    ]
-    trainer.add_event_handler(Events.ITERATION_STARTED, ParamGroupScheduler(groups, names=["lr", "momentum"]))
-    trainer.add_event_handler(
-        Events.ITERATION_COMPLETED,
-        lambda: seen.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["momentum"])),
-    )
-    trainer.run(numbers_loader(4, 1))
-
-    assert seen == [pytest.approx(pair) for pair in [(1.0, 0.9), (0.75, 0.8), (0.5, 0.7), (0.25, 0.6)]]
-    assert [group["lr"] for group in optimizer.param_groups][1] == 0.1
-
-
-def test_plateau_scheduler_follows_a_metric_of_the_evaluator() -> None:
-    trainer, given = trainer_of(lr=1.0), iter([3.0, 2.0, 2.0, 2.0, 2.0])
-    update: Any = trainer.update
-    evaluator = create_evaluator(update.model, lambda model, batch: next(given), {"score": Average()})
-    scheduler = ReduceLROnPlateauScheduler(
-        update.optimizers["optimizer"], metric_name="score", factor=0.1, patience=0, trainer=trainer
-    )
-    evaluator.add_event_handler(Events.COMPLETED, scheduler)
-    Evaluation(evaluator, [0]).attach(trainer)
-    rates = rates_used(trainer)
-    trainer.run(numbers_loader(2, 2), max_epochs=5)
-
-    assert rates == pytest.approx([1.0, 1.0, 1.0, 0.1, 0.01])
-
-
-def test_state_scheduler_writes_into_the_state() -> None:
-    trainer, seen = trainer_of(), list[float]()
-    scheduler = ExpStateScheduler(initial_value=8.0, gamma=0.5, param_name="temperature")
-    scheduler.attach(trainer, Events.EPOCH_STARTED)
-    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: seen.append(trainer.state.temperature))  # type: ignore[attr-defined]
-    trainer.run(numbers_loader(2), max_epochs=3)
-
-    assert seen == [4.0, 2.0, 1.0]
-
-
 # -- metrics -----------------------------------------------------------------------------------------------------------
 
 
@@ -192,18 +136,6 @@ def test_metrics_on_the_trainer_are_those_of_each_epoch() -> None:
 
     means = [sum(losses[:3]) / 3, sum(losses[3:]) / 3]
     assert epochs == [pytest.approx((mean, 2 * mean + 1)) for mean in means]
-
-
-def test_metrics_of_the_trainer_reach_the_sinks() -> None:
-    trainer, published = trainer_of(), list[tuple[int, set[str]]]()
-    Average(output_transform=loss_of).attach(trainer, "mean")
-    trainer.add_event_handler(
-        TrainingEvents.METRICS_READY,
-        lambda: published.append((trainer.state.iteration, set(trainer.state.metrics.fresh))),
-    )
-    trainer.run(numbers_loader(6, 2), max_epochs=2)
-
-    assert published == [(3, {"mean"}), (6, {"mean"})]
 
 
 def measured() -> Trainer:
@@ -234,39 +166,6 @@ def test_metrics_are_saved_under_their_names_and_resumed(iteration: int) -> None
     assert whole.reproducibility() == []
     if iteration < 9:  # else nothing is left to compute
         assert found == expected and len(found) == 5
-
-
-def test_metric_whose_own_state_ignite_cannot_load_is_resumed() -> None:
-    """Ignite's ``load_state_dict`` raises for lists of tensors, and forgets attributes that are no part of its keys."""
-
-    def make() -> Trainer:
-        trainer = trainer_of()
-
-        def predicted(_: Any) -> tuple[Tensor, Tensor]:
-            iteration = trainer.state.iteration
-            return torch.arange(4.0).view(2, 2) * iteration, torch.tensor([0, 1]) ^ (iteration % 2)
-
-        def scored(output: Any) -> tuple[Tensor, Tensor]:
-            scores, classes = predicted(output)
-            return scores[:, 1], classes
-
-        ROC_AUC(scored).attach(trainer, "auc")
-        MutualInformation(predicted).attach(trainer, "information")
-        return trainer
-
-    whole, resumed, saved = make(), make(), dict[str, Any]()
-
-    def save() -> None:
-        shared, local = whole.registry.capture()
-        saved.update(copy.deepcopy({**shared, **local}))
-
-    whole.add_event_handler(TrainingEvents.RESUME_POINT(once=4), save)
-    expected = dict(whole.run(numbers_loader(6, 2), max_epochs=2).metrics)
-    resumed.registry.load(saved, source="memory")
-
-    assert whole.reproducibility() == []
-    assert dict(resumed.run(numbers_loader(6, 2), max_epochs=2).metrics) == expected
-    assert {"auc", "information"} <= set(expected)
 
 
 def test_metric_that_cannot_be_saved_is_in_the_exactness_report() -> None:
@@ -308,59 +207,3 @@ def test_running_average_is_the_exponential_one() -> None:
     for loss in losses[1:]:
         expected.append(0.75 * expected[-1] + 0.25 * loss)
     assert averages == pytest.approx(expected)
-
-
-def test_running_average_of_a_metric_over_a_users_own_update() -> None:
-    """Such an average refuses a mapping, in any engine: it is for updates that return pairs."""
-    trainer = Trainer(lambda engine, batch: (torch.tensor([float(batch)]), torch.zeros(1)))
-    RunningAverage(MeanSquaredError(), alpha=0.5).attach(trainer, "average")
-    state = trainer.run([1, 2, 3])
-
-    assert state.metrics["average"] == pytest.approx(0.5 * (0.5 * 1 + 0.5 * 4) + 0.5 * 9)
-
-
-def test_metric_of_each_batch_and_frequency() -> None:
-    trainer, each, losses = trainer_of(), list[float](), list[float]()
-    Average(output_transform=loss_of).attach(trainer, "batch", usage=BatchWise())
-    Frequency(output_transform=lambda output: 2).attach(trainer, "samples/s")
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(loss_of(trainer.state.output)))
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: each.append(trainer.state.metrics["batch"]))
-    state = trainer.run(numbers_loader(6, 2))
-
-    assert each == pytest.approx(losses) and state.metrics["samples/s"] > 0
-
-
-def test_metrics_on_the_evaluator_are_those_of_all_samples() -> None:
-    trainer = trainer_of()
-    update: Any = trainer.update
-    data = numbers_loader(7, 3)
-
-    def classes(output: Any) -> tuple[Tensor, Tensor]:
-        values, targets = output
-        return (values > 0).long().view(-1), (targets > 0).long().view(-1)
-
-    evaluator = create_evaluator(
-        update.model,
-        predict,
-        {"mse": MeanSquaredError(), "loss": Loss(torch.nn.functional.l1_loss), "accuracy": Accuracy(classes)},
-    )
-    Evaluation(evaluator, data, name="val").attach(trainer)
-    state = trainer.run(numbers_loader(6, 2))
-
-    with torch.no_grad():
-        samples = [predict(update.model, batch) for batch in data]
-    values, targets = (torch.cat(part) for part in zip(*samples, strict=True))
-    assert state.metrics["val/mse"] == pytest.approx((values - targets).square().mean().item())
-    assert state.metrics["val/loss"] == pytest.approx((values - targets).abs().mean().item())
-    assert state.metrics["val/accuracy"] == pytest.approx(((values > 0) == (targets > 0)).float().mean().item())
-
-
-def test_detached_metric_is_written_no_more() -> None:
-    trainer, metric = trainer_of(), Average(output_transform=loss_of)
-    metric.attach(trainer, "mean")
-    trainer.run(numbers_loader(4, 2))
-    metric.detach(trainer)
-    before = trainer.state.metrics.pop("mean")
-    state = trainer.run(numbers_loader(4, 2), max_epochs=2)
-
-    assert before > 0 and "mean" not in state.metrics and not metric.is_attached(trainer)

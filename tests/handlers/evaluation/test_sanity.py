@@ -84,7 +84,7 @@ class Broken(Metric):
         ),
         (
             {"metrics": {"precision": Precision()}, "best": "val/precision", "mode": "max"},
-            r"^fit\(\): checkpoint\.best: got 'val/precision', which is a Tensor of shape \(3,\), expected a metric that is one",
+            r"^fit\(\): checkpoint\.best: got 'val/precision', which is a Tensor of shape \(3,\), expected a metric",
         ),
         (
             {"metrics": {"accuracy": Accuracy()}, "best": "val/zzz", "mode": "max"},
