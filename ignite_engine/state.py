@@ -134,8 +134,6 @@ class TrainingState(State):
     window: Any
     """What the stream named the window that is trained on now, None between windows and on a rank that has none.
     Writer: Trainer."""
-    max_windows: int | None
-    """Windows of the whole run, None: no limit. Writer: Trainer."""
     read_errors: int
     """Batches that could not be read and were left out, over all ranks. Writer: Trainer."""
     samples: int | None
@@ -192,7 +190,7 @@ class TrainingState(State):
         for name in COUNTERS:
             setattr(self, name, 0)
         self.windows_completed = 0
-        self.window = self.max_windows = None
+        self.window = None
         self.samples = self.tokens = None
         self.checkpoint_path = None
         self.padding = 0

@@ -81,7 +81,7 @@ class Evaluation:
         self.name = f"evaluation/{name}"
         self._windows = WindowReader(data, waits=False) if isinstance(data, Windows) else None
         if isinstance(data, Windows) and agreement.rank() == 0:
-            for setting in ("limit", "per_epoch", "max_updates", "wait_s"):
+            for setting in ("per_epoch", "max_updates", "wait_s"):
                 if getattr(data, setting):
                     logger.warning(
                         "Windows(%s=%s) has no effect in the Evaluation of %r: it takes the next window that is there.",

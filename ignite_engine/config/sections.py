@@ -84,7 +84,6 @@ class RunSection(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # rank r uses seed + r after the model was made
     max_iterations: Count | None = None  # updates; of this and max_epochs what is reached first
     max_epochs: Count | None = None
-    max_windows: Count | None = None  # of a stream, in the whole run; beside the above
     deterministic: bool = False  # torch.use_deterministic_algorithms
     matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of fp32 products
     threads: Count | None = None  # CPU threads of each rank; default: torch's own

@@ -46,7 +46,6 @@ class Windows:
         open: makes the loader of a window: ``open(name)`` returns a ``loader()``, another loader, or any iterable of
             batches, on several ranks of this rank's share. Nothing, or no batch, is an empty window, which is skipped.
         per_epoch: windows of an epoch; None: it lasts until the stream has no more.
-        limit: windows of the whole run; None: no limit.
         max_updates: of one window, the rest of which is left out; None: a window is trained on to its end.
         wait_s: how long to wait for a window that has not come yet, in seconds; then the stream is at its end.
             ``math.inf`` waits for ever. A stop request ends the wait.
@@ -65,7 +64,6 @@ class Windows:
         open: Callable[[Any], Iterable[Any] | None],
         *,
         per_epoch: int | None = None,
-        limit: int | None = None,
         max_updates: int | None = None,
         wait_s: float = 0.0,
         poll_s: float = 1.0,
@@ -74,7 +72,7 @@ class Windows:
         is_stream = isinstance(stream, (WindowStream, Iterable)) and not isinstance(stream, str | Windows)
         check_type("stream", stream, is_stream, "a sequence of windows, Files or another stream")
         check_type("open", open, callable(open), "a function that makes the loader of a window")
-        for name, value in (("per_epoch", per_epoch), ("limit", limit), ("max_updates", max_updates)):
+        for name, value in (("per_epoch", per_epoch), ("max_updates", max_updates)):
             unit = "update" if name == "max_updates" else "window"
             check_type(name, value, value is None or is_whole(value), f"a whole number of {unit}s or None")
             if value is not None and value < 1:
@@ -90,7 +88,7 @@ class Windows:
             self._one = None if isinstance(stream, Files) else _SharedPosition(stream)
         elif not is_sequence(stream) and iter(stream) is stream:
             self._one = _SharedPosition(ReplayedStream(stream))
-        self.per_epoch, self.limit, self.max_updates = per_epoch, limit, max_updates
+        self.per_epoch, self.max_updates = per_epoch, max_updates
         self.wait_s, self.poll_s = wait_s, poll_s
         self.present: Any = None
         """The name of the window that is trained on now; None between windows, and where this rank has none."""
@@ -124,14 +122,13 @@ class Windows:
     @property
     def settings(self) -> dict[str, Any]:
         """What is the same on every rank."""
-        return {f"Windows({name})": getattr(self, name) for name in ("per_epoch", "limit", "max_updates", "shared")}
+        return {f"Windows({name})": getattr(self, name) for name in ("per_epoch", "max_updates", "shared")}
 
-    def opened_by(self, make: Callable[[Any], Any], *, limit: int | None = None) -> Windows:
+    def opened_by(self, make: Callable[[Any], Any]) -> Windows:
         """The same windows, of whose datasets ``make`` makes loaders.
 
         Args:
             make: called with what ``open`` returns, if that is map-style data.
-            limit: another one; None: the same.
         """
 
         def open_and_make(name: Any) -> Any:
@@ -140,7 +137,7 @@ class Windows:
             return make(data) if is_dataset else data
 
         own = {name: getattr(self, name) for name in ("per_epoch", "max_updates", "wait_s", "poll_s", "shared")}
-        made = Windows(self.stream, open_and_make, limit=limit or self.limit, **own)
+        made = Windows(self.stream, open_and_make, **own)
         made._one = self._one
         return made
 
@@ -158,8 +155,8 @@ class Windows:
         return self._made_of(self._opened(self.present), self.order_seed)
 
     def whole(self) -> Iterator[Any]:
-        """The batches of all windows, one after the other, at most of ``limit`` windows: ``Evaluation(evaluator,
-        windows.whole)`` evaluates them as one set. It does not wait for windows that have not come; a collective.
+        """The batches of all windows, one after the other: ``Evaluation(evaluator, windows.whole)`` evaluates
+        them as one set. It does not wait for windows that have not come; a collective.
 
         Raises:
             Exception: of the stream, on every rank.
@@ -168,7 +165,7 @@ class Windows:
         def names_of_all() -> list[Any]:
             stream, names = self.begun_by(self), list[Any]()
             with suppress(StopIteration):
-                while len(names) != self.limit and (name := stream.next_window()) is not None:
+                while (name := stream.next_window()) is not None:
                     names.append(name)
             return names
 

@@ -12,7 +12,7 @@ from typing import Any
 from ignite.engine import Engine, Events
 
 from ignite_engine.data.windowed_source import WindowedSource
-from ignite_engine.engine.boundary import RunEnds, StepBoundary, terminate
+from ignite_engine.engine.boundary import RunEnds, StepBoundary
 from ignite_engine.engine.position import EpochIs, is_done
 from ignite_engine.engine.progress import Progress
 from ignite_engine.engine.stop_requests import StopRequests
@@ -140,8 +140,6 @@ class Feed:
                     self._stream_is_exhausted(windows)
                 return End.OF_EPOCH
             if announced:
-                if progress.is_done():
-                    terminate(engine)
                 self._boundary.at(last=bool(engine.should_terminate), within_epoch=True)
                 self._boundary.check_or_pause()
             engine._dataloader_iter = progress.open_pass()

@@ -25,7 +25,6 @@ class Plan:
 
     max_epochs: int | None = None
     max_iters: int | None = None
-    max_windows: int | None = None
     epoch_length: int | None = None
     """Iterations of an epoch; of a measured one that of the pass before."""
     epoch_is: EpochIs = EpochIs.A_LENGTH
@@ -47,8 +46,6 @@ class Position:
     """Iterations of the epoch under way."""
     epoch_ends: bool | str = False
     """``terminate_epoch()`` was called, and a stop came before the epoch's end; the string is Ignite's option of it."""
-    windows_completed: int = 0
-    """Not known of a saved position: ``start.begin`` derives it from the windows begun and whether one is open."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """The place in the data, as its source saves it; empty without data."""
 
@@ -88,8 +85,7 @@ def limit_reached(position: Position, plan: Plan) -> str | None:
         return "max_iters"
     if plan.max_epochs is not None and position.epochs >= plan.max_epochs:
         return "max_epochs"
-    by_windows = plan.max_windows is not None and position.windows_completed >= plan.max_windows
-    return "max_windows" if by_windows else None
+    return None
 
 
 def last_iteration(position: Position, plan: Plan) -> int | None:

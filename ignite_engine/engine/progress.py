@@ -113,14 +113,13 @@ class Progress:
             epochs=self.epochs_completed,
             epoch_iteration=self.epoch_iteration,
             epoch_ends=self.epoch_ends,
-            windows_completed=self.state.windows_completed,
         )
 
     @property
     def plan(self) -> Plan:
         """How far the run goes; its limits are Ignite's, which a handler may change."""
         state = self.state
-        return Plan(state.max_epochs, state.max_iters, state.max_windows, state.epoch_length, self.epoch_is)
+        return Plan(state.max_epochs, state.max_iters, state.epoch_length, self.epoch_is)
 
     def begin(self, source: Source | None, data: Any, plan: Plan, position: Position) -> None:
         """A run begins at ``position``: assigns all of it, and cannot fail."""
@@ -129,10 +128,13 @@ class Progress:
         self.epoch_is, self._fetched = plan.epoch_is, None
         self.epochs_completed, self.epoch_iteration = position.epochs, position.epoch_iteration
         self.epoch_ends = position.epoch_ends
-        state.max_epochs, state.max_iters, state.max_windows = plan.max_epochs, plan.max_iters, plan.max_windows
+        state.max_epochs, state.max_iters = plan.max_epochs, plan.max_iters
         state.epoch_length, state.dataloader = plan.epoch_length, data
-        state.iteration, state.windows_completed = position.iteration, position.windows_completed
-        state.window = source.data.present if isinstance(source, WindowedSource) and source.announced else None
+        state.iteration = position.iteration
+        # of the windows that have begun all are completed but the one that is open
+        open_now = source if isinstance(source, WindowedSource) and source.announced else None
+        state.windows_completed = state.windows - int(open_now is not None)
+        state.window = None if open_now is None else open_now.data.present
         self._forget_group()
 
     @property

@@ -118,10 +118,6 @@ def begin(
     if start.continues and isinstance(source, DataSource) and (saved_with != grouping or source.place.skipped):
         position = _regrouped(position, plan, source)
 
-    # of the windows that have begun all are completed but the one that is open
-    open_now = isinstance(source, WindowedSource) and source.announced
-    position = replace(position, windows_completed=(0 if start is Start.FRESH else state.windows) - int(open_now))
-
     # nothing below raises
     if start is Start.FRESH:
         _reset(state, progress)
@@ -263,8 +259,7 @@ def _plan(
     epoch_is = EpochIs.MEASURED if length is None else EpochIs.A_LENGTH
     if arguments.epoch_length is None and known is not None and length == known:
         epoch_is = EpochIs.A_PASS
-    max_windows = source.data.limit if isinstance(source, WindowedSource) else None
-    return Plan(max_epochs, max_iters, max_windows, length, epoch_is)
+    return Plan(max_epochs, max_iters, length, epoch_is)
 
 
 def _pass_number(start: Start, progress: Progress, position: Position) -> int:

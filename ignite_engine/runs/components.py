@@ -81,10 +81,8 @@ def check_fit(config: Config, task: Task) -> None:
     Raises:
         ConfigError: names the key, and what was possibly meant.
     """
-    of_windows = {"run.max_windows": config.run.max_windows, "evaluation.progressive": config.evaluation.progressive}
-    for key, given in of_windows.items():
-        if given and not isinstance(task.train_set, Windows):
-            raise config.error(key, f"got {given}, but the task's train_set is not a Windows object.")
+    if config.evaluation.progressive and not isinstance(task.train_set, Windows):
+        raise config.error("evaluation.progressive", "got True, but the task's train_set is not a Windows object.")
     for name, data in {"train_set": task.train_set, **task.val_sets, **task.test_sets}.items():
         if isinstance(data, Windows | IterableDataset) or is_loader(data):
             continue

@@ -40,8 +40,7 @@ def data_loader(config: Config, task: Task, dataset: Any, *, training: bool) -> 
     to resume exactly.
     """
     if isinstance(dataset, Windows):
-        limit = config.run.max_windows if training else None
-        return dataset.opened_by(lambda window: data_loader(config, task, window, training=training), limit=limit)
+        return dataset.opened_by(lambda window: data_loader(config, task, window, training=training))
     if is_loader(dataset):
         if not training:
             return dataset

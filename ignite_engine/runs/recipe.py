@@ -307,9 +307,6 @@ def _attach(
     def last_epoch(engine: Engine, count: int) -> bool:
         return trainer.state.epoch == trainer.state.max_epochs
 
-    def last_window(engine: Engine, count: int) -> bool:
-        return trainer.state.windows == trainer.state.max_windows
-
     def already_finished(engine: Engine, count: int) -> bool:
         state = trainer.state
         return state.start is not Start.FRESH and 0 < state.iteration == run.first_iteration
@@ -341,8 +338,6 @@ def _attach(
             handler.attach(trainer, Events.ITERATION_COMPLETED(event_filter=after_the_last_update))
             # the last epoch may have been cut short
             handler.attach(trainer, Events.EPOCH_COMPLETED(event_filter=last_epoch))
-            if isinstance(run.loader, Windows):
-                handler.attach(trainer, TrainingEvents.WINDOW_COMPLETED(event_filter=last_window))
         handler.attach(trainer, Events.COMPLETED(event_filter=already_finished))
     if evaluation.progressive:
         _progressive(config, task, run).attach(trainer, TrainingEvents.WINDOW_STARTED)

@@ -107,9 +107,7 @@ def test_filters_count_windows() -> None:
 @pytest.mark.parametrize(
     ("options", "run", "iterations", "epochs", "windows", "reason"),
     [
-        ({"limit": 2}, {"max_epochs": 5}, 4, 1, 2, "max_windows"),
         ({"per_epoch": 2}, {"max_epochs": 3}, 9, 3, 5, "max_epochs"),  # the second epoch ends with the list
-        ({"per_epoch": 2, "limit": 3}, {"max_epochs": 9}, 5, 2, 3, "max_windows"),
         ({"per_epoch": 1}, {"max_iters": 3}, 3, 2, 2, "max_iters"),
         ({}, {"max_iters": 7}, 7, 2, 4, "max_iters"),
         ({"per_epoch": 3}, {"max_epochs": 3}, 15, 3, 9, "max_epochs"),  # each ends with the list
@@ -140,22 +138,6 @@ def test_limit_of_updates_counts_those_before_a_resume(tmp_path: Path, stop_at: 
 
     assert len(whole) == 2 * 4 * 3
     assert before + samples_of(tmp_path, max_updates=3) == whole
-
-
-def test_limit_of_windows_counts_those_of_the_whole_run_and_a_fresh_one_has_its_own(tmp_path: Path) -> None:
-    def windows_of(trainer: Trainer, limit: int, max_epochs: int) -> list[Any]:
-        seen = trained(trainer)
-        assert trainer.run(Windows([1, 2, 1, 2], open_numbers, limit=limit), max_epochs=max_epochs).windows == limit
-        return seen
-
-    for limit, expected in ((2, [(1, 1), (2, 2)]), (2, []), (3, [(3, 1)])):
-        trainer, checkpoint = trainer_of(), Checkpoint(tmp_path)
-        checkpoint.attach(trainer, Events.COMPLETED)
-        checkpoint.resume()
-        assert windows_of(trainer, limit, 9) == expected, "resumed"
-    trainer = trainer_of()
-    for _ in range(2):
-        assert windows_of(trainer, 2, 1) == [(1, 1), (2, 2)], "fresh"
 
 
 def test_empty_windows_at_the_end_of_a_sequence_are_no_end_of_the_run() -> None:
@@ -585,10 +567,10 @@ def test_settings_of_windows_that_an_evaluation_does_not_follow_are_named(caplog
     Evaluation(evaluator, Windows([1, 2], lambda name: [torch.ones(1)]))
     assert caplog.messages == []
 
-    Evaluation(evaluator, Windows([1, 2], lambda name: [torch.ones(1)], limit=1, wait_s=2.0), name="late")
+    Evaluation(evaluator, Windows([1, 2], lambda name: [torch.ones(1)], wait_s=2.0), name="late")
     assert caplog.messages == [
         f"Windows({setting}) has no effect in the Evaluation of 'late': it takes the next window that is there."
-        for setting in ("limit=1", "wait_s=2.0")
+        for setting in ("wait_s=2.0",)
     ]
 
 
@@ -709,8 +691,6 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         trainer_of().run(Windows([2], open_numbers), epoch_length=5)
     with pytest.raises(TypeError, match=r"^stream must be a sequence of windows, Files or another stream, got 'hours'"):
         Windows("hours", open_numbers)
-    with pytest.raises(ValueError, match=r"^limit must be at least 1 window, or None, got 0\."):
-        Windows([1], open_numbers, limit=0)
     with pytest.raises(ValueError, match=r"^max_updates must be at least 1 update, or None, got 0\."):
         Windows([1], open_numbers, max_updates=0)
     with pytest.raises(RuntimeError, match=r"^No window is open"):

@@ -39,8 +39,7 @@ MEASURED = replace(PASSES, epoch_is=EpochIs.MEASURED)
         (Position(8, epochs=1, epoch_iteration=4), replace(PASSES, max_epochs=None, max_iters=8), Next.EPOCH_END),
         # only the data tells where a measured epoch ends, whatever the pass before had
         (Position(9, epochs=1, epoch_iteration=5), MEASURED, Next.GROUP),
-        (Position(9, epochs=1, epoch_iteration=5, windows_completed=2), replace(MEASURED, max_windows=2), Next.END),
-        (Position(9, epochs=1, windows_completed=1), replace(MEASURED, max_windows=2), Next.EPOCH),
+        (Position(9, epochs=1), MEASURED, Next.EPOCH),
     ],
 )
 def test_what_comes_next(position: Position, plan: Plan, expected: Next) -> None:

@@ -142,7 +142,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str,
 
 
 def test_run_that_is_resumed_ends_with_the_same_bits(tmp_path: Path, whole: Any) -> None:
-    run(tmp_path, "run.max_windows=1", "checkpoint.every=10")
+    run(tmp_path, "run.max_iterations=7", "checkpoint.every=10")
     assert run(tmp_path, "checkpoint.every=10") == whole
 
 

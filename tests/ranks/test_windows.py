@@ -109,7 +109,7 @@ def evaluated_and_killed(folder: str, rank: int) -> dict[str, Any]:
     def run(kill_at: int) -> None:
         trainer = Trainer(lambda engine, batch: None)
         windows = Windows([[1, 2], [3, 4, 5, 6]][: 2 - rank], loader,
-                          shared=False, limit=2)  # fmt: skip
+                          shared=False)  # fmt: skip
         evaluator = Engine(lambda engine, batch: float(batch))
         Average().attach(evaluator, "mean")
         Evaluation(evaluator, windows.again, name="next").attach(trainer, TrainingEvents.WINDOW_STARTED)
@@ -130,9 +130,9 @@ def evaluated_and_killed(folder: str, rank: int) -> dict[str, Any]:
 
 
 def refused(rank: int) -> str:
-    """What a rank says whose Windows have another limit than its peer's."""
-    with pytest.raises(ValueError, match="limit") as raised:
-        Trainer(lambda engine, batch: None).run(Windows([1, 2], lambda _: [torch.ones(1)], limit=1 + rank))
+    """What a rank says whose Windows have another length of epochs than its peer's."""
+    with pytest.raises(ValueError, match="per_epoch") as raised:
+        Trainer(lambda engine, batch: None).run(Windows([1, 2], lambda _: [torch.ones(1)], per_epoch=1 + rank))
     with pytest.raises(ValueError, match=r"^global_micro_batches deals one order .* and Windows\(shared=False\) gives"):
         Trainer(lambda engine, batch: None, global_micro_batches=2).run(Windows([1], loader, shared=False))
     return str(raised.value)
@@ -197,7 +197,7 @@ def test_a_stop_is_heard_while_all_wait_for_a_window(reports: dict[int, list[dic
 
 def test_a_rank_without_a_window_evaluates_and_resumes_with_its_peers(reports: dict[int, list[dict[str, Any]]]) -> None:
     for report in reports[0]:
-        assert report["killed"] == {"evaluated": [1.5, 4.5], "ended": ("max_windows", 6, 2)}
+        assert report["killed"] == {"evaluated": [1.5, 4.5], "ended": ("max_epochs", 6, 2)}
 
 
 def test_all_windows_of_all_ranks_are_one_evaluation(reports: dict[int, list[dict[str, Any]]]) -> None:
@@ -207,7 +207,7 @@ def test_all_windows_of_all_ranks_are_one_evaluation(reports: dict[int, list[dic
 
 
 def test_settings_of_windows_that_differ_are_refused_on_both(reports: dict[int, list[dict[str, Any]]]) -> None:
-    line = "Windows(limit) is 1 on rank 0 and 2 on rank 1: every rank must train with the same settings."
+    line = "Windows(per_epoch) is 1 on rank 0 and 2 on rank 1: every rank must train with the same settings."
     assert [report["refused"] for report in reports[0]] == [line] * 2
 
 

@@ -21,7 +21,7 @@ import yaml
 from ignite.engine import Events
 from ignite.metrics import MeanAbsoluteError
 
-from ignite_engine import Task, TrainingEvents, Windows, create_evaluator, seed_everything
+from ignite_engine import Task, TrainingEvents, create_evaluator, seed_everything
 from ignite_engine.checkpointing import StateMismatch
 from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
 from ignite_engine.engine.bus import name_of
@@ -169,18 +169,6 @@ def test_digest_is_of_sorted_names_and_bytes_whatever_the_wrapping() -> None:
 
     assert weights_sha256(model) == expected.hexdigest()
     assert weights_sha256(torch.compile(model)) == expected.hexdigest()  # type: ignore[arg-type]  # is a module
-
-
-@pytest.mark.parametrize(("max_windows", "trained"), [(None, 2), (1, 1), (3, 3)])
-def test_limit_of_a_tasks_windows_holds_unless_the_config_has_another(
-    build: Callable[..., Run], max_windows: int | None, trained: int
-) -> None:
-    windows = Windows([0, 1, 2, 3], lambda number: SAMPLES, limit=2)
-    sections = {"run": {"max_iterations": None, "max_epochs": 1, "max_windows": max_windows}}
-    run = build(sections, train_set=windows, val_sets={})
-    run.train()
-
-    assert run.trainer.state.windows == trained
 
 
 def test_same_seed_same_digest_and_another_seed_another(build: Callable[..., Run]) -> None:
