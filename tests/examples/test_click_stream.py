@@ -129,7 +129,7 @@ def run(folder: Path, *overrides: str) -> tuple[str, list[dict[str, Any]]]:
 def results(folder: Path) -> tuple[str, list[dict[str, Any]]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     windows = [
-        {key: value for key, value in line.items() if key.startswith("progressive/")}
+        {key: value for key, value in line.items() if key.startswith("progressive/") and not isinstance(value, dict)}
         for line in lines
         if "progressive/auc" in line
     ]
