@@ -117,7 +117,12 @@ def make_parser() -> tuple[Parser, Mapping[str, Parser]]:
         command.add_argument("--nproc-per-node", type=_count, metavar="N", help="processes to start on this machine")
         command.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl with CUDA, otherwise gloo")
         if name == "train":
-            _add_restarts(command)
+            command.add_argument(
+                "--restarts",
+                type=_count,
+                metavar="N",
+                help="start the ranks again when one was killed or hangs, at most N times in an hour; default: never",
+            )
         if name == "verify-resume":
             verify_resume.add_arguments(command, _count)
         if name == "evaluate":
@@ -143,21 +148,6 @@ def make_parser() -> tuple[Parser, Mapping[str, Parser]]:
     checkpoints.add_parser(subparsers)
     time_travel.add_parsers(subparsers, _count)
     return parser, subparsers.choices
-
-
-def _add_restarts(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--restarts",
-        type=_count,
-        metavar="N",
-        help="start the ranks again when one was killed or hangs, at most N times in an hour; default: never",
-    )
-    command.add_argument(
-        "--restart-on",
-        choices=["signal", "any"],
-        default="signal",
-        help="any: also after an exception of Python, which otherwise ends the run",
-    )
 
 
 def _count(text: str) -> int:

@@ -115,7 +115,7 @@ def _on_ranks(options: argparse.Namespace, work: Callable[[Config, argparse.Name
     }
     processes = options.nproc_per_node or config.distributed.nproc_per_node
     if restarts is not None:
-        waits |= {"restarts": restarts, "restart_on": options.restart_on}
+        waits["restarts"] = restarts
         recipe.prepare_ranks()
         with contextlib.suppress(TaskError):  # each rank says so
             find_task(config.task, config.folder)  # imported once, here
@@ -143,18 +143,9 @@ def _checked(options: argparse.Namespace, *, launched: bool) -> Config:
         raise config.error("distributed.backend", "got 'nccl', but there is no CUDA device; expected gloo.")
     if launched and options.nproc_per_node:
         raise ConfigError("--nproc-per-node: the launcher that started this process sets how many; leave it out.")
-    if options.command == "train":
-        _check_restarts(options, launched=launched)
-    return config
-
-
-def _check_restarts(options: argparse.Namespace, *, launched: bool) -> None:
-    if options.restarts is None:
-        if options.restart_on != "signal":
-            raise ConfigError("--restart-on: got it without --restarts N; say how often in an hour.")
-        return
-    if launched:
+    if launched and getattr(options, "restarts", None) is not None:
         raise ConfigError("--restarts: the launcher that started this process restarts its ranks itself; leave it out.")
+    return config
 
 
 def _backend(options: argparse.Namespace, config: Config) -> str:

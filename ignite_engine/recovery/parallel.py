@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from torch.multiprocessing.spawn import ProcessException
 
@@ -17,7 +17,7 @@ from ignite_engine.ranks.joining import is_launched
 from ignite_engine.ranks.watching import HEARTBEAT_TIMEOUT_S, watched
 
 if TYPE_CHECKING:
-    from ignite_engine.recovery.supervisor import Policy
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,6 @@ class Parallel(launch.Parallel):
         restarts: how often in an hour the ranks may be started again, after one was killed by a signal, by the system
             for its memory, say, or hangs. The function begins anew: ``checkpoint.resume()`` in it continues the run.
             None: never.
-        restart_on: ``signal``, or ``any``: also after an exception of Python, which otherwise ends the run.
 
     What happens at a signal, a failure and the end is said at :class:`ignite_engine.ranks.launch.Parallel`.
 
@@ -59,7 +58,6 @@ class Parallel(launch.Parallel):
         timeout: float | timedelta | None = None,
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT_S,
         restarts: int | None = None,
-        restart_on: Literal["signal", "any"] = "signal",
         **options: Any,
     ) -> None:
         super().__init__(
@@ -70,8 +68,11 @@ class Parallel(launch.Parallel):
             heartbeat_timeout=heartbeat_timeout,
             **options,
         )
-        self._policy = _policy(restarts, restart_on)
-        if self._policy is not None:
+        self._restarts = restarts
+        if restarts is not None:
+            check_type("restarts", restarts, is_whole(restarts), "a whole number, of an hour")
+            if restarts < 1:
+                raise ValueError(f"restarts must be at least 1, got {restarts}; leave it out for none.")
             for name, value in {"init_method": init_method, **options}.items():
                 if name in ("init_method", "start_method", "nnodes") and value not in (None, "env://", "fork", 1):
                     raise TypeError(
@@ -80,17 +81,17 @@ class Parallel(launch.Parallel):
             if is_launched():
                 if os.environ.get("RANK", "0") == "0":
                     logger.warning("restarts has no effect: the launcher that started this rank restarts it.")
-                self._policy = None
+                self._restarts = None
             else:
                 devices.look_without_using()
 
     def __enter__(self) -> Parallel:
-        if self._policy is None:
+        if self._restarts is None:
             super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._policy is None:
+        if self._restarts is None:
             super().__exit__(*error)
 
     def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -103,37 +104,17 @@ class Parallel(launch.Parallel):
                 not started again.
         """
         try:
-            if self._policy is None:
+            if self._restarts is None:
                 super().run(func, *args, **kwargs)
             else:
-                self._supervise(self._policy, func, args, kwargs)
+                self._supervise(self._restarts, func, args, kwargs)
         except ProcessException as error:  # its message says what happened, not the way from there to here
             raise error.with_traceback(None) from None
 
     def _supervise(
-        self, policy: Policy, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, restarts: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         from ignite_engine.recovery.supervisor import Supervisor
 
         watching = (func, self._heartbeat_timeout_s, *args)
-        Supervisor(self.backend, self._spawn_params or {}, self._timeout, policy).run(watched, watching, kwargs)
-
-
-def _policy(restarts: Any, restart_on: Any) -> Policy | None:
-    """None: no rank is started again.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong, or ``restart_on`` is given without ``restarts``.
-    """
-    if restarts is None:
-        if restart_on != "signal":
-            raise TypeError("Parallel got restart_on without restarts: say how often in an hour, too.")
-        return None
-    check_type("restarts", restarts, is_whole(restarts), "a whole number, of an hour")
-    if restarts < 1:
-        raise ValueError(f"restarts must be at least 1, got {restarts}; leave it out for none.")
-    if restart_on not in ("signal", "any"):
-        raise ValueError(f"restart_on must be signal or any, got {restart_on!r}.")
-    from ignite_engine.recovery.supervisor import Policy
-
-    return Policy(restarts, restart_on)
+        Supervisor(self.backend, self._spawn_params or {}, self._timeout, restarts).run(watched, watching, kwargs)

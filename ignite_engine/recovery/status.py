@@ -14,15 +14,8 @@ from ignite_engine.ranks import agreement, watching
 if TYPE_CHECKING:
     from ignite_engine.ranks.heartbeats import Failure
 
-_FIELDS = ("begun", "phase", "updates", "hung")
+_FIELDS = ("begun", "updates", "hung")
 _ROW = 8 * len(_FIELDS)
-_READING, _TRAINING, _AFTER = 1, 2, 3
-_WHERE = (
-    "before its first iteration",
-    "reading the data of iteration {}",
-    "in iteration {}",
-    "after the update of iteration {}",
-)
 
 
 def _number(name: str) -> Any:
@@ -40,7 +33,6 @@ class RankStatus:
     """
 
     begun = _number("begun")
-    phase = _number("phase")
     updates = _number("updates")
     hung = _number("hung")
 
@@ -50,7 +42,7 @@ class RankStatus:
     @property
     def where(self) -> str:
         """Where the rank is, or was when it died: the end of a sentence."""
-        return _WHERE[self.phase].format(self.begun)
+        return f"in iteration {self.begun}" if self.begun else "before its first iteration"
 
     def clear(self) -> None:
         for place in range(len(_FIELDS)):
@@ -114,11 +106,10 @@ class _Follower:
         trainer.add_event_handler(Events.ITERATION_COMPLETED, self.done)
 
     def reading(self, trainer: Any) -> None:
-        self.row.begun, self.row.phase = trainer.state.iteration + 1, _READING
+        self.row.begun = trainer.state.iteration + 1
 
     def training(self, trainer: Any) -> None:
-        self.row.begun, self.row.phase = trainer.state.iteration, _TRAINING
+        self.row.begun = trainer.state.iteration
 
     def done(self, trainer: Any) -> None:
-        self.row.phase = _AFTER
         self.row.updates += 1

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from torch.multiprocessing.spawn import ProcessExitedException
 
@@ -28,27 +28,13 @@ _STOPPED = frozenset(128 + signals.treated_as(stop) for stop in signals.STOPS)
 
 
 @dataclass(frozen=True)
-class Policy:
-    """When ranks are started again.
-
-    Attributes:
-        restarts: at most so many in an hour.
-        restart_on: ``signal``: a rank was killed or hangs; ``any``: also after an exception.
-    """
-
-    restarts: int
-    restart_on: Literal["signal", "any"] = "signal"
-
-
-@dataclass(frozen=True)
 class _Death:
-    """A rank that has died, hangs or has failed.
+    """A rank that has died or hangs.
 
     Attributes:
         how: as the end of a sentence about it, with the iteration.
         begun: that iteration; 0: none had begun.
-        number: of the signal that killed it; None: none has.
-        traceback: of what it raised.
+        number: of the signal that killed it; None: it hangs.
     """
 
     rank: int
@@ -56,7 +42,6 @@ class _Death:
     how: str
     begun: int
     number: int | None = None
-    traceback: str = ""
 
     @property
     def line(self) -> str:
@@ -88,8 +73,8 @@ class _ForkedRanks(Ranks):
         """The ranks have agreed to end the run before its end."""
         return any(rank.end is not None and rank.end.code in _STOPPED for rank in self.ranks)
 
-    def deaths(self, *, of_exceptions: bool) -> list[_Death]:
-        """Of ranks that were killed, or else the one that hangs, or else the first that raised."""
+    def deaths(self) -> list[_Death]:
+        """Of ranks that were killed, or else the one that hangs."""
         if killed := self.killed:
             numbers = {number: self.ranks[number].killed_by for number in killed}
             return [
@@ -97,18 +82,11 @@ class _ForkedRanks(Ranks):
                 for rank, number in numbers.items()
                 if number is not None
             ]
-        for row in self.rows:
-            if row.hung:
-                return [self._death(row.hung - 1, "hangs")]
-        raised = [rank for rank in self.ranks if rank.end and rank.end.code in (None, 1) and not rank.ended_here]
-        if not of_exceptions or not raised:
-            return []
-        first = min(raised, key=lambda rank: (rank.end.code == 1, rank.end.at) if rank.end else (True, 0.0))
-        return [self._death(first.number, "failed", traceback=first.end.traceback if first.end else "")]
+        return [self._death(row.hung - 1, "hangs") for row in self.rows if row.hung][:1]
 
-    def _death(self, rank: int, how: str, number: int | None = None, traceback: str = "") -> _Death:
+    def _death(self, rank: int, how: str, number: int | None = None) -> _Death:
         row, pid = self.rows[rank], self.ranks[rank].process.pid
-        return _Death(rank, pid, f"{how} {row.where}", row.begun, number, traceback)
+        return _Death(rank, pid, f"{how} {row.where}", row.begun, number)
 
 
 class Supervisor:
@@ -116,14 +94,15 @@ class Supervisor:
 
     Args:
         backend, params, timeout: as :class:`~ignite_engine.ranks.launch.Ranks` takes them.
+        restarts: at most so many in an hour.
     """
 
     def __init__(
-        self, backend: str | None, params: Mapping[str, Any], timeout: timedelta | None, policy: Policy
+        self, backend: str | None, params: Mapping[str, Any], timeout: timedelta | None, restarts: int
     ) -> None:
-        self._backend, self._params, self._timeout, self._policy = backend, params, timeout, policy
+        self._backend, self._params, self._timeout, self._allowed = backend, params, timeout, restarts
         self._rows = shared_rows(params.get("nproc_per_node") or 1)
-        self._restarted_at: deque[float] = deque(maxlen=policy.restarts)
+        self._restarted_at: deque[float] = deque(maxlen=restarts)
         self._restarts = 0
         self._died_at: dict[int, int] = {}
         """By rank the iteration at which it died last, while it has not gone beyond."""
@@ -140,7 +119,7 @@ class Supervisor:
             while True:
                 with contextlib.closing(self._ranks()) as ranks:
                     ranks.attempt(_in_rank, (ranks.rows, attempt, func, args, kwargs), {}, received)
-                    deaths = [] if ranks.stopped else ranks.deaths(of_exceptions=self._policy.restart_on == "any")
+                    deaths = [] if ranks.stopped else ranks.deaths()
                     if not deaths or (ranks.stop is not None and not ranks.ended):
                         ranks.finish()
                         return
@@ -170,9 +149,9 @@ class Supervisor:
         for death in deaths:
             if death.begun and death.begun == self._died_at.get(death.rank):
                 _give_up(death, ", where it died before. The run ends, as it would end there again.")
-        now, restarts = time.monotonic(), self._policy.restarts
-        if len(self._restarted_at) == restarts and now - self._restarted_at[0] < _HOUR_S:
-            _give_up(deaths[0], f". The run ends: it was started again {_times(restarts)} within an hour.")
+        now = time.monotonic()
+        if len(self._restarted_at) == self._allowed and now - self._restarted_at[0] < _HOUR_S:
+            _give_up(deaths[0], f". The run ends: it was started again {_times(self._allowed)} within an hour.")
         self._restarted_at.append(now)
         self._restarts += 1
         for rank, row in enumerate(self._rows):
@@ -183,10 +162,7 @@ class Supervisor:
 
     def _announced(self, deaths: Sequence[_Death]) -> str:
         line = "; ".join(death.line for death in deaths)
-        for death in deaths:
-            if death.traceback:
-                logger.error("%s", death.traceback.rstrip())
-        why = f"{line}. Restart {self._restarts}, of at most {self._policy.restarts} in an hour."
+        why = f"{line}. Restart {self._restarts}, of at most {self._allowed} in an hour."
         logger.warning("%s", why)
         return why
 
