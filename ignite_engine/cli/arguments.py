@@ -112,7 +112,6 @@ def make_parser() -> tuple[Parser, Mapping[str, Parser]]:
         )
         command.add_argument("--traceback", action="store_true", help="show the traceback of an error in the task")
         if name == "describe":
-            command.add_argument("--plot", type=Path, metavar="FILE", help="draw the learning rates as an SVG picture")
             continue
         command.add_argument("--nproc-per-node", type=_count, metavar="N", help="processes to start on this machine")
         command.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl with CUDA, otherwise gloo")

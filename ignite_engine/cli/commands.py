@@ -63,8 +63,6 @@ def evaluate(options: argparse.Namespace) -> None:
 def describe(options: argparse.Namespace) -> None:
     """Print the schedule, the learning rates and the bus."""
     run = recipe.build_run(load_config(options.config, options.overrides))
-    if options.plot is not None:
-        run.plot_lr(options.plot)
     print(run.describe())
 
 

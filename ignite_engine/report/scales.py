@@ -1,33 +1,10 @@
-"""Numbers on an axis: round ticks, and fewer points that keep every extreme."""
+"""Fewer points for a chart."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 Point = tuple[float, float]
-
-
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """At most ``count`` + 1 round values (1, 2 or 5 times a power of ten apart) from ``low`` to ``high``."""
-    if not high > low:
-        return [low]
-    raw = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
-    first = math.ceil(low / step - 1e-9)
-    last = math.floor(high / step + 1e-9)
-    return [number * step for number in range(first, last + 1)]
-
-
-def log_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Powers of ten from ``low`` to ``high``, with 2 and 5 between them where there are few."""
-    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    powers = [10.0**exponent for exponent in exponents if low <= 10.0**exponent <= high]
-    if len(powers) < 3:
-        finer = [factor * 10.0**exponent for exponent in exponents for factor in (1, 2, 5)]
-        return [value for value in finer if low <= value <= high]
-    return powers[:: math.ceil(len(powers) / (count + 1))]
 
 
 def thin(points: Sequence[Point], buckets: int) -> list[Point]:

@@ -301,13 +301,6 @@ class Run:
             head += lr_text(schedule, self.total) if self.total else []
         return "\n".join([*head, self.trainer.describe(self.loader, **self.length, rates=False)])
 
-    def plot_lr(self, path: Path) -> None:
-        """Write the learning rate of every parameter group over the run as an SVG picture."""
-        from ignite_engine.report.lr_curve import lr_svg
-
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(lr_svg(self.schedules, self.total or 1), encoding="utf-8")
-
     def _begin_directory(self) -> None:
         self.directory.write_config(self.config)
         self.directory.write_environment(agreement.world_size(), {**commit_of_code(), "code": dict(self.code)})

@@ -147,8 +147,6 @@ WRONG = [
         ["compare", ".", "--output", "nowhere/x.html"],
         "--output: got 'nowhere/x.html', but there is no directory nowhere",
     ),
-    (["describe", "my_config.yaml", "--plto", "x.svg"], "is not an option of describe; did you mean '--plot'?"),
-    (["train", "my_config.yaml", "--plot"], "got '--plot', which is not an option of train; known: "),
     (
         ["evaluate", "my_config.yaml", "--checkpoint", "x"],
         "x does not exist; expected a run's folder or",
@@ -243,14 +241,6 @@ def test_describe_shows_the_curve_and_the_bus_and_runs_nothing(
     assert (points[1], points[12]) == (pytest.approx(0.125), pytest.approx(0.5 * 0.0380602, rel=1e-4))
     assert "|" in said and "#" in said
     assert "RESUME_POINT" in said and "lr_schedule: LRSchedule" in said
-    assert not (folder / "run").exists()
-
-
-def test_describe_draws_the_learning_rate(folder: Path) -> None:
-    assert main(["describe", "my_config.yaml", "schedule={name: cosine, warmup: 4}", "--plot", "new/rates.svg"]) == 0
-    picture = (folder / "new" / "rates.svg").read_text()
-
-    assert picture.startswith("<svg ") and picture.count("<polyline ") == 1
     assert not (folder / "run").exists()
 
 

@@ -9,17 +9,15 @@ from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import yaml
 
 from ignite_engine.config.load import config_from_dict, default_values
 from ignite_engine.report import NotARun, read_run, write_comparison, write_report
-from ignite_engine.report.charts import BUCKETS, HEIGHT, WIDTH, Axes, span_of
-from ignite_engine.report.lr_curve import lr_svg
-from ignite_engine.report.panels import Line, Panel, panels_of
-from ignite_engine.report.scales import averaged, log_ticks, thin, ticks
+from ignite_engine.report.charts import BUCKETS
+from ignite_engine.report.panels import panels_of
+from ignite_engine.report.scales import averaged, thin
 from ignite_engine.text import short
 
 VOID = {"meta", "br", "path"}
@@ -258,27 +256,6 @@ def test_thinning_keeps_first_lowest_highest_and_last_of_each_part() -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (0, 10, [0, 2, 4, 6, 8, 10]),
-        (0.13, 0.97, [0.2, 0.4, 0.6, 0.8]),
-        (-1, 1, [-1, -0.5, 0, 0.5, 1]),
-        (3, 3, [3]),
-        (1, 400, [100, 200, 300, 400]),
-        (1e-5, 3.2e-5, [1e-5, 1.5e-5, 2e-5, 2.5e-5, 3e-5]),
-    ],
-)
-def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
-    assert ticks(low, high) == pytest.approx(expected)
-
-
-def test_log_ticks_are_powers_or_their_halves() -> None:
-    assert log_ticks(0.05, 2000) == pytest.approx([0.1, 1, 10, 100, 1000])
-    assert log_ticks(1.5, 60) == pytest.approx([2, 5, 10, 20, 50])
-    assert log_ticks(1e-12, 1e12, 5) == pytest.approx([1e-12, 1e-7, 1e-2, 1e3, 1e8])
-
-
-@pytest.mark.parametrize(
     ("value", "text"),
     [
         (0, "0"),
@@ -298,32 +275,6 @@ def test_log_ticks_are_powers_or_their_halves() -> None:
 )
 def test_numbers_are_short(value: float, text: str) -> None:
     assert short(value) == text
-
-
-def test_places_in_a_picture_are_those_of_the_values() -> None:
-    panel = Panel("Loss", "", [Line("train", [(0, 0.0), (5, 10.0), (10, 5.0)], 0)])
-    axes = Axes(panel)
-
-    assert (axes.left, axes.right, axes.bottom) == (0, 10, 0)
-    assert [axes.x(at) for at in (0, 5, 10)] == [0, WIDTH / 2, WIDTH]
-    assert axes.y(0) == HEIGHT and axes.y(10) == pytest.approx(HEIGHT * 0.5 / 10.5)
-    assert span_of([Panel("", "", [Line("", [(0, 1), (20, 1)], 0)])]) == (0, 20)
-
-
-def test_axis_is_logarithmic_where_the_loss_falls_far_and_never_for_what_is_not_positive() -> None:
-    def is_log(*values: float, may_be: bool = True) -> bool:
-        line = Line("", list(enumerate(values)), 0)
-        return Axes(Panel("", "", [line], from_zero=False, may_be_log=may_be)).is_log
-
-    assert is_log(100.0, 1.0) and not is_log(20.0, 1.0)
-    assert not is_log(100.0, 1.0, may_be=False)
-    assert not is_log(100.0, 0.0) and not is_log(100.0, -1.0)
-
-
-def test_flat_line_has_room_above_and_below() -> None:
-    axes = Axes(Panel("", "", [Line("", [(1, 3.0), (2, 3.0)], 0)], from_zero=False))
-
-    assert 0 < axes.y(3.0) < HEIGHT and axes.y_ticks
 
 
 def test_comparison_lays_runs_over_one_another_and_tells_what_differs(tmp_path: Path) -> None:
@@ -445,25 +396,3 @@ def test_directory_without_a_run_is_named(tmp_path: Path, make: str | None) -> N
         path.write_text("")
     with pytest.raises(NotARun, match=r"wrong is not (a directory|the directory of a run)\b.*\.$"):
         write_report(path)
-
-
-class Steps:
-    """Rates of two groups; the second's is a tenth."""
-
-    def lrs_at(self, step: int) -> list[float]:
-        return [0.5 * (step + 1) / 100, 0.05 * (step + 1) / 100, 0.05 * (step + 1) / 100]
-
-
-def test_rate_is_drawn_as_a_picture() -> None:
-    picture = ElementTree.fromstring(lr_svg({"optimizer": Steps()}, 100))
-    lines = picture.findall("{http://www.w3.org/2000/svg}polyline")
-
-    assert len(lines) == 2  # two groups share their rates
-    first, second = ([tuple(map(float, place.split(","))) for place in line.attrib["points"].split()] for line in lines)
-    assert len(first) == len(second) == 100
-    assert all(a[0] == b[0] and a[1] < b[1] for a, b in zip(first, second))
-    assert [place[1] for place in first] == sorted((place[1] for place in first), reverse=True)
-
-
-def test_rate_of_one_update_can_be_drawn() -> None:
-    assert ElementTree.fromstring(lr_svg({"optimizer": Steps()}, 1)) is not None

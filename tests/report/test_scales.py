@@ -1,22 +1,11 @@
-"""Round ticks, short labels, and fewer points that keep every extreme."""
+"""Short labels, and fewer points that keep every extreme."""
 
 from __future__ import annotations
 
 import pytest
 
-from ignite_engine.report.scales import averaged, log_ticks, thin, ticks
+from ignite_engine.report.scales import averaged, thin
 from ignite_engine.text import short
-
-
-def test_ticks_are_round_and_inside() -> None:
-    assert ticks(0.0, 10.0) == [0, 2, 4, 6, 8, 10]
-    assert ticks(-0.3, 0.31, 4) == pytest.approx([-0.2, 0.0, 0.2])
-    assert ticks(3.0, 3.0) == [3.0]
-
-
-def test_logarithmic_ticks_are_powers_of_ten_or_finer_where_there_are_few() -> None:
-    assert log_ticks(0.01, 1000.0) == pytest.approx([0.01, 0.1, 1, 10, 100, 1000])
-    assert log_ticks(1.0, 50.0) == [1, 2, 5, 10, 20, 50]
 
 
 @pytest.mark.parametrize(
