@@ -136,7 +136,7 @@ def test_wheel_holds_every_module_and_the_handlers_inside_the_package(wheel: Pat
     report = ROOT / "ignite_engine" / "report"
     pages = {path.relative_to(ROOT) for path in (*report.glob("page.*"), *report.glob("*.js"), *report.glob("uplot/*"))}
 
-    assert len(handlers) > 3 and len(pages) == 6
+    assert len(handlers) > 3 and len(pages) == 5
     assert contents(wheel) == {path.as_posix() for path in core | handlers | pages} | {"ignite_engine/py.typed"}
 
 
