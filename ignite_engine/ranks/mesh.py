@@ -109,14 +109,6 @@ def data_size() -> int:
     return agreement.world_size() if layout is None else len(layout.sharing)
 
 
-def has_all_data(device_mesh: DeviceMesh) -> bool:
-    """Whether a mesh has a rank of each data rank, so that what is reduced over it is reduced over all data."""
-    ranks = set(device_mesh.mesh.flatten().tolist())
-    layout = _layout()
-    sharing = [[rank] for rank in range(agreement.world_size())] if layout is None else layout.sharing
-    return all(ranks.intersection(row) for row in sharing)
-
-
 def by_data_rank(values: Sequence[T]) -> list[T]:
     """One value per data rank, from one value per rank: its first rank's."""
     layout = _layout()

@@ -237,13 +237,8 @@ def make_schedules(
     return made
 
 
-def steps_per_epoch(task: Task, scheduler: Any, updates: int | None = None, epochs: int | None = None) -> bool:
-    """Whether a scheduler of the task's own steps once per epoch, and not with the optimizer.
-
-    Args:
-        updates: of the run; None: unknown.
-        epochs: of the run; None: unknown.
-    """
+def steps_per_epoch(task: Task, scheduler: Any) -> bool:
+    """Whether a scheduler of the task's own steps once per epoch, and not with the optimizer."""
     if task.schedule_per != "usual" or not isinstance(scheduler, LRScheduler):
         return task.schedule_per == "epoch"
     # transformers has LambdaLR schedules with functions of its own, which count updates

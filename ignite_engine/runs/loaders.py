@@ -174,17 +174,6 @@ def total_updates(config: Config, samples: int, batch_size: int | None = None, *
     return _updates_of(config, batches)
 
 
-def epochs_of(config: Config, train_loader: Any) -> int | None:
-    """Epochs of the whole run, that which ``run.max_iterations`` ends included; None: its data does not say."""
-    if config.run.max_iterations is None:
-        return config.run.max_epochs
-    batches = None if isinstance(train_loader, Windows) else length_of(train_loader)
-    if not batches:
-        return config.run.max_epochs
-    epochs = -(-config.run.max_iterations // _per_epoch(config, batches))
-    return epochs if config.run.max_epochs is None else min(epochs, config.run.max_epochs)
-
-
 def _updates_of(config: Config, batches: int) -> int:
     """The updates of a run with ``batches`` micro-batches per epoch: of this rank, or with
     ``update.global_micro_batches`` of all ranks."""

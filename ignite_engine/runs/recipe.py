@@ -47,7 +47,7 @@ from ignite_engine.runs.components import (
     settings_of,
     steps_per_epoch,
 )
-from ignite_engine.runs.loaders import data_loader, epochs_of, is_loader, say_how_it_resumes, updates_of
+from ignite_engine.runs.loaders import data_loader, is_loader, say_how_it_resumes, updates_of
 from ignite_engine.runs.mean_loss import mean_loss
 from ignite_engine.runs.run import Run
 from ignite_engine.runs.wrapping import declare_mesh, wrap
@@ -322,8 +322,7 @@ def _attach(
     for name, schedule in schedules.items():
         handler_name = run.schedule_name(name)
         if task.schedule is not None:
-            is_per_epoch = steps_per_epoch(task, schedule, run.total, epochs_of(config, run.loader))
-            per = (Events.EPOCH_COMPLETED,) if is_per_epoch else ()
+            per = (Events.EPOCH_COMPLETED,) if steps_per_epoch(task, schedule) else ()
             handlers.LRSchedule(schedule, name=handler_name).attach(trainer, *per)
         else:
             _lr_schedule(config.schedule_of(name)[1], schedule, handler_name).attach(trainer)

@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GOODPUT_FROM_S = 60.0
-"""A shorter run spends most of its time on its start, so its goodput means nothing."""
-
 
 @dataclass(repr=False)
 class Run:
