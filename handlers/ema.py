@@ -11,7 +11,7 @@ from ignite.engine import Events
 from torch import Tensor, nn
 
 from ignite_engine import Phase, Trainer, TrainingEvents, Updates
-from ignite_engine.errors import StateMismatch, check_type, did_you_mean, is_number, leave_out
+from ignite_engine.errors import StateMismatch, check_type, is_number, leave_out
 from ignite_engine.states.model_and_optimizer import ModelState, clean_name, reshard, unwrap
 
 
@@ -134,19 +134,6 @@ class EMA:
     def _start(self, trainer: Trainer) -> None:
         if not self._averages or trainer.starts_fresh(self.name):
             self._reset()
-        self._warn_of_misspelled_names(trainer)
-
-    def _warn_of_misspelled_names(self, trainer: Trainer) -> None:
-        """Names unlike any may be of sets that are evaluated later, from a checkpoint."""
-        evaluations = [name for name in trainer.registry.objects if name.startswith("evaluation/")]
-        known = [name.removeprefix("evaluation/") for name in evaluations]
-        for name in self.evaluate or ():
-            near = did_you_mean(name, known)
-            if name not in known and near.startswith("; did"):
-                warnings.warn(
-                    f"EMA(evaluate={self.evaluate!r}) has no effect on {name!r}, as no Evaluation has that name{near}",
-                    stacklevel=2,
-                )
 
     def _swap_in(self, trainer: Trainer) -> None:
         evaluation = trainer.state.evaluating

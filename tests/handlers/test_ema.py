@@ -556,16 +556,3 @@ def test_wrapped_models_have_the_average_of_the_plain_one_on_two_ranks(tmp_path:
             for key in ("outputs", "averages", "weights"):
                 for mine, plain in zip(found[key], expected[key], strict=True):
                     torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-6, msg=f"{name}: {key}")
-
-
-def test_evaluation_that_does_not_exist_is_a_warning_at_the_start() -> None:
-    trainer = trainer_of()
-    EMA(evaluate=("val", "tets")).attach(trainer)
-    for name in ("val", "test"):
-        evaluation_of(trainer, [], name).attach(trainer)
-    with pytest.warns(UserWarning) as caught:
-        trainer.run(numbers_loader())
-
-    assert [str(each.message) for each in caught] == [
-        "EMA(evaluate=('val', 'tets')) has no effect on 'tets', as no Evaluation has that name; did you mean 'test'?"
-    ]

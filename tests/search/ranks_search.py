@@ -50,7 +50,6 @@ DDP: dict[str, dict[str, Any]] = {
 SILENCE = "nothing is said of what trains apart"
 WRAPPING = ("all", "nothing", "a part", "bypassed")
 """What DDP holds of what is trained; what it does not, or does not see, each rank trains by itself, and says so."""
-UNFROZEN = "DistributedDataParallel was made while"
 """How a run is refused in which a parameter is unfrozen that DDP does not reduce."""
 # what leaves out a part of the model on one rank, or changes each rank's copy in a way of its own, DDP does not train
 NOT_UNDER_DDP: Mapping[str, tuple[str, ...]] = {
@@ -298,24 +297,18 @@ def _judge(plan: Plan, folder: Path) -> dict[str, str]:
     whole, case = folder / "whole", folder / "case"
     codes = _all(plan, whole, "whole", None)
     if any(codes):
-        refused = (codes[0] == 3 and len(set(codes)) == 1) or _is_of_unfreezing(plan, whole, codes)
+        refused = codes[0] == 3 and len(set(codes)) == 1
         return {"outcome": REFUSED if refused else FAILED, "reason": _errors(whole)}
     total = max(
         (int(key.split()[1]) for key in resume_search._lines(whole / "rank_0") if key.startswith("iteration")),
         default=0,
     )
     stop = {**plan["stops"][0], "at": max(1, 1 + int(plan["stops"][0]["after"] * (total - 1)))}
-    # a custom update is looked at after iterations 1, 2, 4, ... of each start: the whole run may only warn, at its end,
-    # of what a resumed one is refused for
-    said = agreement.on_rank_0(lambda: " ".join(resume_search._notes(whole / "rank_0", "whole", "announced ")))
-    if any(codes := _all(plan, case, "stopped", stop)):
-        refused = _is_of_unfreezing(plan, case, codes, said)
-        return {"outcome": REFUSED if refused else FAILED, "reason": _errors(case)}
+    if any(_all(plan, case, "stopped", stop)):
+        return {"outcome": FAILED, "reason": _errors(case)}
     stopped = agreement.broadcast_int(int(not resume_search._ended(case / "rank_0", "stopped")))
     agreement.on_rank_0(lambda: _rewind(case) if plan["rewinds"] and stopped else None)
-    failed = any(codes := _all(plan, case, "resumed", None))
-    if _is_of_unfreezing(plan, case, codes, said):
-        return {"outcome": REFUSED, "reason": _errors(case)}
+    failed = any(_all(plan, case, "resumed", None))
     terminated = agreement.broadcast_int(int(_was_terminated(plan, whole, case, total)))
     if failed:
         return {"outcome": TERMINATED if terminated else FAILED, "reason": "" if terminated else _errors(case)}
@@ -333,14 +326,6 @@ def _judge(plan: Plan, folder: Path) -> dict[str, str]:
     unsure = any(agreement.gather_objects(_difference(whole, again, role="whole")))
     unsure = unsure or resume_search.differs_from_itself(plan)
     return {"outcome": NO_FUNCTION if unsure else FAILED, "reason": differences[0]}
-
-
-def _is_of_unfreezing(plan: Plan, folder: Path, codes: list[int], said: str | None = None) -> bool:
-    """Whether all ranks were refused as a parameter was unfrozen that DDP does not reduce, one that ``said`` names."""
-    if codes[0] == 0 or len(set(codes)) != 1 or "unfreezing by flag" not in plan["handlers"]:
-        return False
-    found = re.search(rf"{UNFROZEN} ([^\s,]+)", _errors(folder))
-    return found is not None and (said is None or found[1] in said)
 
 
 def _was_terminated(plan: Plan, whole: Path, case: Path, total: int) -> bool:
