@@ -38,7 +38,7 @@ SERVERS = ("S3", "10 KB/s", "500", "stopped", "truncating")
 @contextlib.contextmanager
 def servers(folder: Path) -> Iterator[dict[str, int]]:
     """The port of an S3 server by what lies before it, in processes on the second core."""
-    from tests.mirror.servers import Proxy, free_port, make_bucket, s3_server
+    from tests.ext.mirror.servers import Proxy, free_port, make_bucket, s3_server
 
     def serve() -> None:
         pin(os.getpid(), 1)
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with tempfile.TemporaryDirectory(dir=scratch) as folder:
                 mirror = None if store == WITHOUT else f"{folder}/mirror"
                 if store in ports:
-                    from tests.mirror.servers import CREDENTIALS
+                    from tests.ext.mirror.servers import CREDENTIALS
 
                     os.environ.update(CREDENTIALS, AWS_ENDPOINT_URL=f"http://127.0.0.1:{ports[store]}")
                     mirror = f"s3://bucket/{Path(folder).name}"

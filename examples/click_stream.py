@@ -26,8 +26,9 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from ignite_engine import Task, Windows
-from ignite_engine.data import Arrays, Files
-from ignite_engine.sparse import hash_ids
+from ignite_engine.data import Arrays
+from ignite_engine.ext.sparse import hash_ids
+from ignite_engine.ext.windows import Files
 
 IDS = (10, 20, 50, 100, 300, 1000)  # different ids of each sparse feature; their frequencies fall as 1 / rank
 DENSE = 4  # dense features

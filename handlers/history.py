@@ -10,8 +10,8 @@ from typing import Any
 from ignite.engine import Events
 
 from ignite_engine import Phase, Trainer
+from ignite_engine.ext.recovery import status
 from ignite_engine.ranks import agreement
-from ignite_engine.recovery import status
 from ignite_engine.run_directory import RunDirectory
 from ignite_engine.state import Start
 

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ignite_engine.data.loader import loader
-    from ignite_engine.data.windows import Windows
     from ignite_engine.engine.intervals import every
     from ignite_engine.errors import Interrupted, StopRequested
     from ignite_engine.evaluator import create_evaluator
     from ignite_engine.events import Phase, TrainingEvents
-    from ignite_engine.follower.follow import follow
-    from ignite_engine.recovery.parallel import Parallel
+    from ignite_engine.ext.follow.follow import follow
+    from ignite_engine.ext.recovery.parallel import Parallel
+    from ignite_engine.ext.windows.windows import Windows
     from ignite_engine.rng import seed_everything
     from ignite_engine.runs.fit import fit
     from ignite_engine.runs.load_model import load_model, load_weights
@@ -50,13 +50,13 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "data.loader": ("loader",),
-    "data.windows": ("Windows",),
+    "ext.windows.windows": ("Windows",),
     "engine.intervals": ("every",),
     "errors": ("Interrupted", "StopRequested"),
     "evaluator": ("create_evaluator",),
     "events": ("Phase", "TrainingEvents"),
-    "follower.follow": ("follow",),
-    "recovery.parallel": ("Parallel",),
+    "ext.follow.follow": ("follow",),
+    "ext.recovery.parallel": ("Parallel",),
     "rng": ("seed_everything",),
     "runs.fit": ("fit",),
     "runs.load_model": ("load_model", "load_weights"),

@@ -18,8 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from ignite_engine.data.windows import Windows
 from ignite_engine.errors import did_you_mean
+from ignite_engine.ext.windows.windows import Windows
 from ignite_engine.step.losses import LossFn
 
 IN_PYTHON = "python:fit"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_engine.sparse import RowwiseAdagrad
+from ignite_engine.ext.sparse import RowwiseAdagrad
 from ignite_engine.step.gradients import clip_gradients
 
 WORDS, ROWS = 20, 30

@@ -29,12 +29,12 @@ from ignite_engine.checkpointing.retention import of_one_run, ranked
 from ignite_engine.checkpointing.save_options import SaveKeywords
 from ignite_engine.checkpointing.store import Checkpoints
 from ignite_engine.errors import check_type
+from ignite_engine.ext.recovery.status import follow
 from ignite_engine.handlers.checkpoint.places import places_of
 from ignite_engine.handlers.checkpoint.saver import Saver
 from ignite_engine.handlers.checkpoint.times import Times
 from ignite_engine.handlers.followed_metric import FollowedMetric, improves
 from ignite_engine.ranks import agreement
-from ignite_engine.recovery.status import follow
 from ignite_engine.state import Start
 from ignite_engine.states import loading
 from ignite_engine.states.rates import Rates, set_rates

@@ -16,9 +16,9 @@ from ignite_engine.checkpointing import CheckpointInfo, SaveOptions
 from ignite_engine.checkpointing.layout import named_iteration
 from ignite_engine.checkpointing.store import Checkpoints
 from ignite_engine.events import TrainingEvents
-from ignite_engine.mirror.fetch import bring, check_new
-from ignite_engine.mirror.remote import Remote
-from ignite_engine.mirror.upload import Uploader
+from ignite_engine.ext.mirror.fetch import bring, check_new
+from ignite_engine.ext.mirror.remote import Remote
+from ignite_engine.ext.mirror.upload import Uploader
 from ignite_engine.ranks import agreement, signals
 
 if TYPE_CHECKING:
@@ -62,11 +62,11 @@ class Mirroring:
         trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, self._offer_saved)
 
     def check_new(self) -> None:
-        """Refuse a mirror that holds checkpoints; see :func:`ignite_engine.mirror.fetch.check_new`."""
+        """Refuse a mirror that holds checkpoints; see :func:`ignite_engine.ext.mirror.fetch.check_new`."""
         check_new(self._remote)
 
     def in_front_of(self, store: Checkpoints) -> Checkpoints:
-        """Fetch what is newer there; see :func:`ignite_engine.mirror.fetch.bring`."""
+        """Fetch what is newer there; see :func:`ignite_engine.ext.mirror.fetch.bring`."""
         bring(self._remote, self._directory, self._retention)
         return store
 

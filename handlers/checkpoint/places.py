@@ -56,7 +56,7 @@ def places_of(saver: Saver, metrics_of: Callable[[Trainer], dict[str, float] | N
     """
     places: list[OtherPlace] = []
     if saver.options.memory is not None:
-        from ignite_engine.recovery.copies import MemoryCopies
+        from ignite_engine.ext.recovery.copies import MemoryCopies
 
         places.append(MemoryCopies(saver, metrics_of))
     if saver.options.mirror is not None:

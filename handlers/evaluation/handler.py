@@ -11,10 +11,10 @@ from ignite.engine import Engine, Events
 from ignite.engine.events import EventsList
 
 from ignite_engine import Phase, Trainer, TrainingEvents, rng
-from ignite_engine.data.window_reader import WindowReader
-from ignite_engine.data.windows import Windows
 from ignite_engine.errors import check_type, is_whole
 from ignite_engine.evaluator import eval_mode, whole_pass
+from ignite_engine.ext.windows.window_reader import WindowReader
+from ignite_engine.ext.windows.windows import Windows
 from ignite_engine.handlers.evaluation.batches import EvaluationBatches, check_loader, loader_of
 from ignite_engine.handlers.evaluation.invariant import InvariantSums, dealing_of, unsummed
 from ignite_engine.handlers.evaluation.progress import unsupported_reason

@@ -19,10 +19,10 @@ from ignite_engine.cli import verify_resume as resume_verification
 from ignite_engine.config import Config, ConfigError, load_config
 from ignite_engine.config.load import default_values
 from ignite_engine.errors import LaunchError, NotFinite, PeerFailed, RanksDiffer, ReplayError, StateMismatch
-from ignite_engine.follower.follow import follow_with
+from ignite_engine.ext.follow.follow import follow_with
+from ignite_engine.ext.recovery.parallel import Parallel
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.joining import is_launched
-from ignite_engine.recovery.parallel import Parallel
 from ignite_engine.run_directory import RunDirectory, RunDirectoryInUse, json_values
 from ignite_engine.runs import recipe
 from ignite_engine.task import TaskError, find_task

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ignite_engine.config.load import default_values
-from ignite_engine.report import read_run, runs_in, write_comparison, write_report
-from ignite_engine.report.pages import RELOAD_S
+from ignite_engine.ext.report import read_run, runs_in, write_comparison, write_report
+from ignite_engine.ext.report.pages import RELOAD_S
 
 
 def add_parsers(subparsers: Any) -> None:

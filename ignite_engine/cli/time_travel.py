@@ -12,11 +12,11 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from ignite_engine import devices
 from ignite_engine.errors import ReplayError
+from ignite_engine.ext.replay import Moment, bring_to, compare_runs
+from ignite_engine.ext.replay import audit as make_audit
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.joining import is_launched
 from ignite_engine.ranks.launch import Parallel
-from ignite_engine.replay import Moment, bring_to, compare_runs
-from ignite_engine.replay import audit as make_audit
 from ignite_engine.task import TaskError, find_task
 
 DIFFERS = 1

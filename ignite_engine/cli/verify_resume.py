@@ -20,14 +20,14 @@ from typing import Any, NoReturn
 import ignite_engine
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.config import Config, ConfigError
+from ignite_engine.ext.replay.verify_compare import Comparison, compare, table
+from ignite_engine.ext.replay.verify_recorder import BoundaryRecord, proof_of, read_records, watch
 from ignite_engine.ranks import agreement
 from ignite_engine.run_directory import RunDirectory
 from ignite_engine.runs import recipe
 from ignite_engine.runs.fit import changed
 from ignite_engine.runs.run import Run
 from ignite_engine.task import IN_PYTHON
-from ignite_engine.verify.compare import Comparison, compare, table
-from ignite_engine.verify.recorder import BoundaryRecord, proof_of, read_records, watch
 
 ITERATIONS = 20
 QUIET: dict[str, dict[str, Any]] = {

@@ -14,8 +14,8 @@ from ignite_engine.checkpointing.retention import usual_mode
 from ignite_engine.config.intervals import Every, EveryOrMinutes, TimeLimit
 from ignite_engine.config.yaml_file import SCIENTIFIC, display
 from ignite_engine.errors import did_you_mean
-from ignite_engine.mirror.remote import check_url
-from ignite_engine.sparse.rowwise_adagrad import RowwiseAdagrad
+from ignite_engine.ext.mirror.remote import check_url
+from ignite_engine.ext.sparse.rowwise_adagrad import RowwiseAdagrad
 
 
 def _as_number(value: object) -> object:

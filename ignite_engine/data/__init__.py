@@ -5,19 +5,13 @@ from ignite_engine.data.loader import loader, resumable
 from ignite_engine.data.readers import length_of
 from ignite_engine.data.sampler import ResumableSampler, SeededDataset
 from ignite_engine.data.source import DataSource
-from ignite_engine.data.windowed_source import WindowedSource
-from ignite_engine.data.windows import Files, Windows, WindowStream
 from ignite_engine.data.workers import end_workers
 
 __all__ = [
     "Arrays",
     "DataSource",
-    "Files",
     "ResumableSampler",
     "SeededDataset",
-    "WindowStream",
-    "WindowedSource",
-    "Windows",
     "end_workers",
     "length_of",
     "loader",

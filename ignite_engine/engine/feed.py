@@ -11,13 +11,13 @@ from typing import Any
 
 from ignite.engine import Engine, Events
 
-from ignite_engine.data.windowed_source import WindowedSource
 from ignite_engine.engine.boundary import RunEnds, StepBoundary
 from ignite_engine.engine.position import EpochIs, is_done
 from ignite_engine.engine.progress import Progress
 from ignite_engine.engine.stop_requests import StopRequests
 from ignite_engine.errors import StopRequested
 from ignite_engine.events import TrainingEvents
+from ignite_engine.ext.windows.windowed_source import WindowedSource
 from ignite_engine.ranks import agreement
 from ignite_engine.state import TrainingState
 

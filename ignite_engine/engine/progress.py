@@ -16,10 +16,10 @@ from ignite_engine.data.lookahead import Waiting
 from ignite_engine.data.read_errors import ReadErrors
 from ignite_engine.data.shares import source_of
 from ignite_engine.data.source import DataSource
-from ignite_engine.data.windowed_source import WindowedSource
-from ignite_engine.data.windows import Windows
 from ignite_engine.engine.grouping import Grouping
 from ignite_engine.engine.position import EpochIs, Plan, Position, is_done, limit_reached
+from ignite_engine.ext.windows.windowed_source import WindowedSource
+from ignite_engine.ext.windows.windows import Windows
 from ignite_engine.ranks import mesh
 from ignite_engine.state import TrainingState
 

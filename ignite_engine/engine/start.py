@@ -16,11 +16,11 @@ from typing import Any
 from ignite_engine import rng
 from ignite_engine.data.place import Place
 from ignite_engine.data.source import DataSource
-from ignite_engine.data.windowed_source import WindowedSource
-from ignite_engine.data.windows import Windows
 from ignite_engine.engine.position import EpochIs, Plan, Position, regrouped
 from ignite_engine.engine.progress import Ending, Progress, Source
 from ignite_engine.errors import is_whole
+from ignite_engine.ext.windows.windowed_source import WindowedSource
+from ignite_engine.ext.windows.windows import Windows
 from ignite_engine.ranks import agreement
 from ignite_engine.state import COUNTERS, Start, TrainingState
 from ignite_engine.states.registry import Registry

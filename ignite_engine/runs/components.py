@@ -17,8 +17,8 @@ from torch.utils.data import IterableDataset
 from ignite_engine import devices, schedules
 from ignite_engine.config import Config, ConfigError
 from ignite_engine.config.sections import OptimizerSection, ScheduleSection
-from ignite_engine.data import Windows
 from ignite_engine.errors import did_you_mean, metric_meant, shortened
+from ignite_engine.ext.windows import Windows
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.run_directory import config_differences
 from ignite_engine.runs.loaders import is_loader

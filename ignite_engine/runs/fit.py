@@ -27,7 +27,6 @@ from ignite_engine.checkpointing.retention import usual_mode
 from ignite_engine.config import Config, ConfigError
 from ignite_engine.config.load import validated
 from ignite_engine.config.yaml_file import ConfigSource
-from ignite_engine.data import Windows
 from ignite_engine.errors import (
     Interrupted,
     LaunchError,
@@ -40,9 +39,10 @@ from ignite_engine.errors import (
     is_whole,
     shapes_of,
 )
+from ignite_engine.ext.recovery.parallel import Parallel
+from ignite_engine.ext.windows import Windows
 from ignite_engine.handlers.clearml.sink import server_is_configured
 from ignite_engine.ranks.joining import is_launched
-from ignite_engine.recovery.parallel import Parallel
 from ignite_engine.run_directory import RunDirectoryInUse
 from ignite_engine.runs import recipe
 from ignite_engine.runs.loaders import is_loader

@@ -25,14 +25,14 @@ from ignite_engine import every, handlers
 from ignite_engine.checkpointing import CheckpointError, LoadSource, SaveOptions
 from ignite_engine.config import Config, ConfigWarning, Every
 from ignite_engine.config.sections import LoadSection, ScheduleSection
-from ignite_engine.data import Windows
 from ignite_engine.errors import check_type, one_line
 from ignite_engine.evaluator import create_evaluator
 from ignite_engine.events import TrainingEvents
+from ignite_engine.ext.recovery import status
+from ignite_engine.ext.windows import Windows
 from ignite_engine.handlers.evaluation.batches import loader_of
 from ignite_engine.handlers.evaluation.sanity import SanityCheck, Trial
 from ignite_engine.ranks import agreement, mesh
-from ignite_engine.recovery import status
 from ignite_engine.rng import seed_everything
 from ignite_engine.run_directory import PhaseTimes, RunDirectory, installed_packages
 from ignite_engine.runs.code import code_of

@@ -24,9 +24,9 @@ from ignite_engine.describe.lr_text import lr_text
 from ignite_engine.describe.model_table import model_table
 from ignite_engine.errors import Interrupted, NotExact, PeerFailed, StateMismatch
 from ignite_engine.events import Phase
+from ignite_engine.ext.recovery import status as supervision
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.watching import cause_of, known_failure, on_failure, reason_of
-from ignite_engine.recovery import status as supervision
 from ignite_engine.run_directory import PhaseTimes, RunDirectory, in_lists, plain_metric, weights_sha256
 from ignite_engine.runs.code import commit_of_code
 from ignite_engine.runs.history import Records, read_records
@@ -338,7 +338,7 @@ class Run:
     def _write_report(self) -> Path | None:
         if agreement.rank() != 0 or not self.config["logging"]["report"]:
             return None
-        from ignite_engine.report import write_report
+        from ignite_engine.ext.report import write_report
 
         try:
             return write_report(self.directory.path, None, default_values())

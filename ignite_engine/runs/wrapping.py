@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import devices
 from ignite_engine.config import Config
+from ignite_engine.ext.rank_invariant.rank_local import check_model
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.step.micro_batches import reducing_modules
-from ignite_engine.step.rank_local import check_model
 from ignite_engine.task import Task
 
 if TYPE_CHECKING:

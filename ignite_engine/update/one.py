@@ -14,6 +14,9 @@ from torch.optim import Optimizer
 
 from ignite_engine.errors import check_type, is_number, one_line, shapes_of
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
+from ignite_engine.ext.rank_invariant.invariant import RankInvariance
+from ignite_engine.ext.rank_invariant.rank_local import inside_ddp
+from ignite_engine.ext.rank_invariant.strategy import RankInvariant
 from ignite_engine.ranks import agreement
 from ignite_engine.states.generators import ModelGenerators
 from ignite_engine.states.model_and_optimizer import (
@@ -27,12 +30,10 @@ from ignite_engine.step.accumulate import (
     Accumulate,
     ForwardBackward,
     Plain,
-    RankInvariant,
     WithPeers,
 )
 from ignite_engine.step.device import device_of
 from ignite_engine.step.gradients import clip_gradients, gradient_norm
-from ignite_engine.step.invariant import RankInvariance
 from ignite_engine.step.loss_parallel import loss_parallel_context
 from ignite_engine.step.losses import LossFn
 from ignite_engine.step.micro_batches import Share, WeightFn, micro_batch_scales, reducing_modules, share_of
@@ -40,10 +41,9 @@ from ignite_engine.step.non_finite import FirstNonFinite, NonFinitePolicy, warn_
 from ignite_engine.step.optimizer_step import step
 from ignite_engine.step.parameters import Parameters, check_gradients, optimizers_by_name, refuse_lazy
 from ignite_engine.step.precision import Precision, autocast, check_precision, loss_scaler
-from ignite_engine.step.rank_local import inside_ddp
 
 if TYPE_CHECKING:
-    from ignite_engine.capture import Capture
+    from ignite_engine.ext.capture import Capture
 
 
 class Update:
@@ -168,9 +168,9 @@ class Update:
         return Plain(forward_backward, self.device, weightless=with_peers)
 
     def _captured(self) -> Capture:
-        from ignite_engine.capture import Capture  # torch's compiler, which takes a second to import
-        from ignite_engine.capture.compiling import not_captured
-        from ignite_engine.capture.step import StepGraph
+        from ignite_engine.ext.capture import Capture  # torch's compiler, which takes a second to import
+        from ignite_engine.ext.capture.compiling import not_captured
+        from ignite_engine.ext.capture.step import StepGraph
 
         if self._invariance is not None or self.loss_parallel:
             raise not_captured(f"{'rank_invariant' if self._invariance is not None else 'loss_parallel'} is on")

@@ -10,7 +10,7 @@ import pytest
 
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.cli import main
-from ignite_engine.mirror.remote import Remote
+from ignite_engine.ext.mirror.remote import Remote
 from tests.checkpointing.states import holds, save
 
 Say = Callable[..., tuple[int, list[str]]]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ignite_engine.config import Config, ConfigError, ConfigWarning, config_from_dict, load_config
-from ignite_engine.sparse import RowwiseAdagrad
+from ignite_engine.ext.sparse import RowwiseAdagrad
 
 MINIMAL = "task: tasks.py:build\nrun:\n  max_iterations: 10\n"
 

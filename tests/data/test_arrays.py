@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ignite_engine import Trainer, Windows, loader
-from ignite_engine.data import Arrays, Files
+from ignite_engine.data import Arrays
+from ignite_engine.ext.windows import Files
 
 COLUMNS = {"x": np.arange(15, dtype=np.float32).reshape(5, 3), "y": np.arange(5)}
 

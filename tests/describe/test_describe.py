@@ -11,7 +11,8 @@ import torch
 from ignite.engine import Engine, Events
 
 from ignite_engine import Trainer, TrainingEvents
-from ignite_engine.data import Windows, loader
+from ignite_engine.data import loader
+from ignite_engine.ext.windows import Windows
 from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, MetricLogger
 from ignite_engine.schedules import warmup_cosine
 from tests.builders import numbers_loader, trainer_of

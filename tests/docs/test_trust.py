@@ -142,7 +142,7 @@ def test_the_hook_sees_a_connection_and_a_pickle(watched: Watched) -> None:
 
 def test_importing_it_connects_starts_and_writes_nothing(watched: Watched) -> None:
     theirs = "import torch, ignite.engine, ignite.metrics, numpy, yaml, psutil, pydantic"
-    ours = "ignite_engine, ignite_engine.handlers, ignite_engine.report, ignite_engine.runs.fit"
+    ours = "ignite_engine, ignite_engine.handlers, ignite_engine.ext.report, ignite_engine.runs.fit"
     without = watched.run("-c", theirs)
     events = watched.run("-c", f"{theirs}, {ours}")
     temporary = str(watched.folder / "temporary")

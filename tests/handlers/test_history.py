@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from ignite.engine import Events
 
+from ignite_engine.ext.report import read_run
+from ignite_engine.ext.report.timeline import marks
 from ignite_engine.handlers import Checkpoint, MetricLogger
-from ignite_engine.report import read_run
-from ignite_engine.report.timeline import marks
 from ignite_engine.run_directory import RunDirectory
 from tests.builders import numbers_loader, trainer_of
 

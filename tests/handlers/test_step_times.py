@@ -13,8 +13,8 @@ from ignite.engine import Engine, Events
 from torch import Tensor, nn
 
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, devices, loader
-from ignite_engine.data import Windows
 from ignite_engine.engine.bus import handlers_of
+from ignite_engine.ext.windows import Windows
 from ignite_engine.handlers import Checkpoint, Evaluation, MetricLogger, StepTimes, Throughput
 from ignite_engine.handlers.step_times import DeviceClock
 from tests.builders import Numbers, linear, mse, numbers_loader, trainer_of

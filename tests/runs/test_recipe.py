@@ -720,7 +720,7 @@ def test_report_that_cannot_be_made_fails_no_run(
     def fail(*_: Any) -> None:
         raise ValueError("no pen")
 
-    monkeypatch.setattr("ignite_engine.report.write_report", fail)
+    monkeypatch.setattr("ignite_engine.ext.report.write_report", fail)
 
     assert build().train()["status"] == "completed"
     assert "No report could be written: ValueError: no pen." in caplog.messages

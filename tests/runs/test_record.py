@@ -14,7 +14,7 @@ from ignite.engine import Events
 
 from ignite_engine import seed_everything
 from ignite_engine.config import config_from_dict
-from ignite_engine.report.records import read_run
+from ignite_engine.ext.report.records import read_run
 from ignite_engine.run_directory import flat
 from ignite_engine.runs import recipe
 from ignite_engine.runs.run import Run

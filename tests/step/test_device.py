@@ -18,10 +18,10 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, devices, loader
+from ignite_engine.ext.rank_invariant.invariant import RankInvariance
 from ignite_engine.handlers.meters import Running
 from ignite_engine.runs.mean_loss import mean_loss
 from ignite_engine.step.device import device_of, mapped, to_device
-from ignite_engine.step.invariant import RankInvariance
 from tests.builders import linear
 
 META = torch.device("meta")

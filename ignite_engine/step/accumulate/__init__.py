@@ -6,7 +6,6 @@ gradients in ``parameter.grad`` and returns the weighted means of what was repor
 
 from ignite_engine.step.accumulate.forward_backward import Accumulate, ForwardBackward
 from ignite_engine.step.accumulate.plain import Plain
-from ignite_engine.step.accumulate.rank_invariant import RankInvariant
 from ignite_engine.step.accumulate.with_peers import WithPeers
 
-__all__ = ["Accumulate", "ForwardBackward", "Plain", "RankInvariant", "WithPeers"]
+__all__ = ["Accumulate", "ForwardBackward", "Plain", "WithPeers"]

@@ -1,0 +1,1 @@
+"""Rooms that the core does not know: each can be deleted."""

@@ -1,0 +1,165 @@
+"""Clipping and the step of optimizers as one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
+
+from ignite_engine.ext.capture.compiling import Graph, compiled, first_call
+
+_STATES: dict[type[Optimizer], tuple[str, ...]] = {
+    AdamW: ("exp_avg", "exp_avg_sq", "step"),
+    Adam: ("exp_avg", "exp_avg_sq", "step"),
+    SGD: ("momentum_buffer",),
+}
+_ADAM = ("betas", "eps", "weight_decay", "maximize", "decoupled_weight_decay")
+_SETTINGS: dict[type[Optimizer], tuple[str, ...]] = {
+    AdamW: _ADAM,
+    Adam: _ADAM,
+    SGD: ("momentum", "dampening", "weight_decay", "nesterov", "maximize"),
+}
+
+
+def why_not(optimizers: Iterable[Optimizer]) -> str | None:
+    """Why the step is not captured, as the end of a sentence; None: it is."""
+    trained = set[int]()
+    for optimizer in optimizers:
+        if type(optimizer) not in _STATES:
+            return f"{type(optimizer).__name__} is none of {', '.join(kind.__name__ for kind in _STATES)}"
+        for group in optimizer.param_groups:
+            if group.get("amsgrad") or group.get("differentiable"):
+                return "amsgrad or differentiable is on"
+            if any(isinstance(group.get(name), Tensor) for name in ("betas", "eps", "weight_decay", "momentum")):
+                return "a setting beside the LR is a tensor"
+            parameters = set(map(id, group["params"]))
+            if trained & parameters:
+                return "two optimizers train one parameter"
+            trained |= parameters
+    return None
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    """Whether somebody listens to its steps, or has put another one in their place; torch's schedulers only count."""
+    replaced = optimizer.__dict__.get("step")
+    return bool(
+        (replaced is not None and not getattr(replaced, "_wrapped_by_lr_sched", False))
+        or getattr(optimizer, "_optimizer_step_pre_hooks", None)
+        or getattr(optimizer, "_optimizer_step_post_hooks", None)
+        or getattr(torch_optimizer, "_global_optimizer_pre_hooks", None)
+        or getattr(torch_optimizer, "_global_optimizer_post_hooks", None)
+    )
+
+
+class StepGraph:
+    """The joint norm of all gradients, clipping, and the step of every optimizer.
+
+    Args:
+        clip_norm: largest joint L2 norm; None does not clip.
+        with_norm: return the norm where nothing is clipped, too.
+    """
+
+    def __init__(self, clip_norm: float | None, with_norm: bool) -> None:
+        self._clip_norm, self._with_norm = clip_norm, with_norm
+        self._graphs: dict[tuple[Any, ...], Graph] = {}
+        self._rates: dict[tuple[int, int], tuple[float, Tensor]] = {}
+
+    def __call__(self, optimizers: Mapping[str, Optimizer]) -> tuple[bool, Tensor | None]:
+        """One step of each.
+
+        Returns:
+            Whether it was done: not where an optimizer has yet to make its states, or has hooks; and the norm before
+            clipping, shape ``()``.
+        """
+        groups, rates, key = list[list[list[Tensor]]](), list[Tensor](), list[Any]()
+        for number, optimizer in enumerate(optimizers.values()):
+            if _has_hooks(optimizer):
+                return False, None
+            kind, state = type(optimizer), optimizer.state
+            for index, group in enumerate(optimizer.param_groups):
+                parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+                if not parameters:
+                    continue
+                tensors = [parameters, [parameter.grad for parameter in parameters]]
+                if kind is not SGD or group["momentum"]:
+                    states = [state.get(parameter, {}) for parameter in parameters]
+                    tensors += [[state.get(name) for state in states] for name in _STATES[kind]]
+                    if any([tensor is None for moments in tensors[2:] for tensor in moments]):
+                        return False, None
+                groups.append(tensors)
+                rates.append(self._rate((number, index), group["lr"], parameters[0].device))
+                key.append((kind, len(parameters), *[group.get(name) for name in _SETTINGS[kind]]))
+        signature = tuple(key)
+        graph = self._graphs.get(signature)
+        with torch.no_grad():
+            if graph is not None:
+                return True, graph(groups, rates)
+            graph = compiled(_clip_and_step(self._clip_norm, self._with_norm, key), rates[0].device.type)
+            self._graphs[signature] = graph
+            return True, first_call(lambda: graph(groups, rates))
+
+    def _rate(self, place: tuple[int, int], lr: float | Tensor, device: torch.device) -> Tensor:
+        # a number would be compiled into the graph, and each value of a schedule would be another graph
+        if isinstance(lr, Tensor):
+            return lr
+        last = self._rates.get(place)
+        if last is None or last[0] != lr or last[1].device != device:
+            last = self._rates[place] = lr, torch.full((), lr, device=device)
+        return last[1]
+
+
+def _clip_and_step(clip_norm: float | None, with_norm: bool, kinds: Sequence[tuple[Any, ...]]) -> Graph:
+    settings = [(kind, dict(zip(_SETTINGS[kind], values, strict=True))) for kind, _, *values in kinds]
+
+    def graph(groups: list[list[list[Tensor]]], rates: list[Tensor]) -> Tensor | None:
+        norm = None
+        gradients = [group[1] for group in groups]
+        if clip_norm is not None or with_norm:
+            norms = [torch.linalg.vector_norm(gradient) for group in gradients for gradient in group]
+            norm = torch.linalg.vector_norm(torch.stack(norms))
+        if clip_norm is not None and norm is not None:
+            factor = torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
+            gradients = [[gradient * factor for gradient in group] for group in gradients]
+        for index, (kind, values) in enumerate(settings):
+            parameters, _, *states = groups[index]
+            one_step = _sgd if kind is SGD else _adam
+            one_step(parameters, gradients[index], states, rates[index], **values)
+        return norm
+
+    return graph
+
+
+def _adam(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    states: list[list[Tensor]],
+    lr: Tensor,
+    *,
+    betas: tuple[float, float],
+    **settings: Any,
+) -> None:
+    averages, squares, steps = states
+    adam(
+        *(parameters, gradients, averages, squares, [], steps),
+        foreach=False,
+        capturable=True,
+        amsgrad=False,
+        beta1=betas[0],
+        beta2=betas[1],
+        lr=lr,
+        **settings,
+    )
+
+
+def _sgd(
+    parameters: list[Tensor], gradients: list[Tensor], states: list[list[Tensor]], lr: Tensor, **settings: Any
+) -> None:
+    momenta: Any = states[0] if states else [None] * len(parameters)  # without momentum
+    rate: Any = lr  # a tensor is taken, too
+    sgd(parameters, gradients, momenta, foreach=False, fused=False, lr=rate, **settings)

@@ -1,0 +1,1 @@
+"""The same bits on any number of ranks."""

@@ -1,0 +1,264 @@
+"""What a Trainer iterates over windows: one window after the other, each by a source of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import Any
+
+from ignite_engine import rng
+from ignite_engine.data.place import Place
+from ignite_engine.data.source import DataSource
+from ignite_engine.errors import StateMismatch, StopRequested, leave_out
+from ignite_engine.ext.windows.window_reader import WindowReader
+from ignite_engine.ext.windows.windows import Windows
+from ignite_engine.ranks import agreement, mesh
+
+
+@dataclass(frozen=True)
+class WindowPlace:
+    """Where a source is in the windows of its stream."""
+
+    number: int = 0
+    """Windows before the open one, or the one that comes next: its pass."""
+    of_epoch: int = 0
+    """Windows begun in this epoch."""
+    updates: int = 0
+    """Updates in the open window."""
+    announced: bool = False
+    """The open window has had its WINDOW_STARTED."""
+    completed: bool = False
+    """The open window has had its WINDOW_COMPLETED."""
+    opened_with: Any = None
+    """The random numbers with which it was opened, until its first group is consumed."""
+
+
+class WindowedSource:
+    """What a Trainer iterates over windows: one window per ``iter()``, each by a source of its own.
+
+    Args:
+        source_of: makes the source over a window's loader.
+        stops: of a :class:`WindowReader`.
+    """
+
+    batches = iterations = None
+    """Neither is known for a pass."""
+
+    def __init__(self, windows: Windows, source_of: Callable[[Any], DataSource], stops: Callable[[], bool]) -> None:
+        self.data = windows
+        self.reader = WindowReader(windows, stops)
+        self._source_of = source_of
+        self.window: DataSource | None = None
+        """Over the window that is open."""
+        self.at = WindowPlace()
+        self.is_evaluated_again = False
+        """An evaluation of the open window was stopped, and is repeated in it by a resumed run."""
+        self._changed: str | None = None
+        self._inexact: str | None = None
+        windows.present, windows.is_open = None, False
+
+    def agree_lengths(self) -> None:
+        """Does nothing: each window agrees on its length when it is opened."""
+
+    @property
+    def changed(self) -> str | None:
+        """What is other than where the place was saved, as a sentence."""
+        return self._changed or (None if self.window is None else self.window.changed)
+
+    @property
+    def place(self) -> Place:
+        """In the open window; ``pass_number`` counts windows."""
+        return Place(pass_number=self.at.number) if self.window is None else self.window.place
+
+    @property
+    def was_open_when_saved(self) -> bool:
+        """A window was open when the place was saved: where a pass begins in this process, none is open yet."""
+        return self.window is not None or self.first_group_pending
+
+    @property
+    def between_passes(self) -> bool:
+        """No window is open."""
+        return self.window is None or self.window.between_passes
+
+    @property
+    def announced(self) -> bool:
+        """The open window has had its WINDOW_STARTED."""
+        return self.at.announced
+
+    @property
+    def completed(self) -> bool:
+        """The open window has had its WINDOW_COMPLETED."""
+        return self.at.completed
+
+    @property
+    def first_group_pending(self) -> bool:
+        """The first group of the open window was fetched, and not trained on."""
+        return self.at.opened_with is not None
+
+    @property
+    def epoch_is_over(self) -> bool:
+        """The epoch has its windows, or the stream has no more."""
+        return self.reader.over or (self.data.per_epoch is not None and self.at.of_epoch >= self.data.per_epoch)
+
+    @property
+    def inexact(self) -> str | None:
+        """Why a resumed run would not see the same bits, None if it would; of its windows once one was opened."""
+        return self.reader.inexact or self._inexact
+
+    def begin_after(self, place: Place) -> None:
+        """Begin with the pass after ``place``, which is one in other data."""
+        self.at = WindowPlace(place.pass_number + int(place.batch > 0))
+
+    def continue_at(self, place: Place) -> None:
+        """Continue at ``place``, which is one in other data."""
+        self.at = WindowPlace(place.pass_number)
+
+    # -- a window -----------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        """The rest of the open window, or the next one, which is taken by the first ``next``."""
+        limit = self.data.max_updates
+        if self.window is not None:
+            groups = iter(self.window)
+        else:
+            # by the first ``next``, which a stop may end
+            groups = self._window_again() if self.first_group_pending else self._next_window()
+        return groups if limit is None else islice(groups, max(limit - self.at.updates, 0))
+
+    def _next_window(self) -> Iterator[Any]:
+        if not self.reader.take():
+            return
+        before = rng.capture()
+        self.at = replace(self.at, opened_with=before)
+        try:
+            iterator = iter(self._open())
+            first = list(islice(iterator, 1))
+        except StopRequested:  # it is taken again, with the random numbers of before
+            self.abandon()
+            self.window, self.at = None, replace(self.at, opened_with=None)
+            self.data.present, self.data.is_open = None, False
+            rng.restore(before)
+            raise
+        yield from chain(first, iterator)
+
+    def _window_again(self) -> Iterator[Any]:
+        """The window whose first group was fetched, but not trained on, when the place was saved."""
+        with rng.isolated():  # what was drawn for it was drawn then
+            rng.restore(self.at.opened_with)
+            iterator = iter(self._open())
+            first = list(islice(iterator, 1))
+        yield from chain(first, iterator)
+
+    def _open(self) -> DataSource:
+        """Open the window that the reader has taken. A collective."""
+        name = self.reader.name
+        self.data.present, self.data.is_open = name, True
+        loader, self.data.order_seed = self.data.loader_and_seed(name)
+        self.window = self._source_of(loader)
+        self.window.place = Place(pass_number=self.at.number)
+        if type(self.window.data) is not tuple or self.window.data:  # one without a batch says nothing
+            self._inexact = self._inexact or self.window.inexact
+        self.window.agree_lengths()
+        return self.window
+
+    def announce(self) -> None:
+        """The open window has a batch: it counts, and WINDOW_STARTED comes."""
+        self.at = replace(self.at, announced=True, of_epoch=self.at.of_epoch + 1)
+
+    def complete(self) -> None:
+        """The open window has no more batches, and WINDOW_COMPLETED comes."""
+        self.at = replace(self.at, completed=True)
+
+    def consumed(self, batches: int) -> None:
+        """``batches`` more batches of the open window are trained on."""
+        assert self.window is not None, "a group was fetched from it"
+        self.window.consumed(batches)
+        self.at = replace(self.at, opened_with=None, updates=self.at.updates + 1)
+
+    def next_pass(self) -> None:
+        """The open window is trained on, or was empty."""
+        number = self.at.number
+        if self.window is not None:
+            self._changed = self.changed  # a resumed run of later windows is as little that of the checkpoint
+            self.window.close()
+            number += 1
+        self.window, self.at = None, WindowPlace(number, self.at.of_epoch)
+        self.data.present, self.data.is_open = None, False
+        self.reader.done()
+
+    def end_epoch(self) -> None:
+        """The epoch is over: a sequence that is at its end begins again in the next one."""
+        self.at = replace(self.at, of_epoch=0)
+        self.reader.begin_again()
+        self.reader.over = False
+
+    def abandon(self) -> None:
+        """End the workers of the open window at once."""
+        if self.window is not None:
+            self.window.abandon()
+
+    def freeze(self) -> None:
+        """Keep the place in the open window, whatever becomes of its loader."""
+        if self.window is not None:
+            self.window.freeze()
+
+    def close(self) -> None:
+        """The run is over: end the workers of the open window."""
+        self.is_evaluated_again = False
+        if self.window is not None:
+            self.window.close()
+
+    # -- in checkpoints -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the stream, and that in the open window; of one that was not trained on how it was opened.
+
+        Such a window is opened again, with the random numbers of then, and has no place.
+        """
+        at, window = self.at, None if self.window is None or self.first_group_pending else self.window.state_dict()
+        own: dict[str, Any] = {"begun": at.announced, "of_epoch": at.of_epoch, "number": at.number}
+        own |= {"updates": at.updates} | ({"completed": True} if at.completed else {})
+        if self.first_group_pending:
+            own |= {"opened_with": at.opened_with, "order_seed": self.data.order_seed}
+        own |= {"fingerprint": self.reader.fingerprint} if window is not None and self.reader.fingerprint else {}
+        return {"windows": self.reader.state_dict() | own, "window": window, "ranks": mesh.data_size()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a saved place; opens the window that was open. A collective.
+
+        Raises:
+            StateMismatch: it is one in other data.
+        """
+        if "windows" not in state:
+            raise StateMismatch(
+                "The checkpoint was made with data that is not a Windows object: give run() the same, or leave the "
+                f"position out with {leave_out('data')}."
+            )
+        own, ranks = state["windows"], mesh.data_size()
+        if state["ranks"] != ranks and not self.data.shared:
+            self._changed = (
+                f"The data position was saved on {state['ranks']} ranks, resumed on {ranks}: each continues with its "
+                "own windows, some may come twice or never."
+            )
+        self.reader.load_state_dict(own, begun=own["begun"])
+        # of this rank or a peer: all take the next one together
+        is_gone = any(agreement.gather_objects(own["name"] is not None and self.reader.name is None))
+        opened_with = None if is_gone else own.get("opened_with")
+        self.at = WindowPlace(
+            number=own["number"],
+            of_epoch=own["of_epoch"],
+            updates=own["updates"],
+            announced=own["begun"],
+            completed=own.get("completed", False),
+            opened_with=opened_with,
+        )
+        if self.first_group_pending:
+            self.data.present, self.data.is_open = self.reader.name, True
+            self.data.order_seed = own.get("order_seed")
+        if state["window"] is not None:
+            window = self._open()
+            saved = state["window"] | ({} if self.data.shared else {"ranks": ranks})
+            agreement.together(lambda: window.load_state_dict(saved))
+            if window.place.skipped:
+                window.agree_lengths()

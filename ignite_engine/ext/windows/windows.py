@@ -1,0 +1,233 @@
+"""Data that arrives in windows: files of a day or an hour, a list of shards, a stream without an end."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from copy import copy
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ignite_engine.data.loader import resumable, seed_of_order
+from ignite_engine.data.sampler import ResumableSampler
+from ignite_engine.data.workers import begin_pass, end_workers
+from ignite_engine.errors import EmptyData, check_type, is_number, is_whole
+from ignite_engine.ext.windows.streams import Files, ListedWindows, ReplayedStream, WindowStream, is_sequence, text_of
+from ignite_engine.ranks import agreement
+
+__all__ = ["Files", "WindowStream", "Windows"]
+
+
+class _SharedPosition:
+    """A stream that cannot be restarted; it has a single consumer."""
+
+    def __init__(self, stream: WindowStream) -> None:
+        self.stream, self._initial = stream, stream.state_dict()
+        self.reader: object = None
+
+    def begun_by(self, reader: object) -> WindowStream:
+        """The stream, at its beginning where it can go back; from now on it is ``reader``'s."""
+        self.reader = reader
+        if not isinstance(self.stream, ReplayedStream):
+            self.stream.load_state_dict(self._initial)
+        return self.stream
+
+
+class Windows:
+    """Data in windows, for ``Trainer.run()``, or of which an ``Evaluation`` takes the next one each time.
+
+    Args:
+        stream: names the windows: a sequence, :class:`Files`, a :class:`WindowStream` of your own, or any iterable,
+            which a resumed run reads again from its beginning. A sequence begins again in the next epoch; the others
+            go on.
+        open: makes the loader of a window: ``open(name)`` returns a ``loader()``, another loader, or any iterable of
+            batches, on several ranks of this rank's share. Nothing, or no batch, is an empty window, which is skipped.
+        per_epoch: windows of an epoch; None: it lasts until the stream has no more.
+        max_updates: of one window, the rest of which is left out; None: a window is trained on to its end.
+        wait_s: how long to wait for a window that has not come yet, in seconds; then the stream is at its end.
+            ``math.inf`` waits for ever. A stop request ends the wait.
+        poll_s: seconds between two looks.
+        shared: rank 0 takes the windows of all ranks, which share out the samples of each. False: each rank has a
+            stream of its own, of which it reads every sample; an epoch ends when all are at their end, and a rank
+            without a window takes part in the steps of its peers.
+
+    Raises:
+        TypeError, ValueError: an argument is not what it should be.
+    """
+
+    def __init__(
+        self,
+        stream: Iterable[Any] | WindowStream,
+        open: Callable[[Any], Iterable[Any] | None],
+        *,
+        per_epoch: int | None = None,
+        max_updates: int | None = None,
+        wait_s: float = 0.0,
+        poll_s: float = 1.0,
+        shared: bool = True,
+    ) -> None:
+        is_stream = isinstance(stream, (WindowStream, Iterable)) and not isinstance(stream, str | Windows)
+        check_type("stream", stream, is_stream, "a sequence of windows, Files or another stream")
+        check_type("open", open, callable(open), "a function that makes the loader of a window")
+        for name, value in (("per_epoch", per_epoch), ("max_updates", max_updates)):
+            unit = "update" if name == "max_updates" else "window"
+            check_type(name, value, value is None or is_whole(value), f"a whole number of {unit}s or None")
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1 {unit}, or None, got {value}.")
+        for name, seconds in (("wait_s", wait_s), ("poll_s", poll_s)):
+            check_type(name, seconds, is_number(seconds), "a number of seconds")
+        check_type("shared", shared, isinstance(shared, bool), "True or False")
+        if not wait_s >= 0 or not 0 < poll_s < math.inf:
+            raise ValueError(f"wait_s must be 0 or more and poll_s above 0 seconds, got {wait_s} and {poll_s}.")
+        self.stream, self.open, self.shared = stream, open, shared
+        self._one: _SharedPosition | None = None
+        if isinstance(stream, WindowStream):
+            self._one = None if isinstance(stream, Files) else _SharedPosition(stream)
+        elif not is_sequence(stream) and iter(stream) is stream:
+            self._one = _SharedPosition(ReplayedStream(stream))
+        self.per_epoch, self.max_updates = per_epoch, max_updates
+        self.wait_s, self.poll_s = wait_s, poll_s
+        self.present: Any = None
+        """The name of the window that is trained on now; None between windows, and where this rank has none."""
+        self.is_open = False
+        """One is trained on now, if only by other ranks."""
+        self.order_seed: int | None = None
+        """Of the random order of the plain DataLoaders of the window that is trained on now; None: they have none."""
+
+    def begun_by(self, reader: object) -> WindowStream:
+        """The stream at its beginning: a new one, if that can be; otherwise ``reader`` takes it from others."""
+        if self._one is not None:
+            return self._one.begun_by(reader)
+        if isinstance(self.stream, Files):
+            files = copy(self.stream)
+            files.load_state_dict({"last": ""})
+            return files
+        return ListedWindows(self.stream) if is_sequence(self.stream) else ReplayedStream(self.stream)  # type: ignore[arg-type]
+
+    def check_belongs_to(self, reader: object) -> None:
+        """Refuse that two take windows from one stream.
+
+        Raises:
+            ValueError: another one has begun it since ``reader`` did.
+        """
+        if self._one is not None and self._one.reader is not reader:
+            raise ValueError(
+                f"Two read the windows of {self.stream!r}, and each would miss those of the other: give training and "
+                "evaluation streams of their own, or evaluate Windows.again at WINDOW_STARTED."
+            )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What is the same on every rank."""
+        return {f"Windows({name})": getattr(self, name) for name in ("per_epoch", "max_updates", "shared")}
+
+    def opened_by(self, make: Callable[[Any], Any]) -> Windows:
+        """The same windows, of whose datasets ``make`` makes loaders.
+
+        Args:
+            make: called with what ``open`` returns, if that is map-style data.
+        """
+
+        def open_and_make(name: Any) -> Any:
+            data = self.open(name)
+            is_dataset = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, DataLoader)
+            return make(data) if is_dataset else data
+
+        own = {name: getattr(self, name) for name in ("per_epoch", "max_updates", "wait_s", "poll_s", "shared")}
+        made = Windows(self.stream, open_and_make, **own)
+        made._one = self._one
+        return made
+
+    def again(self) -> Any:
+        """A new loader over the window that is trained on now: ``Evaluation(evaluator, windows.again)`` at
+        ``WINDOW_STARTED`` evaluates each window before it is trained on.
+
+        Raises:
+            RuntimeError: none is trained on now.
+        """
+        if not self.is_open:
+            raise RuntimeError(
+                "No window is open: use Windows.again from TrainingEvents.WINDOW_STARTED to WINDOW_COMPLETED."
+            )
+        return self._made_of(self._opened(self.present), self.order_seed)
+
+    def whole(self) -> Iterator[Any]:
+        """The batches of all windows, one after the other: ``Evaluation(evaluator, windows.whole)`` evaluates
+        them as one set. It does not wait for windows that have not come; a collective.
+
+        Raises:
+            Exception: of the stream, on every rank.
+        """
+
+        def names_of_all() -> list[Any]:
+            stream, names = self.begun_by(self), list[Any]()
+            with suppress(StopIteration):
+                while (name := stream.next_window()) is not None:
+                    names.append(name)
+            return names
+
+        return self._batches_of(agreement.on_rank_0(names_of_all) if self.shared else agreement.together(names_of_all))
+
+    def _batches_of(self, names: Iterable[Any]) -> Iterator[Any]:
+        for number, name in enumerate(names):
+            # without a collective: each rank comes to a window when it has evaluated the one before
+            together = self.shared and agreement.world_size() > 1
+            data = self._made_of(self._opened(name), number if together else None)
+            iterator = begin_pass(data)
+            try:
+                yield from iterator
+            finally:
+                end_workers(iterator, data)
+
+    def loader_of(self, name: Any) -> Any:
+        """As :meth:`loader_and_seed`, without the seed."""
+        return self.loader_and_seed(name)[0]
+
+    def loader_and_seed(self, name: Any) -> tuple[Any, int | None]:
+        """The loader of a window; where it has no sample, or there is no window (None), an empty tuple.
+
+        With it the seed of its order, on which the ranks have agreed; None: it has none that is random and plain.
+
+        A collective: a rank may have none where its peers have a ``DataLoader`` whose order they agree on.
+
+        Raises:
+            Exception: of ``open``, on every rank.
+        """
+        data = list[Any]()
+
+        def open_here() -> int | None:
+            data.append(self._opened(name))
+            return seed_of_order(data[0], seed=0)
+
+        seeds = agreement.agreed(open_here)
+        shared = next((seed for seed in seeds if seed is not None), None)
+        seed = shared if self.shared else seeds[agreement.rank()]
+        return self._made_of(data[0], seed), seed
+
+    def _opened(self, name: Any) -> Any:
+        if name is None:
+            return ()
+        try:
+            data = self.open(name)
+        except EmptyData:
+            return ()
+        except Exception as error:
+            error.add_note(f"Raised where the window {text_of(name) or type(name).__name__} was opened.")
+            raise
+        if data is None:
+            return ()
+        is_data = isinstance(data, Iterable) and not isinstance(data, str | os.PathLike)
+        check_type("the window's data", data, is_data, "an iterable of batches, or None")
+        return data
+
+    def _made_of(self, data: Any, seed: int | None) -> Any:
+        data = resumable(data, seed=0, agree=lambda own: own if seed is None else seed)
+        if not self.shared and isinstance(sampler := getattr(data, "sampler", None), ResumableSampler):
+            sampler.rank, sampler.world_size = 0, 1  # the window is this rank's alone: none of it is for its peers
+        return data
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError("Windows are iterated by Trainer.run() and Evaluation, which keep their position.")

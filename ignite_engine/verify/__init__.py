@@ -1,1 +1,0 @@
-"""The proof of a resume: what a run records at each step, and where two runs first differ."""

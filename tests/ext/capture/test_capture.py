@@ -1,0 +1,435 @@
+"""A captured update computes what the plain one computes up to rounding, and its runs resume bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+from collections import UserDict
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from torch import Tensor, nn
+from torch._dynamo.callback import callback_handler
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from ignite_engine import Trainer, TrainingEvents, Update, loader, seed_everything
+from ignite_engine.errors import NotExact, StateMismatch
+from ignite_engine.ext.capture import capture
+from ignite_engine.handlers import Checkpoint, LRSchedule, warmup_cosine
+from tests.builders import linear
+from tests.ranks.forkserver import on_ranks
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, which torch.compile calls")
+
+EPOCH = 6  # iterations; the last has a smaller batch
+
+
+def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    inputs, targets = batch
+    predictions = model(inputs)
+    return nn.functional.mse_loss(predictions, targets), {"error": (predictions - targets).abs().mean().detach()}
+
+
+def data() -> Any:
+    inputs = torch.randn(44, 8, generator=torch.Generator().manual_seed(0))
+    return loader(TensorDataset(inputs, inputs[:, :1].sin()), batch_size=8, shuffle=True, seed=0)
+
+
+def trainer_of(
+    mode: bool,
+    *,
+    optimizer: Any = torch.optim.AdamW,
+    dropout: float = 0.0,
+    steps: int | None = None,
+    **options: Any,
+) -> Trainer:
+    seed_everything(0)
+    model = nn.Sequential(
+        nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 1)
+    )
+    options = {"clip_norm": 0.5, **options}
+    built = optimizer(model.parameters(), lr=1e-2)
+    trainer = Trainer(Update(model, built, loss_fn, capture=mode, **options), accumulation_steps=steps)
+    LRSchedule(warmup_cosine(built, warmup=4, total=40)).attach(trainer)
+    return trainer
+
+
+def outputs_of(trainer: Trainer, epochs: int = 2) -> list[dict[str, float]]:
+    outputs: list[dict[str, float]] = []
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED,
+        lambda: outputs.append({name: float(value) for name, value in trainer.state.output.items()}),
+    )
+    trainer.run(data(), max_epochs=epochs)
+    return outputs
+
+
+def state_of(trainer: Trainer) -> dict[str, Tensor]:
+    model, optimizer = trainer.update.model, trainer.update.optimizers["optimizer"]  # type: ignore[attr-defined]
+    found = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        found |= {
+            f"{name}/{key}": value.clone()
+            for key, value in optimizer.state[parameter].items()
+            if isinstance(value, Tensor)
+        }
+    return found
+
+
+def momentum(parameters: Any, lr: float) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9, nesterov=True, weight_decay=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "updates"),
+    [
+        ({}, 12),
+        ({"steps": 3, "optimizer": momentum, "clip_norm": None, "log_grad_norm": True}, 4),
+        ({"optimizer": torch.optim.RMSprop, "non_finite": "skip"}, 12),
+    ],
+    ids=["adamw", "sgd, accumulated", "a step that is not captured"],
+)
+@pytest.mark.slow  # compiles
+def test_its_losses_and_weights_are_those_of_the_plain_update(options: dict[str, Any], updates: int) -> None:
+    plain, captured = trainer_of(False, **options), trainer_of(True, **options)
+
+    expected, found = outputs_of(plain), outputs_of(captured)
+
+    assert len(expected) == len(found) == updates
+    assert [set(output) for output in found] == [set(output) for output in expected]
+    for name in expected[0]:
+        values = [torch.tensor([output[name] for output in outputs]) for outputs in (found, expected)]
+        torch.testing.assert_close(*values, rtol=1e-4, atol=1e-5)
+    for name, value in state_of(plain).items():
+        torch.testing.assert_close(state_of(captured)[name], value, rtol=1e-4, atol=1e-5)
+    assert captured.state.optimizer_steps == updates
+    assert not torch.equal(state_of(plain)["0.weight"], state_of(trainer_of(False))["0.weight"])
+
+
+@pytest.mark.slow  # compiles
+def test_resumed_at_a_short_batch_it_ends_with_the_bits_of_the_whole_run(tmp_path: Path) -> None:
+    """With dropout, which draws from torch's generator, and a schedule, of which no LR is compiled."""
+    whole = trainer_of(True, dropout=0.1)
+    whole.run(data(), max_epochs=2)
+    graphs = len(whole.update._capture._step._graphs)  # type: ignore[attr-defined]
+
+    stopped = trainer_of(True, dropout=0.1)
+    Checkpoint(tmp_path, strict=True).attach(stopped)
+    stopped.add_event_handler(Events.ITERATION_COMPLETED(once=EPOCH - 1), lambda: stopped.request_stop("a test"))
+    stopped.run(data(), max_epochs=2)
+    torch.compiler.reset()  # a process of its own compiles first for the short batch
+    resumed, checkpoint = trainer_of(True, dropout=0.1), Checkpoint(tmp_path)
+    checkpoint.attach(resumed)
+    checkpoint.resume()
+    resumed.run(data(), max_epochs=2)
+
+    expected, found = state_of(whole), state_of(resumed)
+    assert stopped.state.iteration == EPOCH - 1 and resumed.state.iteration == 2 * EPOCH
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    assert graphs == 1
+
+
+@pytest.mark.slow  # compiles
+def test_events_of_micro_batches_come_and_see_the_gradients_so_far() -> None:
+    trainer, seen = trainer_of(True, steps=2), []
+    for event in (
+        TrainingEvents.FORWARD_STARTED,
+        TrainingEvents.FORWARD_COMPLETED,
+        TrainingEvents.BACKWARD_COMPLETED,
+        TrainingEvents.OPTIMIZER_STEP_STARTED,
+    ):
+        trainer.add_event_handler(event, lambda _, name=event.name: seen.append(name))
+    norms: list[float] = []
+    weight = trainer.update.model[0].weight  # type: ignore[attr-defined]
+    trainer.add_event_handler(TrainingEvents.BACKWARD_COMPLETED, lambda: norms.append(float(weight.grad.norm())))
+    trainer.run(data(), max_iters=1)
+
+    micro_batch = ["FORWARD_STARTED", "FORWARD_COMPLETED", "BACKWARD_COMPLETED"]
+    assert seen == [*micro_batch, *micro_batch, "OPTIMIZER_STEP_STARTED"]
+    assert len(norms) == 2 and norms[0] != norms[1]
+
+
+def reads_a_value(model: nn.Module, batch: Any) -> Tensor:
+    loss = loss_fn(model, batch)[0]
+    return loss if loss.item() > -1.0 else -loss
+
+
+@pytest.mark.slow
+def test_what_cannot_be_captured_is_one_line_that_names_the_place() -> None:
+    trainer = trainer_of(True)
+    trainer.update.loss_fn = reads_a_value  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="cannot be captured") as refused:
+        outputs_of(trainer)
+    assert str(refused.value).count("\n") == 0 and "test_capture.py" in str(refused.value)
+    assert str(refused.value).startswith("Update(capture=True), but the update cannot be captured: ")
+
+
+@pytest.mark.slow  # compiles
+def test_frozen_parameters_another_setting_and_another_shape_are_graphs_of_their_own() -> None:
+    """The same losses as the plain way's, each thing compiled once."""
+
+    def run(mode: bool) -> list[dict[str, float]]:
+        trainer = trainer_of(mode)
+        model, (optimizer,) = trainer.update.model, trainer.update.optimizers.values()  # type: ignore[attr-defined]
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: model[4].bias.requires_grad_(False))
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED(once=3), lambda: optimizer.param_groups[0].update(weight_decay=0.2)
+        )
+        return outputs_of(trainer)
+
+    compilations = list[str]()
+    callback = callback_handler.register_start_callback(lambda arguments: compilations.append(arguments.compile_id))
+    try:
+        found = run(True)
+    finally:
+        callback_handler.remove_start_callback(callback)
+
+    # gradients: all trained, frozen, frozen and the short batch; the step: frozen, the other setting
+    assert len(compilations) in (5, 6)
+    for output, expected in zip(found, run(False), strict=True):
+        assert output == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+def test_more_shapes_than_there_may_be_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "MAX_GRAPHS", 0)
+    with pytest.raises(ValueError, match="it would need more than 0 graphs: pad batches to fewer shapes"):
+        outputs_of(trainer_of(True))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": torch.no_grad}, "precision is a function"),
+        ({"rank_invariant": True}, "rank_invariant is on"),
+        ({"loss_parallel": True}, "loss_parallel is on"),
+    ],
+)
+def test_what_is_known_to_be_impossible_is_refused_at_once(options: dict[str, Any], message: str) -> None:
+    model = linear()
+    with pytest.raises(ValueError, match=message):
+        Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, capture=True, **options)
+
+
+def ddp_is_refused(rank: int, folder: str) -> None:
+    model = DistributedDataParallel(linear())
+    with pytest.raises(ValueError, match="DistributedDataParallel reduces gradients over ranks; one process is cap"):
+        Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, capture=True)
+
+
+def test_a_model_in_ddp_is_refused(tmp_path: Path) -> None:
+    on_ranks(2, ddp_is_refused, tmp_path)
+
+
+@pytest.mark.slow  # compiles
+def test_a_hook_of_a_module_that_comes_within_a_run_is_refused() -> None:
+    trainer = trainer_with(True, linear_of_8, loss_fn)
+    model = trainer.update.model  # type: ignore[attr-defined]
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED(once=2), lambda: model.register_forward_hook(lambda module, inputs, output: output)
+    )
+
+    with pytest.raises(ValueError, match="a module has hooks"):
+        outputs_of(trainer)
+
+
+@pytest.mark.slow  # compiles
+def test_a_run_that_was_captured_is_not_resumed_without_a_word(tmp_path: Path) -> None:
+    saved = trainer_of(True)
+    Checkpoint(tmp_path).attach(saved)
+    saved.run(data(), max_epochs=1)
+
+    trainer, checkpoint = trainer_of(False), Checkpoint(tmp_path)
+    checkpoint.attach(trainer)
+    checkpoint.resume()
+    with pytest.raises(StateMismatch, match="capture"):
+        trainer.run(data(), max_epochs=2)
+
+
+def test_another_compiler_is_in_the_report(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = trainer_of(True)
+    captured = trainer.update._capture  # type: ignore[attr-defined]
+    captured.load_state_dict(captured.state_dict())
+    assert trainer.reproducibility() == []
+
+    captured.load_state_dict({"compiler": "cc, INVALID"})
+
+    assert any("was compiled by cc, INVALID" in reason for reason in trainer.reproducibility())
+    assert "it goes on with other bits" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_run_that_was_not_captured_is_not_resumed_captured_without_a_word(tmp_path: Path, strict: bool) -> None:
+    saved = trainer_of(False)
+    Checkpoint(tmp_path).attach(saved)
+    saved.run(data(), max_epochs=1)
+
+    trainer, checkpoint = trainer_of(True), Checkpoint(tmp_path, strict=strict)
+    checkpoint.attach(trainer)
+    checkpoint.resume()
+    assert any("was saved without capture" in reason for reason in trainer.reproducibility())
+    with pytest.raises(NotExact, match="was saved without capture") if strict else nullcontext():
+        trainer.run(data(), max_epochs=2)
+
+
+class Odd(nn.Module):
+    """Parameters whose gradient is the loss's own, one for both and for all elements of a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.one, self.other = nn.Linear(8, 1), nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
+        self.several = nn.Parameter(torch.zeros(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.layer(inputs)
+        return output
+
+
+def with_terms(model: Any, batch: Any) -> Tensor:
+    return loss_fn(model, batch)[0] + model.one + model.other + model.several.sum()
+
+
+class Centered(nn.Module):
+    """A loss with a mean of what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1))
+
+    def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        output = model(batch[0])
+        loss = nn.functional.mse_loss(output - self.center, batch[1])
+        with torch.no_grad():
+            self.center.mul_(0.5).add_(output.mean(0), alpha=0.5)  # type: ignore[operator]
+        return loss
+
+
+class Reassigned(nn.Module):
+    """Puts another tensor in the place of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(8, 1), nn.Dropout(0.1)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * inputs.mean(0)
+        output: Tensor = self.layer(self.dropout(inputs - self.mean))
+        return output
+
+
+def writes_to_the_batch(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    batch[0].mul_(0.5)
+    return loss_fn(model, batch)[0]
+
+
+def trainer_with(mode: bool, kind: Any, loss: Any, *, steps: int | None = None, **options: Any) -> Trainer:
+    """Of a model of its own, by RMSprop, whose step is not captured."""
+    seed_everything(0)
+    model = kind()
+    update = Update(model, torch.optim.RMSprop(model.parameters(), lr=1e-2), loss, capture=mode, **options)
+    return Trainer(update, accumulation_steps=steps)
+
+
+def assert_trains_alike(plain: Trainer, captured: Trainer) -> None:
+    expected, found = outputs_of(plain), outputs_of(captured)
+    torch.testing.assert_close(
+        *([torch.tensor(list(output.values())) for output in outputs] for outputs in (found, expected)),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    for name, value in state_of(plain).items():
+        torch.testing.assert_close(state_of(captured)[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"steps": 3}, {"clip_norm": 0.1}], ids=["accumulated", "clipped"])
+@pytest.mark.slow  # compiles
+def test_gradients_of_which_one_is_another_in_memory_are_written_to_one_by_one(options: dict[str, Any]) -> None:
+    assert_trains_alike(trainer_with(False, Odd, with_terms, **options), trainer_with(True, Odd, with_terms, **options))
+
+
+@pytest.mark.slow  # compiles
+def test_to_compile_leaves_no_trace_in_the_batch() -> None:
+    def trainer(mode: bool) -> Trainer:
+        return trainer_with(mode, linear_of_8, writes_to_the_batch)
+
+    assert_trains_alike(trainer(False), trainer(True))
+
+
+def linear_of_8() -> nn.Module:
+    return nn.Linear(8, 1)
+
+
+@pytest.mark.slow  # compiles
+def test_to_compile_leaves_no_trace_in_buffers_of_the_loss(tmp_path: Path) -> None:
+    """Also in a resumed run, whose buffers are no zeros any more, and which compiles anew."""
+
+    def trainer() -> tuple[Trainer, Centered]:
+        loss = Centered()
+        return trainer_with(True, linear_of_8, loss), loss
+
+    (whole, center), (stopped, _), (resumed, resumed_center) = trainer(), trainer(), trainer()
+    whole.run(data(), max_epochs=1)
+    Checkpoint(tmp_path).attach(stopped)
+    stopped.run(data(), max_iters=3)
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.attach(resumed)
+    checkpoint.resume()
+    resumed.run(data(), max_epochs=1)
+
+    assert float(center.center) != 0.0 and torch.equal(center.center, resumed_center.center)
+    assert torch.equal(state_of(whole)["weight"], state_of(resumed)["weight"])
+
+
+@pytest.mark.slow  # compiles
+def test_a_model_that_replaces_its_buffers_is_refused() -> None:
+    with pytest.raises(ValueError, match="mean is another tensor after a forward"):
+        outputs_of(trainer_with(True, Reassigned, lambda model, batch: loss_fn(model, batch)[0]))
+
+
+def other_loss_where_compiled(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return loss_fn(model, batch)[0] + 0.01 * torch.compiler.is_compiling()
+
+
+@pytest.mark.slow  # compiles
+def test_a_loss_that_is_another_one_when_compiled_is_refused() -> None:
+    with pytest.raises(ValueError, match="the loss differs"):
+        outputs_of(trainer_with(True, linear_of_8, other_loss_where_compiled))
+
+
+class Keeping(nn.Linear):
+    """Keeps a value of its last forward."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output = super().forward(inputs)
+        self.last = output.detach().mean()
+        return output
+
+
+def test_the_cause_in_torch_is_named_where_a_graph_cannot_be_compiled() -> None:
+    with pytest.raises(ValueError, match=r"cannot be captured: NotImplementedError: .*TensorWrapper"):
+        outputs_of(trainer_with(True, partial(Keeping, 8, 1), lambda model, batch: loss_fn(model, batch)[0]))
+
+
+def test_a_batch_in_an_object_that_torch_does_not_look_into_is_refused() -> None:
+    """Each would be another kind of batch, with a graph of its own."""
+    trainer = trainer_with(True, linear_of_8, lambda model, batch: loss_fn(model, (batch["x"], batch["y"]))[0])
+    batch = UserDict(x=torch.ones(4, 8), y=torch.ones(4, 1))
+
+    with pytest.raises(ValueError, match="a batch has a UserDict, in which torch finds no tensors"):
+        trainer.run([batch, batch], max_epochs=1)
+
+
+@pytest.mark.slow  # compiles
+def test_a_hook_of_a_gradient_that_comes_within_a_run_is_refused() -> None:
+    trainer = trainer_with(True, linear_of_8, loss_fn)
+    weight = trainer.update.model.weight  # type: ignore[attr-defined]
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: weight.register_hook(lambda value: value))
+
+    with pytest.raises(ValueError, match="a parameter has hooks of its gradient"):
+        outputs_of(trainer)

@@ -1,0 +1,75 @@
+"""Where a mirror is: what is wrong is one line, and no password is ever repeated."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ignite_engine.config import ConfigError, config_from_dict
+from ignite_engine.ext.mirror.remote import without_secrets
+from ignite_engine.handlers import Checkpoint
+from tests.builders import trainer_of
+
+
+def in_a_config(mirror: Any) -> str:
+    with pytest.raises(ConfigError) as raised:
+        config_from_dict({"task": "x.py:build", "run": {"max_epochs": 1}, "checkpoint": {"mirror": mirror}})
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://the-key:the-secret@bucket/run",
+        "ftp://user:the-secret@host/run",
+        "https://host/run?X-Amz-Signature=the-secret",
+        "simplecache::s3://the-key:the-secret@bucket/run",
+    ],
+)
+def test_credentials_in_a_url_are_refused_and_not_repeated(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ValueError, match="must hold no credentials") as raised:
+        Checkpoint(tmp_path, mirror=url)
+
+    for error in (str(raised.value), in_a_config(url)):
+        assert "must hold no credentials" in error and "the-secret" not in error and "\n" not in error
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("", "must be a directory or a URL, got an empty text"),
+        ("s3://", "must name a bucket or a folder, got 's3://': give a URL such as s3://bucket/run"),
+        ("s3:/bucket/run", "neither a URL nor a path, got 's3:/bucket/run': a URL begins with s3://"),
+        ("s4://bucket/run", "s4://bucket/run cannot be used: Protocol not known: s4."),
+        ("gs://bucket/run", "gs://bucket/run cannot be used: Please install gcsfs to access Google Storage."),
+    ],
+)
+def test_a_wrong_place_is_one_line_in_python_and_in_a_config(
+    tmp_path: Path, given: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Checkpoint(tmp_path, mirror=given)
+    error = in_a_config(given)
+    assert "checkpoint.mirror: " in error and said in error
+
+
+def test_another_type_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="mirror must be a directory or a URL, got 3"):
+        Checkpoint(tmp_path, mirror=3)  # type: ignore[arg-type]  # that is the test
+    assert "checkpoint.mirror" in in_a_config({"url": "x"})
+
+
+def test_a_mirror_in_the_folder_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is in the folder of the checkpoints itself"):
+        Checkpoint(tmp_path / "run", mirror=str(tmp_path / "run" / "mirror")).attach(trainer_of())
+
+
+def test_what_a_store_says_is_told_without_credentials() -> None:
+    said = without_secrets("Cannot connect to https://key:secret@host/a?token=secret and s3://bucket/run")
+
+    assert said == "Cannot connect to https://***@host/a*** and s3://bucket/run"

@@ -1,0 +1,109 @@
+"""Which handlers act again in a replay, and that those of the engine leave no file."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ignite.engine import Events
+
+from ignite_engine import Trainer, handlers
+from ignite_engine.ext.replay import bring_to
+from ignite_engine.ext.replay.quiet import _owners
+from tests.builders import linear, numbers_loader, trainer_of
+from tests.ext.replay.test_replay import content, own_script
+from tests.test_architecture import HANDLER_FILES, module_name
+
+HANDLERS = [
+    f"{module_name(path)}:{node.name}"
+    for path in HANDLER_FILES
+    for node in ast.walk(ast.parse(path.read_text()))
+    if isinstance(node, ast.ClassDef)
+    and any(isinstance(method, ast.FunctionDef) and method.name == "attach" for method in node.body)
+]
+
+
+@pytest.mark.parametrize("name", HANDLERS)
+def test_each_handler_says_whether_it_acts_again(name: str) -> None:
+    module, _, kind = name.partition(":")
+    said = inspect.getattr_static(getattr(importlib.import_module(module), kind), "replayed", None)
+    assert isinstance(said, bool), f"{kind}: say replayed = False if it writes, measures time or watches, else True"
+
+
+def test_what_trackers_attach_says_so_too(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    kinds: list[Any] = [handlers.ClearMLLogger, handlers.TensorBoardSink, handlers.WandBSink, handlers.MLflowSink]
+    handlers.MetricLogger(tmp_path, sinks=[kind(tmp_path) for kind in kinds], console=False).attach(trainer)
+    said = {
+        getattr(owner, "__qualname__", type(owner).__name__): getattr(owner, "replayed", None)
+        for owner in _owners(trainer)
+    }
+    assert len(said) > 6 and None not in said.values(), said
+    kept = [name for name, replayed in said.items() if replayed]
+    assert kept == ["MetricLogger"], said
+
+
+class Counter:
+    def __init__(self, *, replayed: bool | None = None) -> None:
+        self.calls = 0
+        if replayed is not None:
+            self.replayed = replayed
+
+    def __call__(self, trainer: Trainer) -> None:
+        self.calls += 1
+
+
+def note(trainer: Trainer) -> None:
+    """A function of the user's own."""
+
+
+def test_handlers_of_the_users_own_act_again_and_are_named_unless_they_say_no(tmp_path: Path) -> None:
+    counted, left_out = Counter(), Counter(replayed=False)
+
+    def build(directory: Path) -> tuple[Trainer, dict[str, Any]]:
+        trainer, arguments = own_script(directory)
+        for handler in (counted, left_out, note):
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(every=2), handler)
+        return trainer, arguments
+
+    trainer, arguments = build(tmp_path / "run")
+    trainer.run(**arguments)
+    assert counted.calls == left_out.calls == 10
+    with bring_to(tmp_path / "run", build, at=10) as moment:
+        assert moment.users_own == ["Counter", "note"]
+        assert "Your own handlers acted again: Counter, note." in moment.way
+    assert (counted.calls, left_out.calls) == (13, 10)  # from iteration 5 on
+    with bring_to(tmp_path / "run", own_script, at=10) as moment:
+        assert not moment.users_own and "acted again" not in moment.way
+
+
+def test_no_handler_of_the_engine_writes_a_file(tmp_path: Path) -> None:
+    def build(directory: Path) -> tuple[Trainer, dict[str, Any]]:
+        trainer, few = trainer_of(linear(dropout=True)), Events.ITERATION_COMPLETED(every=4)
+        sinks: list[Any] = [handlers.TensorBoardSink(directory)]
+        handlers.MetricLogger(directory, sinks=sinks).attach(trainer, few)
+        handlers.Export(directory / "exports").attach(trainer, few)
+        handlers.Profiler(directory, wait=0, warmup=1, active=2).attach(trainer)
+        handlers.StepTimes().attach(trainer, few)
+        handlers.MemoryLogger().attach(trainer, few)
+        handlers.Throughput().attach(trainer, few)
+        handlers.Progress().attach(trainer)
+        handlers.SaveEvery(minutes=5).attach(trainer)
+        handlers.WallClockLimit(hours=1).attach(trainer)
+        handlers.StopFile(directory / "stop").attach(trainer)
+        handlers.DigestTrail(directory, every=3).attach(trainer)
+        handlers.Checkpoint(directory / "checkpoints").attach(trainer)
+        return trainer, {"data": numbers_loader(shuffle=True), "max_epochs": 3}
+
+    trainer, arguments = build(tmp_path)
+    trainer.run(**arguments)
+    before = content(tmp_path)
+    names = {name.partition("/")[0] for name in before}
+    assert {"exports", "tensorboard", "trail.jsonl", "history.jsonl"} <= names, names
+    with bring_to(tmp_path, build, at=18, before=1) as moment:
+        assert moment.difference is None and moment.replayed == 18
+    assert content(tmp_path) == before

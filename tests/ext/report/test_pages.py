@@ -1,0 +1,398 @@
+"""The pages: every curve is there as it was measured, nothing is loaded from anywhere, and any run can be shown."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ignite_engine.config.load import config_from_dict, default_values
+from ignite_engine.ext.report import NotARun, read_run, write_comparison, write_report
+from ignite_engine.ext.report.charts import BUCKETS
+from ignite_engine.ext.report.panels import panels_of
+from ignite_engine.ext.report.scales import averaged, thin
+from ignite_engine.text import short
+
+VOID = {"meta", "br", "path"}
+
+
+class Page(HTMLParser):
+    """A page's tags, checked for balance, and the text of each kind of element."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.text = path.read_text(encoding="utf-8")
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: dict[str, list[str]] = {}
+        self.feed(self.text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.words.setdefault(self.open[-1], []).append(data)
+
+    @property
+    def curves(self) -> dict[str, dict[str, list[list[float]]]]:
+        """The points of each line by the title of its picture, as the page's script has them."""
+        data = next(text for text in self.words["script"] if text.startswith("["))
+        titles = [word for word in self.words["h3"]][: len(json.loads(data))]
+        return {
+            title: {line["name"]: line["points"] for line in found["lines"]}
+            for title, found in zip(titles, json.loads(data), strict=True)
+        }
+
+
+def run_directory(
+    path: Path,
+    rows: Sequence[Mapping[str, Any]],
+    config: Mapping[str, Any] | None = None,
+    summary: Mapping[str, Any] | None = None,
+) -> Path:
+    path.mkdir(parents=True)
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if config is not None:
+        (path / "config.yaml").write_text(yaml.safe_dump(config))
+    if summary is not None:
+        (path / "summary.json").write_text(json.dumps(summary))
+    return path
+
+
+def row(iteration: int, **more: Any) -> dict[str, Any]:
+    values = {"iteration": iteration, "epoch": 1, "loss": 4 / iteration, "lr": 0.5, "grad_norm": 1.0 + iteration % 2}
+    values |= {"throughput/tokens_per_s": 1000.0 * iteration}
+    values |= {
+        "time/step_ms": 10.0,
+        "time/data_wait_ms": 1.0,
+        "time/forward_ms": 4.0,
+        "time/backward_ms": 2.0,
+        "time/optimizer_ms": 2.5,
+    }
+    return values | {"memory/host_rss_mib": 500.0 + iteration, "memory/peak_mib": 10240.0} | more
+
+
+ROWS = [
+    row(n, **({"val/loss": 5 / n, "val/accuracy": n / 10, "still/one": 3.0} if n % 2 == 0 else {})) for n in range(1, 7)
+]
+SUMMARY = {"status": "completed", "reason": "max_iters", "iteration": 6, "epoch": 1, "wall_s": 125.0, "parameters": 17}
+
+
+def test_page_has_every_curve_as_it_was_measured(tmp_path: Path) -> None:
+    page = Page(write_report(run_directory(tmp_path / "run", ROWS, {"run": {"name": "mine"}}, SUMMARY)))
+
+    assert page.curves == {
+        "Loss": {
+            "train": [[n, pytest.approx(4 / n, rel=1e-4)] for n in range(1, 7)],
+            "val": [[2, 2.5], [4, 1.25], [6, 0.83333]],
+        },
+        "accuracy": {"val": [[2, 0.2], [4, 0.4], [6, 0.6]]},
+        "Learning rate": {"lr": [[n, 0.5] for n in range(1, 7)]},
+        "Gradient norm": {"grad_norm": [[n, 1 + n % 2] for n in range(1, 7)]},
+        "Throughput": {"tokens": [[n, 1000 * n] for n in range(1, 7)]},
+        "Time per iteration": {
+            "data wait": [[n, 1] for n in range(1, 7)],
+            "forward": [[n, 4] for n in range(1, 7)],
+            "backward": [[n, 2] for n in range(1, 7)],
+            "optimizer": [[n, 2.5] for n in range(1, 7)],
+            "rest": [[n, 0.5] for n in range(1, 7)],
+        },
+        "Memory of the device": {"peak": [[n, 10] for n in range(1, 7)]},
+        "Memory of the host": {"in use now": [[n, 500 + n] for n in range(1, 7)]},
+    }
+    units = [word for word in page.words["span"] if "," in word]
+    assert units == ["tokens/s, all ranks", "ms, mean over ranks", "GiB, the worst rank", "MiB, the worst rank"]
+    assert sum(tag == "figure" for tag, _ in page.tags) == 8
+    assert page.words["h1"] == ["mine"] and "completed" in page.words["b"]
+    assert {"2 min 05 s ", "0.8333 "} <= set(page.words["dd"])
+
+
+def test_speed_times_and_memory_are_folded_below_what_the_user_measured(tmp_path: Path) -> None:
+    def folded(path: Path) -> tuple[list[str], bool, list[str]]:
+        text = path.read_text()
+        before, _, after = text.partition("<details data-folded")
+        inside = after.partition("</details>")[0]
+        return re.findall("<h3>(.+?)</h3>", before), inside.startswith(" open"), re.findall("<h3>(.+?)</h3>", inside)
+
+    run = run_directory(tmp_path / "run", ROWS)
+    users_own = ["Loss", "accuracy", "Learning rate", "Gradient norm"]
+    engines = ["Throughput", "Time per iteration", "Memory of the device", "Memory of the host"]
+    assert folded(write_report(run)) == (users_own, False, engines)
+    before, is_open, inside = folded(write_comparison([run, run], tmp_path / "compare.html"))
+    assert before == ["loss", "val/loss", "val/accuracy", "lr", "grad_norm"] and not is_open and len(inside) == 8
+
+    times = [{"iteration": n, "time/step_ms": 1.0 * n} for n in (1, 2)]
+    assert folded(write_report(run_directory(tmp_path / "times", times))) == ([], True, ["Time per iteration"])
+
+
+def test_page_loads_nothing_from_anywhere(tmp_path: Path) -> None:
+    run = run_directory(tmp_path / "run", ROWS, {"run": {"name": "mine"}}, SUMMARY)
+    (run / "environment.json").write_text(json.dumps({"command": ["train"], "packages": {"torch": "2"}}))
+    for path in (write_report(run), write_comparison([run, run], tmp_path / "compare.html")):
+        page = Page(path)
+        loading = {"src", "href", "srcset", "data", "action", "poster", "xlink:href"}
+        assert [tag for tag in page.tags if loading & tag[1].keys() and tag[0] != "a"] == []
+        assert {tag[1]["href"] for tag in page.tags if tag[0] == "a"} <= {"run/report.html"}
+        assert re.findall(r"https?://|url\(|@import|\bfetch\(|XMLHttp|import\s*\(", page.text) == []
+        policy = dict(page.tags)["meta"]  # the last one
+        assert "default-src 'none'" in str(policy["content"])
+        assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.tags
+
+
+def test_no_word_of_a_run_becomes_a_tag_or_a_script(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script><img src=x>&"
+    config = {"run": {"name": evil, evil: evil}}
+    run = run_directory(tmp_path / "run", [row(n, **{evil: n / 2, f"val/{evil}": n}) for n in (1, 2, 3)], config)
+    (run / "summary.json").write_text(
+        json.dumps({"status": "failed", "reason": evil, "iteration": 3, "metrics": {evil: 1}})
+    )
+    (run / "logs").mkdir()
+    (run / "logs" / "rank_0.log").write_text(evil)
+    for path in (write_report(run), write_comparison([run, run], tmp_path / "compare.html")):
+        page = Page(path)
+        assert [tag for tag, _ in page.tags if tag in ("script", "img")] == ["script", "script"]
+        assert page.words["h3"].count(evil) >= 1
+
+
+@pytest.mark.parametrize(
+    ("summary", "said"),
+    [
+        (
+            {"status": "interrupted", "reason": "SIGINT", "iteration": 1234},
+            "at iteration 1,234: SIGINT. The same command resumes",
+        ),
+        ({"status": "failed", "reason": "ValueError: no", "iteration": 3}, "at iteration 3: ValueError: no."),
+        ({"status": "running", "reason": None, "iteration": 3}, "at iteration 6. It is still running, or was killed."),
+        (None, "There is no summary.json."),
+    ],
+)
+def test_page_says_how_the_run_ended(tmp_path: Path, summary: Any, said: str) -> None:
+    page = Page(write_report(run_directory(tmp_path / "run", ROWS, summary=summary)))
+
+    assert said in " ".join(page.words["p"])
+    assert ('http-equiv="refresh"' in page.text) == (summary is not None and summary["status"] == "running")
+
+
+def test_failed_run_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    run = run_directory(tmp_path / "run", ROWS, summary={"status": "failed", "reason": "x", "iteration": 1})
+    (run / "logs").mkdir()
+    (run / "logs" / "rank_0.log").write_text("\n".join(f"line {n}" for n in range(1000)) + "\nValueError: no\n")
+    page = Page(write_report(run))
+
+    assert page.words["pre"][0].endswith("line 999\nValueError: no") and "line 900" not in page.words["pre"][0]
+    assert ("details", {"open": None}) in page.tags
+
+
+def test_run_that_is_still_written_to_or_has_measured_nothing_can_be_shown(tmp_path: Path) -> None:
+    run = run_directory(tmp_path / "run", ROWS[:2])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('[1]\n{"loss": 1}\n{"iteration": 3, "loss": 0.')
+    (run / "config.yaml").write_text("{broken")
+
+    assert Page(write_report(run)).curves["Loss"] == {"train": [[1, 4], [2, 2]]}
+    empty = run_directory(tmp_path / "empty", [], summary={"status": "running"})
+    assert "there are no curves" in Page(write_report(empty)).text
+    assert "there are no curves" in Page(write_comparison([empty], tmp_path / "c.html")).text
+
+
+def test_what_is_not_finite_is_noted_and_does_not_change_the_axis(tmp_path: Path) -> None:
+    rows = [row(n, loss="nan" if n in (2, 3, 4, 6) else 1.0 / n) for n in range(1, 8)]
+    rows[4]["grad_norm"] = "inf"
+    page = Page(write_report(run_directory(tmp_path / "run", rows)))
+
+    assert [point[0] for point in page.curves["Loss"]["train"]] == [1, 5, 7]
+    assert "train is not finite at iteration 2, 3, 4 and 1 more" in page.words["p"]
+    assert "grad_norm is not finite at iteration 5" in page.words["p"]
+
+
+def test_groups_of_the_same_rate_are_one_line(tmp_path: Path) -> None:
+    rows = [row(n, **{"lr/a": 0.5, "lr/b": 0.05, "lr/c": 0.05}) for n in (1, 2)]
+    run = read_run(run_directory(tmp_path / "run", rows))
+
+    (rates,) = [panel for panel in panels_of(run) if panel.title == "Learning rate"]
+    assert {line.name: line.points[0][1] for line in rates.lines} == {"lr": 0.5, "b": 0.05}
+
+
+@pytest.mark.slow
+def test_long_run_is_thinned_and_keeps_its_extremes(tmp_path: Path) -> None:
+    rows = [row(n, loss=1.0 + math.sin(n) / 10) for n in range(1, 20_001)]
+    rows[12_344]["loss"], rows[7_776]["loss"], rows[4]["grad_norm"] = 7.5, -3.25, 1e4
+    path = write_report(run_directory(tmp_path / "run", rows))
+    loss = Page(path).curves["Loss"]["train"]
+
+    assert path.stat().st_size < 500_000 and len(loss) <= 4 * BUCKETS
+    assert [7777, -3.25] in loss and [12345, 7.5] in loss
+    assert loss[0][0] == 1 and loss[-1][0] == 20_000 and loss == sorted(loss)
+    assert [5, 10000] in Page(path).curves["Gradient norm"]["grad_norm"]
+
+
+def test_thinning_keeps_first_lowest_highest_and_last_of_each_part() -> None:
+    points = [(float(n), float((n * 7) % 100)) for n in range(1000)]
+    kept = thin(points, 10)
+
+    assert thin(points[:40], 10) == points[:40]
+    assert kept == sorted(kept) and set(kept) <= set(points) and len(kept) <= 40
+    for part in range(10):
+        inside = points[part * 100 : part * 100 + 99]
+        assert {min(inside, key=lambda p: p[1]), max(inside, key=lambda p: p[1]), inside[0]} <= set(kept)
+    assert averaged(points, 10)[0] == pytest.approx((49.5, sum(point[1] for point in points[:100]) / 100), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (1.46789, "1.468"),
+        (-0.0015, "-0.0015"),
+        (0.00123456, "0.001235"),
+        (2e-5, "2e-5"),
+        (3.456e-7, "3.46e-7"),
+        (9999, "9999"),
+        (12345, "12.35k"),
+        (500000, "500k"),
+        (5354112, "5.354M"),
+        (1.5e9, "1.5G"),
+        (100, "100"),
+        (1e20, "1e20"),
+    ],
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert short(value) == text
+
+
+def test_comparison_lays_runs_over_one_another_and_tells_what_differs(tmp_path: Path) -> None:
+    config = {"task": "a.py:build", "run": {"name": "same", "seed": 0}, "optimizer": {"lr": 0.1, "betas": [0.9, 0.99]}}
+    first = run_directory(tmp_path / "one", ROWS, config, SUMMARY)
+    other = {**config, "optimizer": {"lr": 0.2, "betas": [0.9, 0.99]}, "schedule": {"name": "cosine"}}
+    second = run_directory(
+        tmp_path / "two", [row(n, loss=9.0 / n) for n in (1, 2)], other, {**SUMMARY, "status": "failed"}
+    )
+    page = Page(write_comparison([first, second], tmp_path / "compare.html"))
+
+    names = ["one", "two"]
+    assert list(page.curves["loss"]) == names and page.curves["loss"][names[1]] == [[1, 9], [2, 4.5]]
+    assert list(page.curves) == [
+        "loss",
+        "val/loss",
+        "val/accuracy",
+        "lr",
+        "grad_norm",
+        "throughput/tokens_per_s",
+        "time/step_ms",
+        "time/data_wait_ms",
+        "time/forward_ms",
+        "time/backward_ms",
+        "time/optimizer_ms",
+        "memory/host_rss_mib",
+        "memory/peak_mib",
+    ]
+    cells = page.words["td"]
+    differences = cells[cells.index("optimizer.lr") :]
+    assert differences == ["optimizer.lr", "0.1", "0.2", "schedule.name", "not set", "cosine"]
+    assert cells[:5] == [names[0], "completed", "6", "0.66667", "0.83333"]
+    marks = {line["name"]: line["mark"] for line in json.loads(page.words["script"][0])[0]["lines"]}
+    assert marks == {names[0]: 0, names[1]: 1}
+
+
+def test_tiles_show_the_best_value_of_the_metric_that_the_run_followed(tmp_path: Path) -> None:
+    rows = [row(n, epoch=(n + 1) // 2, **{"val/accuracy": [0.1, 0.9, 0.3, 0.2][n - 1]}) for n in (1, 2, 3, 4)]
+    config = {"checkpoint": {"best": "val/accuracy", "mode": "max"}}
+    page = Page(write_report(run_directory(tmp_path / "run", [{**each} for each in rows], config, SUMMARY)))
+
+    assert page.words["dt"][0] == "val/accuracy, best" and page.words["dd"][0].strip() == "0.9"
+    assert page.words["small"][0] == "at 2, epoch 1"
+
+
+def test_run_of_the_api_is_known_by_its_newest_checkpoint(tmp_path: Path) -> None:
+    run = run_directory(tmp_path / "run", ROWS)
+    for number in (1, 2):
+        folder = run / "checkpoints" / f"iteration_{number}"
+        folder.mkdir(parents=True)
+        best = {"metric": "val/accuracy", "mode": "max"} if number == 2 else None
+        manifest = {"sequence": number, "iteration": number, "epoch": 1, "config": {"width": number}, "best": best}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    found = read_run(run)
+    page = Page(write_report(run))
+
+    assert found.followed == ("val/accuracy", "max") and found.config == {"width": 2}
+    assert page.words["dt"][0] == "val/accuracy, best" and page.words["h1"] == ["run"]
+    assert "at iteration 2. There is no summary.json." in " ".join(page.words["p"])
+
+
+def test_only_what_differs_from_the_defaults_is_unfolded(tmp_path: Path) -> None:
+    config = config_from_dict({"task": "a.py:b", "run": {"max_epochs": 3}, "optimizer": {"lr": 0.25}}).to_dict()
+    run = run_directory(tmp_path / "run", ROWS, config)
+    page = Page(write_report(run, defaults=default_values()))
+    unfolded, _, folded = page.text.partition("<details>")
+
+    assert all(f"<td>{key}</td>" in unfolded for key in ("max_epochs", "lr", "directory"))
+    assert "<td>clip_norm</td>" not in unfolded and "<td>clip_norm</td>" in folded
+    assert any(word.startswith("All ") for word in page.words["summary"])
+
+
+def test_numbers_of_any_size_are_written_short(tmp_path: Path) -> None:
+    path = write_report(run_directory(tmp_path / "run", [row(n, loss=10.0**300 * n) for n in (1, 2)]))
+
+    assert Page(path).curves["Loss"]["train"] == [[1, 1e300], [2, 2e300]] and "0" * 50 not in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config.yaml", "run: 3\ncheckpoint: [1]\nearly_stopping: x"),
+        ("environment.json", '{"packages": []}'),
+        ("history.jsonl", '{"what": "started", "iteration": 0, "at": "2026-01-01"}\n{"what": 3, "iteration": 1}\n[]\n'),
+        ("checkpoints/a/manifest.json", '{"sequence": "x", "best": [1], "config": 3, "environment": 4}'),
+        ("metrics.jsonl", "".join(json.dumps(row(n, loss=(-1) ** n * 1.7e308)) + "\n" for n in range(1, 5))),
+        ("metrics.jsonl", '{"iteration": "1", "loss": {}}\n{"iteration": 2, "": 1, "/": 2}\n{"iteration": 1, "": 1}\n'),
+    ],
+)
+def test_run_with_a_file_that_is_not_what_it_should_be_is_shown(tmp_path: Path, file: str, text: str) -> None:
+    run = run_directory(tmp_path / "run", ROWS)
+    (run / file).parent.mkdir(parents=True, exist_ok=True)
+    (run / file).write_text(text)
+    page = Page(write_report(run))
+    write_comparison([run, run], tmp_path / "compare.html")
+
+    assert page.words["h1"] == ["run"]
+
+
+def test_page_carries_the_licence_of_what_draws_its_charts(tmp_path: Path) -> None:
+    text = write_report(run_directory(tmp_path / "run", ROWS)).read_text()
+
+    assert "var uPlot=" in text and "Copyright (c) 2022 Leon Sorokin" in text
+    assert "The above copyright notice and this permission notice shall be included" in text
+
+
+def test_comparison_of_equal_configs_says_so(tmp_path: Path) -> None:
+    run = run_directory(tmp_path / "run", ROWS, {"run": {"name": "a"}})
+
+    assert "None." in Page(write_comparison([run, run], tmp_path / "compare.html")).words["p"]
+
+
+@pytest.mark.parametrize("make", [None, "empty", "file"])
+def test_directory_without_a_run_is_named(tmp_path: Path, make: str | None) -> None:
+    path = tmp_path / "wrong"
+    if make == "empty":
+        path.mkdir()
+    elif make == "file":
+        path.write_text("")
+    with pytest.raises(NotARun, match=r"wrong is not (a directory|the directory of a run)\b.*\.$"):
+        write_report(path)

@@ -1,0 +1,417 @@
+"""Windows on several ranks: shared ones dealt out, or each rank's own, of other lengths and with empty ones."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ignite.engine import Engine, Events
+from ignite.metrics import Average, MeanSquaredError
+from torch.utils.data import DataLoader
+
+from ignite_engine import Trainer, TrainingEvents, Update, Windows, create_evaluator, loader
+from ignite_engine.errors import Interrupted
+from ignite_engine.ext.windows import Files
+from ignite_engine.handlers import Checkpoint, Evaluation, GracefulStop
+from ignite_engine.ranks import agreement
+from tests.builders import Numbers, linear, mse, one
+from tests.ext.windows.test_windows import open_file, write_windows
+from tests.ranks.forkserver import on_ranks
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
+
+OWN = {0: [[0, 1, 2, 3, 4], [], [5]], 1: [[10, 11, 12], [13, 14], []]}
+"""Windows of each rank, batches of one sample; a third rank would have none."""
+
+
+OPEN = {
+    "batches": lambda samples: [torch.tensor(each) for each in samples],
+    "loader": lambda samples: loader(samples) if samples else None,
+    "plain": lambda samples: DataLoader(samples) if samples else None,  # type: ignore[arg-type]  # a list will do
+}
+
+
+def trains(rank: int, kind: str, **options: Any) -> dict[str, Any]:
+    """Which samples a rank with windows of its own trains on, in which window, and the events."""
+    seen: list[Any] = []
+    told: list[str] = []
+
+    def update(engine: Any, batch: Any) -> None:
+        real = batch[: len(batch) - engine.state.padding]
+        seen.extend((engine.state.windows, int(each)) for each in real)
+
+    trainer = Trainer(update, accumulation_steps=2)
+    for event in (TrainingEvents.WINDOW_STARTED, TrainingEvents.WINDOW_COMPLETED, Events.EPOCH_COMPLETED):
+        trainer.add_event_handler(event, lambda _, event=event: told.append(event.name))
+    windows = Windows(OWN.get(rank, []), OPEN[kind], shared=False, **options)
+    state = trainer.run(windows, max_epochs=2)
+    return {"seen": seen, "told": told, "iteration": state.iteration, "windows": state.windows}
+
+
+def shared(folder: str, stop_at: int | None = None, invariant: bool = False) -> dict[str, Any]:
+    """Windows of a directory, dealt out to the ranks; the weights, and which rows were seen."""
+    rows: list[float] = []
+    model = linear()
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        rows.extend(batch[0][:, 0].tolist())
+        return mse(model, batch)
+
+    update = Update(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, rank_invariant=invariant)
+    ordinary = Trainer(lambda engine, batch: None if engine.state.padding else loss_fn(model, batch))
+    trainer = Trainer(update, global_micro_batches=4) if invariant else ordinary
+    checkpoint = Checkpoint(f"{folder}/run_{invariant}")
+    checkpoint.attach(trainer)
+    checkpoint.resume()
+    if stop_at is not None:
+
+        @trainer.on(Events.ITERATION_COMPLETED(once=stop_at))
+        def stop() -> None:
+            trainer.request_stop("here")
+            trainer.vote_at_next_boundary()
+
+    state = trainer.run(Windows(Files(f"{folder}/hours", "hour_*"), open_file), max_epochs=1)
+    return {"rows": rows, "weights": one(model).clone(), "windows": state.windows, "status": state.status}
+
+
+def stopped_while_it_waits(folder: str, rank: int) -> tuple[str, bool]:
+    trainer, began = Trainer(lambda engine, batch: None), time.monotonic()
+    if rank == 1:
+        trainer.add_event_handler(TrainingEvents.WINDOW_COMPLETED, lambda: trainer.request_stop("here"))
+    files = Files(f"{folder}/hours", "hour_000*")
+    state = trainer.run(Windows(files, open_file, wait_s=60, poll_s=0.05))
+    return state.status, time.monotonic() - began < 20
+
+
+def evaluated_as_one(rank: int) -> tuple[int, float]:
+    """Batches of this rank, and the mean over all windows of all ranks."""
+    evaluator = Engine(lambda engine, batch: batch.float().mean())
+    Average(lambda output: output).attach(evaluator, "mean")
+    trainer = Trainer(lambda engine, batch: None)
+    windows = Windows(OWN[rank], OPEN["batches"], shared=False)
+    Evaluation(evaluator, windows.whole).attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.run([0], max_epochs=1)
+    return evaluator.state.iteration, trainer.state.metrics["val/mean"]
+
+
+def evaluated_and_killed(folder: str, rank: int) -> dict[str, Any]:
+    """Own windows, each evaluated before it is trained on, of which rank 1 has none in the end; killed there."""
+    found: dict[str, Any] = {"evaluated": []}
+
+    def run(kill_at: int) -> None:
+        trainer = Trainer(lambda engine, batch: None)
+        windows = Windows([[1, 2], [3, 4, 5, 6]][: 2 - rank], loader,
+                          shared=False)  # fmt: skip
+        evaluator = Engine(lambda engine, batch: float(batch))
+        Average().attach(evaluator, "mean")
+        Evaluation(evaluator, windows.again, name="next").attach(trainer, TrainingEvents.WINDOW_STARTED)
+        trainer.add_event_handler(
+            TrainingEvents.EVALUATION_COMPLETED, lambda: found["evaluated"].append(trainer.state.metrics["next/mean"])
+        )
+        checkpoint = Checkpoint(f"{folder}/killed", save_at_end=False)
+        checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
+        checkpoint.resume()
+        trainer.add_event_handler(Events.ITERATION_STARTED(once=kill_at), lambda: 1 / 0)
+        with contextlib.suppress(ZeroDivisionError):
+            trainer.run(windows)
+        found["ended"] = trainer.state.reason, trainer.state.iteration, trainer.state.windows
+
+    run(kill_at=5)
+    run(kill_at=99)
+    return found
+
+
+def refused(rank: int) -> str:
+    """What a rank says whose Windows have another length of epochs than its peer's."""
+    with pytest.raises(ValueError, match="per_epoch") as raised:
+        Trainer(lambda engine, batch: None).run(Windows([1, 2], lambda _: [torch.ones(1)], per_epoch=1 + rank))
+    with pytest.raises(ValueError, match=r"^global_micro_batches deals one order .* and Windows\(shared=False\) gives"):
+        Trainer(lambda engine, batch: None, global_micro_batches=2).run(Windows([1], loader, shared=False))
+    return str(raised.value)
+
+
+def _rank(rank: int, folder: str, world: int, number: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store_{number}", rank=rank, world_size=world)
+    report: dict[str, Any] = {}
+    if number < 2:
+        report |= {kind: trains(rank, kind) for kind in OPEN}
+        report["limited"] = trains(rank, "loader", max_updates=1)
+        report["waiting"] = stopped_while_it_waits(folder, rank)
+    if number == 0:
+        report["as one"] = evaluated_as_one(rank)
+        report["killed"] = evaluated_and_killed(folder, rank)
+        report["refused"] = refused(rank)
+    for invariant in (False, True):
+        report[f"shared {invariant}"] = shared(folder, 3 if number == 0 else None, invariant)
+    torch.save(report, f"{folder}/{number}.{rank}.pt")
+    agreement.forget_groups()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """Two ranks, stopped within the second window; then three that resume it."""
+    folder = tmp_path_factory.mktemp("windows")
+    write_windows(folder / "hours", 5, 9, 0, 4)
+    found = {}
+    for number, world in ((0, 2), (1, 3)):
+        on_ranks(world, _rank, folder, world, number, joined=False)
+        found[number] = [torch.load(folder / f"{number}.{rank}.pt", weights_only=False) for rank in range(world)]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OPEN)
+@pytest.mark.parametrize("number", [0, 1])
+def test_each_rank_trains_on_each_of_its_own_samples_once_in_windows_that_end_together(
+    reports: dict[int, list[dict[str, Any]]], number: int, kind: str
+) -> None:
+    for rank, report in enumerate(reports[number]):
+        own = report[kind]
+        once = [(window, sample) for window, samples in enumerate(OWN.get(rank, []), 1) for sample in samples]
+        assert own["seen"] == once + [(window + 3, sample) for window, sample in once], rank
+        assert own["told"] == (["WINDOW_STARTED", "WINDOW_COMPLETED"] * 3 + ["EPOCH_COMPLETED"]) * 2
+        assert (own["iteration"], own["windows"]) == (2 * (3 + 1 + 1), 6)
+
+
+def test_windows_of_a_limited_length_end_together(reports: dict[int, list[dict[str, Any]]]) -> None:
+    for rank, report in enumerate(reports[0]):
+        first = [sample for samples in OWN[rank] for sample in samples[:2]]
+        assert [sample for _, sample in report["limited"]["seen"]] == first * 2
+        assert (report["limited"]["iteration"], report["limited"]["windows"]) == (6, 6)
+
+
+def test_a_stop_is_heard_while_all_wait_for_a_window(reports: dict[int, list[dict[str, Any]]]) -> None:
+    outcomes = [report["waiting"] for number in (0, 1) for report in reports[number]]
+    assert outcomes == [("interrupted", True)] * 5
+
+
+def test_a_rank_without_a_window_evaluates_and_resumes_with_its_peers(reports: dict[int, list[dict[str, Any]]]) -> None:
+    for report in reports[0]:
+        assert report["killed"] == {"evaluated": [1.5, 4.5], "ended": ("max_epochs", 6, 2)}
+
+
+def test_all_windows_of_all_ranks_are_one_evaluation(reports: dict[int, list[dict[str, Any]]]) -> None:
+    samples = [sample for rank in (0, 1) for window in OWN[rank] for sample in window]
+    mean = pytest.approx(sum(samples) / len(samples))
+    assert [report["as one"] for report in reports[0]] == [(6, mean), (5, mean)]
+
+
+def test_settings_of_windows_that_differ_are_refused_on_both(reports: dict[int, list[dict[str, Any]]]) -> None:
+    line = "Windows(per_epoch) is 1 on rank 0 and 2 on rank 1: every rank must train with the same settings."
+    assert [report["refused"] for report in reports[0]] == [line] * 2
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_shared_windows_are_dealt_out_and_resumed_on_another_number_of_ranks(
+    reports: dict[int, list[dict[str, Any]]], invariant: bool
+) -> None:
+    name, counts = f"shared {invariant}", (5, 9, 4)
+    rows = [row for number in (0, 1) for report in reports[number] for row in report[name]["rows"]]
+    assert sorted(rows) == sorted(row for count in counts for row in Numbers(count).inputs[:, 0].tolist())
+    assert {report[name]["status"] for report in reports[0]} == {"interrupted"}
+    assert {(report[name]["status"], report[name]["windows"]) for report in reports[1]} == {("completed", 3)}
+
+
+def test_rank_invariant_windows_end_with_the_bits_of_one_process(
+    reports: dict[int, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    torch.manual_seed(7)
+    write_windows(tmp_path / "hours", 5, 9, 0, 4)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        whole = shared(str(tmp_path), invariant=True)["weights"]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(report["shared True"]["weights"], whole) for report in reports[1])
+
+
+def resumed_over_another_window(rank: int, folder: str) -> None:
+    def run(own: list[Any]) -> None:
+        trainer = Trainer(lambda engine, batch: None)
+        checkpoint = Checkpoint(f"{folder}/other", save_at_end=False)
+        checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
+        checkpoint.resume()
+        trainer.add_event_handler(Events.ITERATION_STARTED(once=4), lambda: 1 / 0)
+        trainer.run(Windows(own, lambda name: [torch.ones(1)] * 5, shared=False))
+
+    with pytest.raises(ZeroDivisionError):
+        run(["a", "b"])
+    # of the rank whose window is there, the error is that of its peer
+    with pytest.raises(Exception, match="The checkpoint was made in the window a, now the next one is c"):
+        run(["c", "b"] if rank == 1 else ["a", "b"])
+
+
+def test_another_window_on_one_rank_is_refused_on_both(tmp_path: Path) -> None:
+    on_ranks(2, resumed_over_another_window, tmp_path)
+
+
+class LoadsOnRank0:
+    """A handler whose state one rank cannot load."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loaded": True}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if agreement.rank() == 1:
+            raise ValueError("no memory is left")
+
+
+def evaluates_windows_where_one_rank_cannot_load(rank: int, folder: str) -> None:
+    def prepared() -> tuple[Trainer, Checkpoint]:
+        trainer, checkpoint = Trainer(lambda engine, batch: None), Checkpoint(f"{folder}/unloaded")
+        trainer.register("first", LoadsOnRank0())
+        evaluator = Engine(lambda engine, batch: float(batch))
+        Average().attach(evaluator, "mean")
+        Evaluation(evaluator, Windows([[1], [2]], loader)).attach(trainer)
+        checkpoint.attach(trainer)
+        return trainer, checkpoint
+
+    prepared()[0].run([0], max_epochs=1)
+    with pytest.raises(ValueError, match=r"^no memory is left"):
+        prepared()[1].resume()
+    assert agreement.gather_objects(rank) == [0, 1]
+
+
+def test_a_rank_that_cannot_load_a_state_ends_its_peer_which_evaluates_windows(tmp_path: Path) -> None:
+    on_ranks(2, evaluates_windows_where_one_rank_cannot_load, tmp_path)
+
+
+def opened_on_one_rank(rank: int, folder: str) -> None:
+    def samples_of(shared: bool, own: Any, open_one: Any) -> tuple[list[int], Trainer]:
+        seen = list[int]()
+        trainer = Trainer(lambda engine, batch: seen.extend([] if engine.state.padding else batch.tolist()))
+        trainer.run(Windows(own, open_one, shared=shared), max_epochs=1)
+        return seen, trainer
+
+    def shuffled(samples: list[int]) -> Any:
+        generator = torch.Generator().manual_seed(rank)
+        return DataLoader(samples, shuffle=True, generator=generator) if samples else None  # type: ignore[arg-type]
+
+    own, _ = samples_of(False, OWN[rank], shuffled)
+    assert sorted(own) == sorted(sample for window in OWN[rank] for sample in window)
+    dealt, _ = samples_of(True, [list(range(9)), list(range(9, 12))], shuffled)
+    assert sorted(sample for share in agreement.gather_objects(dealt) for sample in share) == list(range(12))
+
+    def torn(samples: list[int]) -> Any:
+        if rank == 1:
+            raise OSError(5, "the disk is gone")
+        return shuffled(samples)
+
+    with pytest.raises(OSError, match="the disk is gone") as raised:
+        samples_of(True, [[1, 2, 3]], torn)
+    assert ("Raised on rank 1." in raised.value.__notes__) == (rank == 0)
+    assert agreement.gather_objects(rank) == [0, 1]
+
+
+def test_what_one_rank_alone_opens_or_cannot_open_is_agreed_on(tmp_path: Path) -> None:
+    on_ranks(2, opened_on_one_rank, tmp_path)
+
+
+def stopped_while_the_window_is_read_again(rank: int, folder: str) -> None:
+    """Stopped before the first batch of a window, or after it; then a signal comes while its batches are read again."""
+
+    def run(name: str, stop_at: Any, read: Any) -> Trainer:
+        def batches(_: Any) -> Any:
+            for index in range(3):
+                read(trainer)
+                yield torch.tensor([index])
+
+        def stop() -> None:
+            trainer.request_stop("here")
+            trainer.vote_at_next_boundary()
+
+        trainer, checkpoint = Trainer(lambda engine, batch: None), Checkpoint(f"{folder}/{name}")
+        windows = Windows([1, 2], batches)
+        evaluation = Evaluation(Engine(lambda engine, batch: None), windows.again, name="next")
+        evaluation.attach(trainer, TrainingEvents.WINDOW_STARTED)
+        GracefulStop().attach(trainer)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        trainer.add_event_handler(stop_at, stop)
+        trainer.run(windows, max_epochs=1)
+        return trainer
+
+    def wait(trainer: Trainer) -> None:
+        if rank == 1 and trainer.state.evaluating is None:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            time.sleep(60)
+
+    for event, is_fetched_again in ((TrainingEvents.EVALUATION_STARTED, True), (Events.ITERATION_COMPLETED, False)):
+        trainer = run(event.name, event(once=1), lambda _: time.sleep(0.3))
+        assert trainer.state.status == "interrupted"
+        assert ("opened_with" in trainer.progress.position.data["windows"]) == is_fetched_again
+        began = time.monotonic()
+        with pytest.raises(Interrupted) as raised:
+            run(event.name, Events.EPOCH_COMPLETED, wait)
+        assert raised.value.code == 143 and time.monotonic() - began < 30, (event.name, time.monotonic() - began)
+
+
+@pytest.mark.slow
+def test_a_stop_is_heard_while_a_window_is_read_again(tmp_path: Path) -> None:
+    on_ranks(2, stopped_while_the_window_is_read_again, tmp_path)
+
+
+def evaluates_windows_as_one_set(rank: int, folder: str) -> None:
+    torch.manual_seed(rank)
+    model = linear()
+    evaluator = create_evaluator(model, lambda model, batch: (batch, 0 * batch), {"square": MeanSquaredError()})
+
+    def open_window(samples: int) -> Any:
+        data: Any = torch.arange(float(samples))[:, None]
+        return DataLoader(data, batch_size=1, shuffle=True, generator=torch.Generator().manual_seed(rank))
+
+    trainer = Trainer(lambda engine, batch: None)
+    Evaluation(evaluator, Windows([1, 8, 5], open_window).whole).attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.run([0], max_epochs=1)
+    assert trainer.state.metrics["val/square"] == pytest.approx((140 + 30) / 14)
+
+
+def test_windows_are_evaluated_as_one_set_though_a_rank_comes_first_to_the_next(tmp_path: Path) -> None:
+    on_ranks(2, evaluates_windows_as_one_set, tmp_path)
+
+
+def evaluates_a_window_before_it_is_trained_on(rank: int, folder: str) -> None:
+    def run(name: str, stops: bool) -> list[float]:
+        torch.manual_seed(rank)
+        seen: list[float] = []
+
+        def open_window(window: int) -> Any:
+            generator = torch.Generator().manual_seed(10 * window + rank)
+            data: Any = torch.arange(8.0)[:, None]
+            return DataLoader(data, batch_size=1, shuffle=True, generator=generator)
+
+        def predict(model: Any, batch: torch.Tensor) -> torch.Tensor:
+            if trainer.state.windows == 2:
+                seen.append(batch.item())
+                if stops:
+                    trainer.request_stop("test")
+            return batch.mean()
+
+        trainer, windows = Trainer(lambda engine, batch: None), Windows([1, 2], open_window)
+        evaluation = Evaluation(create_evaluator(linear(), predict, {"mean": Average()}), windows.again)
+        evaluation.attach(trainer, TrainingEvents.WINDOW_STARTED)
+        checkpoint = Checkpoint(Path(folder) / name)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        trainer.run(windows, max_epochs=1)
+        return seen
+
+    whole = run("whole", False)
+    run("cut", True)
+    assert run("cut", False) == whole and len(whole) == 4
+    assert sorted(each for rank_seen in agreement.gather_objects(whole) for each in rank_seen) == list(range(8))
+
+
+def test_stopped_evaluation_of_a_window_is_repeated_in_its_order(tmp_path: Path) -> None:
+    on_ranks(2, evaluates_a_window_before_it_is_trained_on, tmp_path)

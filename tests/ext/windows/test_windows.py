@@ -1,0 +1,811 @@
+"""Windows: which are trained on, when an epoch and a run end, and that a resumed run goes on in the same one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from ignite.metrics import Average
+from torch import Tensor
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from ignite_engine import Trainer, TrainingEvents, Update, Windows, create_evaluator, loader
+from ignite_engine.ext.windows import Files, WindowStream
+from ignite_engine.handlers import Checkpoint, Evaluation, MetricLogger, StopFile, WallClockLimit
+from tests.builders import Numbers, events_of, linear, mse, trainer_of, weights
+
+WINDOW_EVENTS = (
+    Events.EPOCH_STARTED,
+    TrainingEvents.WINDOW_STARTED,
+    Events.ITERATION_COMPLETED,
+    TrainingEvents.WINDOW_COMPLETED,
+    Events.DATALOADER_STOP_ITERATION,
+    Events.EPOCH_COMPLETED,
+)
+
+
+def open_numbers(count: Any) -> Any:
+    """A window of so many samples, in batches of 2."""
+    return loader(Numbers(int(count)), 2, shuffle=True, seed=1)
+
+
+def open_file(path: Path) -> Any:
+    return open_numbers(path.read_text())
+
+
+class Counting:
+    """A stream of a user's own: windows of 1, 2, 3, ... samples, up to ``last``."""
+
+    def __init__(self, last: int) -> None:
+        self.last, self.taken = last, 0
+
+    def next_window(self) -> int:
+        if self.taken == self.last:
+            raise StopIteration
+        self.taken += 1
+        return self.taken
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = state["taken"]
+
+
+def write_windows(folder: Path, *counts: int, first: int = 0) -> Path:
+    folder.mkdir(exist_ok=True)
+    for index, count in enumerate(counts, first):
+        (folder / "new").write_text(str(count))
+        os.replace(folder / "new", folder / f"hour_{index:03d}.txt")
+    return folder
+
+
+def trained(trainer: Trainer) -> list[Any]:
+    """Filled with the window of each iteration, and its number."""
+    seen: list[Any] = []
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda: seen.append((trainer.state.windows, trainer.state.window))
+    )
+    return seen
+
+
+def test_each_window_is_begun_and_completed_and_an_empty_one_is_skipped() -> None:
+    trainer = trainer_of(accumulation_steps=2)
+    told, seen = events_of(trainer, WINDOW_EVENTS), trained(trainer)
+    state = trainer.run(Windows([5, 0, 3], open_numbers), max_epochs=2)
+
+    an_epoch = [
+        "EPOCH_STARTED",
+        *("WINDOW_STARTED", "ITERATION_COMPLETED", "ITERATION_COMPLETED", "WINDOW_COMPLETED"),  # 3 batches, in twos
+        *("WINDOW_STARTED", "ITERATION_COMPLETED", "WINDOW_COMPLETED"),
+        *("DATALOADER_STOP_ITERATION", "EPOCH_COMPLETED"),
+    ]
+    assert [name for name, _, _ in told] == an_epoch * 2
+    assert seen == [(1, 5), (1, 5), (2, 3), (3, 5), (3, 5), (4, 3)]
+    assert (state.iteration, state.windows, state.window, state.reason) == (6, 4, None, "max_epochs")
+
+
+def test_filters_count_windows() -> None:
+    trainer, at = trainer_of(), list[int]()
+    trainer.add_event_handler(
+        TrainingEvents.WINDOW_COMPLETED(every=2), lambda trainer: at.append(trainer.state.iteration)
+    )
+    trainer.run(Windows([2, 4, 2, 2, 6], open_numbers))
+    assert at == [3, 5]
+
+
+@pytest.mark.parametrize(
+    ("options", "run", "iterations", "epochs", "windows", "reason"),
+    [
+        ({"per_epoch": 2}, {"max_epochs": 3}, 9, 3, 5, "max_epochs"),  # the second epoch ends with the list
+        ({"per_epoch": 1}, {"max_iters": 3}, 3, 2, 2, "max_iters"),
+        ({}, {"max_iters": 7}, 7, 2, 4, "max_iters"),
+        ({"per_epoch": 3}, {"max_epochs": 3}, 15, 3, 9, "max_epochs"),  # each ends with the list
+        ({"per_epoch": 1}, {"max_epochs": 5}, 9, 5, 5, "max_epochs"),
+    ],
+)
+def test_limits_of_epochs_windows_and_iterations_mean_what_they_say(
+    options: dict[str, Any], run: dict[str, Any], iterations: int, epochs: int, windows: int, reason: str
+) -> None:
+    trainer = trainer_of(accumulation_steps=2)
+    state = trainer.run(Windows([5, 0, 7, 3], open_numbers, **options), **run)
+    assert (state.iteration, state.epoch, state.windows, state.reason) == (iterations, epochs, windows, reason)
+
+
+def test_window_has_no_more_updates_than_its_limit_and_its_end_is_as_ever() -> None:
+    trainer = trainer_of(accumulation_steps=2)
+    told, seen = events_of(trainer, WINDOW_EVENTS), trained(trainer)
+    trainer.run(Windows([5, 12, 3], open_numbers, max_updates=2))
+
+    assert seen == [(1, 5), (1, 5), (2, 12), (2, 12), (3, 3)]
+    assert [name for name, _, _ in told].count("WINDOW_COMPLETED") == 3 and told[-1][0] == "EPOCH_COMPLETED"
+
+
+@pytest.mark.parametrize("stop_at", [1, 2, 3, 4, 5, 6])
+def test_limit_of_updates_counts_those_before_a_resume(tmp_path: Path, stop_at: int) -> None:
+    whole = samples_of(None, max_updates=3)
+    before = samples_of(tmp_path, Events.ITERATION_COMPLETED(once=stop_at), max_updates=3)
+
+    assert len(whole) == 2 * 4 * 3
+    assert before + samples_of(tmp_path, max_updates=3) == whole
+
+
+def test_empty_windows_at_the_end_of_a_sequence_are_no_end_of_the_run() -> None:
+    state = trainer_of().run(Windows([2, 4, 0, 0], open_numbers, per_epoch=2), max_epochs=3)
+    assert (state.windows, state.reason) == (6, "max_epochs")
+
+
+@pytest.mark.parametrize("counts", [[0, 0], []])
+def test_run_over_empty_windows_ends_without_an_update_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, counts: list[int]
+) -> None:
+    windows = Windows(Files(write_windows(tmp_path / "hours", *counts), "hour_*.txt"), open_file)
+    for again in (False, True):
+        trainer = trainer_of()
+        checkpoint = Checkpoint(tmp_path / "run")
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        if again:  # windows have come since
+            write_windows(tmp_path / "hours", 4, first=len(counts))
+        state = trainer.run(windows, max_epochs=3)
+        expected = (2, 1, "end of data") if again else (0, 0, "end of data")
+        assert (state.iteration, state.epoch, state.reason, state.status) == (*expected, "completed")
+    lines = [line for line in caplog.messages if line.startswith("No window with a batch came from Files(")]
+    assert len(lines) == 1 and lines[0].endswith(": the run ends without an update.")
+
+
+@pytest.mark.parametrize("kind", ["list", "array", "files", "own", "generator", "iterable"])
+@pytest.mark.parametrize("first", [2, 3])
+def test_another_run_of_the_trainer_goes_on_where_the_one_before_was(tmp_path: Path, kind: str, first: int) -> None:
+    """In the middle of a window and at its end; a generator, too, cannot go back."""
+    streams: dict[str, Any] = {
+        "list": [1, 2, 3, 4],
+        "array": torch.arange(1, 5).numpy(),
+        "files": Files(write_windows(tmp_path, 1, 2, 3, 4), "hour_*"),
+        "own": Counting(4),
+        "generator": iter([1, 2, 3, 4]),
+        "iterable": {1: "a", 2: "b", 3: "c", 4: "d"},
+    }
+    trainer, seen = trainer_of(), list[Any]()
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(trainer.state.windows))
+    windows = Windows(streams[kind], lambda name: [Numbers(1)[:1]] * int(name.read_text() if kind == "files" else name))
+    for end in (first, 6, 8):
+        trainer.run(windows, max_iters=end)
+    assert seen == [1, 2, 2, 3, 3, 3, 4, 4]
+
+
+def test_a_stop_in_a_window_and_another_run_in_the_same_process_change_no_bit() -> None:
+    """The loader of the window is made again, which draws random numbers."""
+
+    def run(stop: bool) -> Tensor:
+        torch.manual_seed(3)
+        trainer, windows = trainer_of(linear(dropout=True)), Windows([5, 7], stateful)
+        if stop:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: trainer.request_stop("here"))
+            trainer.run(windows, max_epochs=2)
+        trainer.run(windows, max_epochs=2)
+        return weights(trainer)
+
+    assert torch.equal(run(stop=True), run(stop=False))
+
+
+@pytest.mark.parametrize("kind", ["generator", "iterable", "list"])
+def test_a_stream_that_cannot_go_back_to_a_checkpoint_says_so(tmp_path: Path, kind: str) -> None:
+    """In a run that goes back within the process, as a rollback does; its windows have no names."""
+    stream: Any = [[each] for each in range(5)]
+    stream = {"generator": iter(stream), "iterable": dict(enumerate(stream)).values(), "list": stream}[kind]
+    windows = Windows(stream, lambda numbers: [torch.full((1, 3), float(each)) for each in numbers * 2])
+    seen: list[Any] = []
+    trainer = Trainer(lambda engine, batch: seen.append(int(batch[0, 0])))
+    checkpoint = Checkpoint(tmp_path, save_at_end=False)
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(once=2))
+    trainer.run(windows, max_iters=7)
+    checkpoint.resume()
+    if kind == "generator":
+        with pytest.raises(ValueError, match=r"^The stream of windows is 4 windows further than the checkpoint and c"):
+            trainer.run(windows, max_iters=7)
+        return
+    trainer.run(windows, max_iters=7)
+    assert seen == [0, 0, 1, 1, 2, 2, 3, 1, 1, 2, 2, 3]
+
+
+def test_order_of_samples_differs_from_epoch_to_epoch() -> None:
+    batches: list[Tensor] = []
+    Trainer(lambda engine, batch: batches.append(batch[0])).run(Windows([8], open_numbers), max_epochs=2)
+    first, second = torch.cat(batches[:4]), torch.cat(batches[4:])
+    assert not torch.equal(first, second) and torch.equal(first.sort(0).values, second.sort(0).values)
+
+
+@pytest.mark.parametrize("kind", ["list", "files", "own"])
+def test_a_second_run_begins_at_the_first_window_and_two_sources_share_nothing(tmp_path: Path, kind: str) -> None:
+    stream = {"list": [2, 4], "files": Files(write_windows(tmp_path, 2, 4), "hour_*"), "own": Counting(2)}[kind]
+    windows = Windows(stream, open_file if kind == "files" else open_numbers)
+    for _ in range(2):
+        trainer = trainer_of()
+        seen = trained(trainer)
+        for _ in range(2):
+            trainer.run(windows, max_epochs=1)
+        assert len(seen) == 2 * (2 if kind == "own" else 3) and {number for number, _ in seen} == {1, 2}
+
+
+def run_of(stream: Any, folder: Path | None = None, stop_at: Any = None, event: Any = None) -> Trainer:
+    """Two epochs over a stream with dropout; asked to stop at an event, and resumed where there is a checkpoint."""
+    torch.manual_seed(3)
+    model = linear(dropout=True)
+    update = Update(model, torch.optim.AdamW(model.parameters(), lr=0.01), mse)
+    trainer = Trainer(update, accumulation_steps=2)
+    if folder is not None:
+        checkpoint = Checkpoint(folder)
+        checkpoint.attach(trainer, event or Events.ITERATION_COMPLETED(every=100))
+        checkpoint.resume()
+    if stop_at is not None:
+        trainer.add_event_handler(stop_at, lambda: trainer.request_stop("here"))
+    trainer.run(Windows(stream, open_file if isinstance(stream, Files) else open_numbers), max_epochs=2, max_iters=None)
+    return trainer
+
+
+@pytest.mark.parametrize("kind", ["list", "files", "own", "iterable"])
+def test_resumed_run_goes_on_in_the_same_window_to_the_same_bits(tmp_path: Path, kind: str) -> None:
+    folder = write_windows(tmp_path / "hours", 5, 0, 7, 3)
+    streams = {
+        "list": lambda: [5, 0, 7, 3],
+        "files": lambda: Files(folder, "hour_*.txt"),
+        "own": lambda: Counting(5),
+        "iterable": lambda: iter([5, 0, 7, 3]),
+    }
+    whole = run_of(streams[kind]())
+    places: list[Any] = [Events.ITERATION_COMPLETED(once=at) for at in range(1, whole.state.iteration)]
+    places += [TrainingEvents.WINDOW_STARTED(once=2), TrainingEvents.WINDOW_COMPLETED(once=2)]
+    for number, place in enumerate(places):
+        stopped = run_of(streams[kind](), tmp_path / str(number), place)
+        assert stopped.state.status == "interrupted"
+        resumed = run_of(streams[kind](), tmp_path / str(number))
+        assert torch.equal(weights(resumed), weights(whole)), place
+        assert resumed.state.windows == whole.state.windows and resumed.state.epoch == whole.state.epoch
+        assert (resumed.reproducibility() == []) == (kind != "iterable")
+
+
+def samples_of(folder: Path | None, stop_at: Any = None, **options: Any) -> list[tuple[int, Any, list[float]]]:
+    """Epoch, window and samples of each iteration over four windows; stopped, or resumed where there is a save."""
+    seen: list[tuple[int, Any, list[float]]] = []
+    trainer = Trainer(lambda engine, batch: None)
+    state = trainer.state
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda: seen.append((state.epoch, state.windows, state.batch[0].flatten().tolist()))
+    )
+    if folder is not None:
+        checkpoint = Checkpoint(folder)
+        checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=100))
+        checkpoint.resume()
+    if stop_at is not None:
+        trainer.add_event_handler(stop_at, lambda: trainer.request_stop("here"))
+    trainer.run(Windows([8, 8, 8, 8], open_numbers, **options), max_epochs=2)
+    return seen
+
+
+STOPS = [
+    *(Events.ITERATION_COMPLETED(once=at) for at in (1, 4, 5, 7, 8, 9, 12)),
+    *(TrainingEvents.WINDOW_COMPLETED(once=at) for at in (1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize("stop_at", STOPS, ids=lambda event: f"{event.name}")
+def test_resumed_epoch_of_two_windows_has_only_the_rest_of_the_two(tmp_path: Path, stop_at: Any) -> None:
+    whole = samples_of(None, per_epoch=2)
+    before = samples_of(tmp_path, stop_at, per_epoch=2)
+
+    assert [epoch for epoch, _, _ in whole] == [1] * 8 + [2] * 8
+    assert before + samples_of(tmp_path, per_epoch=2) == whole and len(before) < len(whole)
+
+
+@pytest.mark.parametrize("stop_at", STOPS, ids=lambda event: f"{event.name}")
+def test_windows_after_a_resume_are_in_the_order_of_the_whole_run(tmp_path: Path, stop_at: Any) -> None:
+    """Each window is shuffled by its number: that of the next one is saved, where none is open, too."""
+    whole = samples_of(None)
+    orders = [whole[first : first + 4] for first in range(0, 16, 4)]
+
+    assert len({str([samples for _, _, samples in order]) for order in orders}) == 4
+    assert samples_of(tmp_path, stop_at) + samples_of(tmp_path) == whole
+
+
+@pytest.mark.slow
+def test_checkpoint_of_each_nth_window_resumes_with_the_next(tmp_path: Path) -> None:
+    class Killed(Exception):
+        pass
+
+    def kill() -> None:
+        raise Killed
+
+    whole = run_of([5, 7, 3])
+    for at in range(2, whole.state.iteration + 1):
+        folder = tmp_path / str(at)
+        with pytest.raises(Killed):
+            run_killed(folder, at, kill)
+        resumed = run_of([5, 7, 3], folder)
+        assert torch.equal(weights(resumed), weights(whole)), at
+
+
+def run_killed(folder: Path, at: int, kill: Any) -> None:
+    torch.manual_seed(3)
+    model = linear(dropout=True)
+    trainer = Trainer(Update(model, torch.optim.AdamW(model.parameters(), lr=0.01), mse), accumulation_steps=2)
+    Checkpoint(folder, save_at_end=False).attach(trainer, TrainingEvents.WINDOW_COMPLETED)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=at), kill)
+    trainer.run(Windows([5, 7, 3], open_numbers), max_epochs=2)
+
+
+def test_windows_that_come_later_are_waited_for(tmp_path: Path) -> None:
+    folder = tmp_path / "hours"
+    trainer = trainer_of()
+    seen = trained(trainer)
+
+    def write() -> None:
+        for index, count in enumerate((2, 0, 4)):
+            time.sleep(0.05)
+            write_windows(folder, count, first=index)
+        (folder / "done").touch()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    windows = Windows(Files(folder, "hour_*", end="done"), open_file, wait_s=math.inf, poll_s=0.01)
+    state = trainer.run(windows, max_epochs=3)
+    writer.join()
+    assert [window.name for _, window in seen] == ["hour_000.txt", "hour_002.txt", "hour_002.txt"]
+    assert (state.reason, state.epoch, state.status) == ("end of data", 1, "completed")
+    assert trainer.progress.epochs_completed == 1, "an epoch without a window is none"
+
+
+@pytest.mark.parametrize("per_epoch", [None, 1])
+def test_run_at_the_end_of_its_data_writes_the_same_lines_again(tmp_path: Path, per_epoch: int | None) -> None:
+    data, folder = write_windows(tmp_path / "hours", 2, 3), tmp_path / "run"
+    (data / "done").touch()
+    logs = []
+    for _ in range(2):
+        trainer = trainer_of()
+        every = Events.ITERATION_COMPLETED(every=2)
+        MetricLogger(folder, console=False).attach(trainer, every)
+        predict_mean = {"mean": Average(output_transform=lambda output: output.mean())}
+        evaluator = create_evaluator(trainer.update.model, lambda model, batch: model(batch[0]), predict_mean)
+        Evaluation(evaluator, open_numbers(2)).attach(trainer, Events.EPOCH_COMPLETED | Events.COMPLETED)
+        checkpoint = Checkpoint(folder)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        windows = Windows(Files(data, "hour_*", end="done"), open_file, per_epoch=per_epoch)
+        state = trainer.run(windows, max_epochs=9)
+        assert (state.reason, state.epoch) == ("end of data", trainer.progress.epochs_completed)
+        logs.append((folder / "metrics.jsonl").read_text())
+    assert logs[0] == logs[1]
+
+
+def test_wait_ends_with_its_time(tmp_path: Path) -> None:
+    began = time.monotonic()
+    windows = Windows(Files(write_windows(tmp_path, 2), "hour_*"), open_file, wait_s=0.3, poll_s=0.01)
+    state = trainer_of().run(windows, max_epochs=1)
+    assert state.windows == 1 and time.monotonic() - began >= 0.3
+
+
+@pytest.mark.parametrize("how", ["time limit", "stop file"])
+def test_wait_ends_with_a_limit(tmp_path: Path, how: str) -> None:
+    trainer, folder = trainer_of(), write_windows(tmp_path / "hours", 2)
+    if how == "time limit":
+        WallClockLimit(seconds=0.4, margin_s=0.0).attach(trainer)
+    else:
+        StopFile(tmp_path / "stop").attach(trainer)
+        trainer.add_event_handler(TrainingEvents.WINDOW_COMPLETED, lambda: (tmp_path / "stop").touch())
+    state = trainer.run(Windows(Files(folder, "hour_*"), open_file, wait_s=60, poll_s=0.05))
+    assert state.status == "interrupted" and str(state.reason).startswith(how) and state.iteration == 1
+
+
+def test_file_that_comes_too_late_is_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_windows(tmp_path, 2, 2, first=5)
+    trainer = trainer_of()
+    seen = trained(trainer)
+    trainer.add_event_handler(
+        TrainingEvents.WINDOW_COMPLETED(once=1), lambda: (tmp_path / "hour_001.txt").write_text("2")
+    )
+    with caplog.at_level(logging.WARNING):
+        trainer.run(Windows(Files(tmp_path, "hour_*"), open_file))
+    assert len(seen) == 2
+    assert [line for line in caplog.messages if "left out" in line] == [
+        "hour_001.txt came after hour_005.txt was taken, so it is left out: name files in the order in which they come."
+    ]
+
+
+@pytest.mark.parametrize("at", [3, 4])
+def test_file_that_came_too_late_while_nothing_ran_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, at: int
+) -> None:
+    """It sorts before the window that was open, or was the last one."""
+    folder = write_windows(tmp_path / "hours", 4, first=1)
+    write_windows(folder, 8, 4, first=3)
+    stop = Events.ITERATION_COMPLETED(once=1) if at == 3 else TrainingEvents.WINDOW_COMPLETED(once=2)
+    stop = Events.ITERATION_COMPLETED(once=2) if at == 3 else stop
+    assert run_of(Files(folder, "hour_*"), tmp_path / "run", stop).state.windows == 2
+    write_windows(folder, 4, first=2)
+    with caplog.at_level(logging.WARNING):
+        assert run_of(Files(folder, "hour_*"), tmp_path / "run").state.windows == 3
+    assert [line for line in caplog.messages if "left out:" in line] == [
+        "hour_002.txt came after hour_003.txt was taken, so it is left out: name files in the order in which they come."
+    ]
+
+
+def test_a_folder_that_is_gone_is_no_end_of_the_stream(tmp_path: Path) -> None:
+    folder = write_windows(tmp_path / "hours", 2)
+    trainer = trainer_of()
+    trainer.add_event_handler(TrainingEvents.WINDOW_COMPLETED, lambda: folder.rename(tmp_path / "away"))
+    with pytest.raises(FileNotFoundError, match="hours"):
+        trainer.run(Windows(Files(folder, "hour_*"), open_file))
+
+
+class Recent(Files):
+    """A user's own, which leaves out the first file."""
+
+    def next_window(self) -> Path | None:
+        path = super().next_window()
+        return super().next_window() if path is not None and path.name == "hour_000.txt" else path
+
+
+def test_files_of_ones_own_kind_stay_so(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    seen = trained(trainer)
+    trainer.run(Windows(Recent(write_windows(tmp_path, 2, 2), "hour_*"), open_file))
+    assert [window.name for _, window in seen] == ["hour_001.txt"]
+
+
+def test_each_window_is_evaluated_before_it_is_trained_on_in_eval_mode(tmp_path: Path) -> None:
+    model = linear(dropout=True)
+    trainer = trainer_of(model)
+    windows = Windows([4, 6], open_numbers)
+    found: list[Any] = []
+
+    def predict(model: Any, batch: Any) -> Tensor:
+        assert not model.training
+        found.append((trainer.state.window, trainer.state.iteration))
+        return mse(model, batch)
+
+    Evaluation(create_evaluator(model, predict, {"loss": Average()}), windows.again, name="next").attach(
+        trainer, TrainingEvents.WINDOW_STARTED
+    )
+    before = weights(trainer_of(linear(dropout=True)))
+    with torch.no_grad():
+        torch.nn.utils.vector_to_parameters(before, model.parameters())
+    state = trainer.run(windows)
+    assert found == [(4, 0)] * 2 + [(6, 2)] * 3
+    assert state.evaluations == 2 and math.isfinite(state.metrics["next/loss"])
+
+
+@pytest.mark.parametrize("stop_at", [None, 2])
+def test_what_is_measured_before_a_window_is_in_the_line_of_its_first_iteration(
+    tmp_path: Path, stop_at: int | None
+) -> None:
+    """With the number of the window; stopped in that evaluation, too."""
+    for stop in [stop_at, None] if stop_at else [None]:
+        trainer, windows = trainer_of(), Windows([4, 6, 2], open_numbers)
+        evaluator = create_evaluator(torch.nn.Identity(), lambda model, batch: batch[0].mean(), {"mean": Average()})
+        Evaluation(evaluator, windows.again, name="next").attach(trainer, TrainingEvents.WINDOW_STARTED)
+        Evaluation(evaluator, open_numbers(2), name="val").attach(trainer, TrainingEvents.WINDOW_COMPLETED)
+        MetricLogger(tmp_path, console=False).attach(trainer)
+        checkpoint = Checkpoint(tmp_path / "checkpoints")
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        if stop is not None:
+            trainer.add_event_handler(
+                TrainingEvents.EVALUATION_STARTED(event_filter=lambda _, count: trainer.state.windows == stop),  # noqa: B023
+                lambda: trainer.request_stop("here"),  # noqa: B023
+            )
+        trainer.run(windows)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert {line["iteration"]: line["next/window"] for line in lines if "next/mean" in line} == {1: 1, 3: 2, 6: 3}
+    assert [line["iteration"] for line in lines if "val/mean" in line] == [2, 5, 6]
+    assert not any("val/window" in line for line in lines)
+
+
+class Drawn:
+    """Batches that draw from the global generators when they are fetched."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self.count):
+            yield torch.randn(2, 3), torch.randn(2, 1)
+
+
+def stateful(count: int) -> Any:
+    return StatefulDataLoader(Numbers(count), 2, shuffle=True)
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize("kind", [Drawn, stateful, open_numbers])
+def test_stopped_where_a_window_is_evaluated_before_it_is_trained_on(
+    tmp_path: Path, kind: Any, steps: int | None
+) -> None:
+    """Its first group is fetched by then: the resumed run fetches it again, with the same random numbers."""
+
+    def run(folder: Path | None, stop: bool = False) -> tuple[Tensor, list[Any]]:
+        torch.manual_seed(3)
+        model, found = linear(dropout=True), list[Any]()
+        trainer = trainer_of(model, steps)
+        windows = Windows([3, 5, 4], kind)
+        evaluator = create_evaluator(model, lambda model, batch: mse(model, batch), {"loss": Average()})
+        Evaluation(evaluator, windows.again, name="next").attach(trainer, TrainingEvents.WINDOW_STARTED)
+        trainer.add_event_handler(
+            TrainingEvents.EVALUATION_COMPLETED,
+            lambda: found.append((trainer.state.windows, trainer.state.metrics["next/loss"])),
+        )
+        if folder is not None:
+            checkpoint = Checkpoint(folder)
+            checkpoint.attach(trainer)
+            checkpoint.resume()
+        if stop:
+            trainer.add_event_handler(
+                TrainingEvents.EVALUATION_STARTED(event_filter=lambda _, count: trainer.state.windows == 2),
+                lambda: trainer.request_stop("here"),
+            )
+        trainer.run(windows)
+        return weights(trainer), found
+
+    whole, metrics = run(None)
+    assert len(run(tmp_path, stop=True)[1]) == 1
+    rest, found = run(tmp_path)
+    assert torch.equal(rest, whole) and found == metrics[1:]
+
+
+def test_settings_of_windows_that_an_evaluation_does_not_follow_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    evaluator = create_evaluator(linear(), lambda model, batch: batch)
+    Evaluation(evaluator, Windows([1, 2], lambda name: [torch.ones(1)]))
+    assert caplog.messages == []
+
+    Evaluation(evaluator, Windows([1, 2], lambda name: [torch.ones(1)], wait_s=2.0), name="late")
+    assert caplog.messages == [
+        f"Windows({setting}) has no effect in the Evaluation of 'late': it takes the next window that is there."
+        for setting in ("wait_s=2.0",)
+    ]
+
+
+def test_an_evaluation_of_windows_takes_the_next_each_time_and_resumes_there(tmp_path: Path) -> None:
+    def run(folder: Path, stop: bool) -> list[float]:
+        trainer, found = trainer_of(), list[float]()
+        evaluator = create_evaluator(torch.nn.Identity(), lambda model, batch: batch[0].new_tensor(len(batch[0])), {})
+        counts = {"samples": Average(lambda output: output)}
+        for name, metric in counts.items():
+            metric.attach(evaluator, name)
+        Evaluation(evaluator, Windows([2, 0, 1, 4], open_numbers), name="stream").attach(
+            trainer, Events.ITERATION_COMPLETED
+        )
+        evaluator.add_event_handler(Events.COMPLETED, lambda: found.append(evaluator.state.iteration))
+        checkpoint = Checkpoint(folder)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        if stop:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: trainer.request_stop("here"))
+        trainer.run(loader(Numbers(12), 2), max_epochs=1)
+        return found
+
+    whole = run(tmp_path / "whole", stop=False)
+    assert whole == [1, 1, 2, 1, 1, 2]  # windows of 2, 1 and 4 samples, in turn
+    parts = run(tmp_path / "parts", stop=True) + run(tmp_path / "parts", stop=False)
+    assert parts == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["own", "list", "files", "iterable", "workers"])
+def test_an_evaluation_of_all_windows_is_one_each_time(tmp_path: Path, kind: str) -> None:
+    """Also of windows that are trained on, and of a stream that has one position."""
+    streams: dict[str, Any] = {
+        "own": Counting(4),
+        "files": Files(write_windows(tmp_path, 1, 2, 0, 3, 4), "hour_*"),
+        "iterable": {1: "a", 2: "b", 0: "c", 3: "d", 4: "e"},
+    }
+    opens = {"files": open_file, "workers": lambda count: loader(Numbers(count), 2, num_workers=1) if count else None}
+    windows = Windows(streams.get(kind, [1, 2, 0, 3, 4]), opens.get(kind, open_numbers))
+    evaluator = create_evaluator(torch.nn.Identity(), lambda model, batch: batch[1].mean(), {})
+    Average(lambda output: output).attach(evaluator, "target")
+    trainer, seen = trainer_of(), list[Any]()
+    Evaluation(evaluator, windows.whole).attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.add_event_handler(
+        TrainingEvents.EVALUATION_COMPLETED,
+        lambda: seen.append((evaluator.state.iteration, trainer.state.metrics["val/target"])),
+    )
+    trainer.run(windows if kind in ("list", "workers") else loader(Numbers(4), 2), max_epochs=2)
+
+    batches = [Numbers(count).targets[at : at + 2] for count in (1, 2, 3, 4) for at in range(0, count, 2)]
+    assert [count for count, _ in seen] == [6, 6] == [len(batches)] * 2
+    if kind == "workers":  # in the order of the data
+        assert seen[0][1] == pytest.approx(float(torch.stack([batch.mean() for batch in batches]).mean()), abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["generator", "own", "list", "files", "iterable"])
+def test_what_trains_and_what_evaluates_never_take_each_others_windows(tmp_path: Path, kind: str) -> None:
+    streams: dict[str, Any] = {
+        "generator": iter([2, 4]),
+        "own": Counting(2),
+        "list": [2, 4],
+        "files": Files(write_windows(tmp_path, 2, 4), "hour_*"),
+        "iterable": {2: "a", 4: "b"},
+    }
+    windows = Windows(streams[kind], open_file if kind == "files" else open_numbers)
+    trainer, evaluator = trainer_of(), create_evaluator(torch.nn.Identity(), lambda model, batch: batch[0].mean(), {})
+    Evaluation(evaluator, windows.opened_by(lambda data: data)).attach(trainer, TrainingEvents.WINDOW_COMPLETED)
+    if kind in ("generator", "own"):
+        with pytest.raises(ValueError, match=r"^Two read the windows of .* each would miss those of the other: give"):
+            trainer.run(windows)
+        return
+    assert trainer.run(windows).windows == trainer.state.evaluations == 2
+
+
+class Unreadable(Numbers):
+    """All samples of a window of 6 are."""
+
+    def __getitem__(self, index: int) -> Any:
+        if len(self) == 6:
+            raise OSError("torn")
+        return super().__getitem__(index)
+
+
+def test_windows_of_which_nothing_can_be_read_count_for_the_limit_of_read_errors() -> None:
+    windows = Windows([2, 6, 4, 6], lambda count: loader(Unreadable(count), 2))
+    for limit in (6, 5):
+        trainer = Trainer(lambda engine, batch: None, max_read_errors=limit)
+        if limit == 6:
+            state = trainer.run(windows)
+            assert (state.read_errors, state.windows, state.iteration) == (6, 2, 3)
+        else:
+            with pytest.raises(OSError, match="torn"):
+                trainer.run(windows)
+
+
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    for wrong, line in (
+        ({"wait_s": "3"}, r"^wait_s must be a number of seconds, got '3'\."),
+        ({"poll_s": None}, r"^poll_s must be a number of seconds, got None\."),
+        ({"shared": "no"}, r"^shared must be True or False, got 'no'\."),
+        (
+            {"stream": Windows([1], open_numbers)},
+            r"^stream must be a sequence of windows, Files or another stream, got",
+        ),
+    ):
+        with pytest.raises(TypeError, match=line):
+            Windows(**{"stream": [1], "open": open_numbers} | wrong)  # type: ignore[arg-type]  # what is tested
+    with pytest.raises(TypeError, match=r"^pattern must be a pattern of names, such as 'clicks_\*\.npz', got 3\."):
+        Files(tmp_path, 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^Window 1 of the sequence is None: leave it out of the sequence\."):
+        trainer_of().run(Windows([2, None], open_numbers))
+    with pytest.raises(TypeError, match=r"^the window's data must be an iterable of batches, or None, got 'hour'"):
+        trainer_of().run(Windows([2], lambda name: "hour"))
+    with pytest.raises(KeyError) as raised:
+        trainer_of().run(Windows(["hour_3"], {}.__getitem__))
+    assert raised.value.__notes__ == ["Raised where the window hour_3 was opened."]
+    with pytest.raises(ValueError, match=r"^Windows\(per_epoch=\.\.\.\) sets the length of an epoch, got epoch_len"):
+        trainer_of().run(Windows([2], open_numbers), epoch_length=5)
+    with pytest.raises(TypeError, match=r"^stream must be a sequence of windows, Files or another stream, got 'hours'"):
+        Windows("hours", open_numbers)
+    with pytest.raises(ValueError, match=r"^max_updates must be at least 1 update, or None, got 0\."):
+        Windows([1], open_numbers, max_updates=0)
+    with pytest.raises(RuntimeError, match=r"^No window is open"):
+        Windows([1], open_numbers).again()
+    with pytest.raises(TypeError, match=r"^Windows are iterated by Trainer\.run\(\) and Evaluation"):
+        iter(Windows([1], open_numbers))
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_resume_where_a_window_of_that_name_has_other_bytes_is_one_line(tmp_path: Path, kind: str) -> None:
+    folder = write_windows(tmp_path / "hours", 5, 7)
+    path = folder / "hour_000.txt"
+    if kind == "folder":
+        path.rename(tmp_path / "part")
+        path.mkdir()
+        (tmp_path / "part").rename(path := path / "part")
+
+    def run(stop: bool) -> Trainer:
+        trainer = trainer_of()
+        checkpoint = Checkpoint(tmp_path / "run")
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        if stop:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: trainer.request_stop("here"))
+        trainer.run(Windows(Files(folder, "hour_*"), lambda name: open_numbers(5)), max_epochs=1)
+        return trainer
+
+    run(stop=True)
+    path.write_text("6")
+    with pytest.raises(
+        ValueError, match=r"^The window hour_000\.txt has other bytes than where the checkpoint was made"
+    ):
+        run(stop=False)
+    path.write_text("5")
+    assert run(stop=False).state.windows == 2
+
+
+def test_a_run_that_goes_on_in_its_process_does_not_ask_whether_the_bytes_are_the_same(tmp_path: Path) -> None:
+    trainer, windows = trainer_of(), Windows(Files(write_windows(tmp_path, 5, 7), "hour_*"), lambda _: open_numbers(5))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: trainer.request_stop("here"))
+    trainer.run(windows, max_epochs=1)
+    (tmp_path / "hour_000.txt").write_text("6")
+    assert trainer.run(windows, max_epochs=1).windows == 2
+
+
+def test_a_resume_over_other_data_stays_in_the_report_when_its_window_has_ended(tmp_path: Path) -> None:
+    def run(value: float, stop_at: int) -> Trainer:
+        trainer, checkpoint = Trainer(lambda engine, batch: None), Checkpoint(tmp_path)
+        trainer.register("model", linear())
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop_at), lambda: trainer.request_stop("here"))
+        trainer.run(Windows([1, 2, 3], lambda _: loader(torch.full((3,), value))), max_epochs=1)
+        return trainer
+
+    assert run(0.0, stop_at=1).reproducibility() == []
+    resumed = run(1.0, stop_at=7)
+    assert resumed.state.windows == 3
+    told = "The data is not that of the checkpoint: the run continues at its place in other data"
+    assert resumed.reproducibility() == [told]
+
+
+@pytest.mark.parametrize("how", ["repaired", "removed"])
+def test_a_torn_window_may_be_repaired_or_removed_before_the_resume(tmp_path: Path, how: str) -> None:
+    """Nothing of it was trained on."""
+
+    def run(folder: str, *counts: int | str) -> Tensor:
+        files = write_windows(tmp_path / f"{folder}_hours", *counts)  # type: ignore[arg-type]  # a torn one is no number
+        if "" not in counts and (files / "hour_002.txt").exists() and how == "removed":
+            (files / "hour_001.txt").unlink(missing_ok=True)
+        trainer = trainer_of()
+        checkpoint = Checkpoint(tmp_path / folder, on_exception=True)
+        checkpoint.attach(trainer, Events.COMPLETED)
+        checkpoint.resume()
+        trainer.run(Windows(Files(files, "hour_*"), open_file), max_epochs=1)
+        return weights(trainer)
+
+    with pytest.raises(ValueError, match="invalid literal"):
+        run("torn", 5, "", 7)
+    assert torch.equal(run("torn", 5, 3, 7), run("whole", 5, 3, 7))
+
+
+@pytest.mark.parametrize("change", ["gone", "other data", "windows for a loader"])
+def test_resume_where_the_window_is_another_is_one_line(tmp_path: Path, change: str) -> None:
+    folder = write_windows(tmp_path / "hours", 5, 7)
+    stop = Events.ITERATION_COMPLETED(once=1)
+    if change != "windows for a loader":
+        run_of(Files(folder, "hour_*"), tmp_path / "run", stop)
+    else:
+        trainer = trainer_of()
+        checkpoint = Checkpoint(tmp_path / "run")
+        checkpoint.attach(trainer)
+        trainer.add_event_handler(stop, lambda: trainer.request_stop("here"))
+        trainer.run(open_numbers(8))
+    if change == "gone":
+        (folder / "hour_000.txt").unlink()
+        with pytest.raises(ValueError, match=r"was made in the window hour_000\.txt, now the next one is hour_001"):
+            run_of(Files(folder, "hour_*"), tmp_path / "run")
+        return
+    trainer = trainer_of(lr=0.1) if change == "windows for a loader" else Trainer(lambda engine, batch: None, 2)
+    checkpoint = Checkpoint(tmp_path / "run")
+    checkpoint.attach(trainer)
+    checkpoint.resume(ignore=["model", "optimizer"] if change == "other data" else [])
+    data: Any = open_numbers(8) if change == "other data" else Windows([5], open_numbers)
+    with pytest.raises(
+        ValueError, match=r"^The checkpoint was made with (Windows as data|data that is not a Windows object)"
+    ):
+        trainer.run(data)
+
+
+def test_an_own_stream_and_batches_without_a_dataset() -> None:
+    def batches(count: int) -> Iterator[Tensor] | None:
+        return iter([torch.ones(count)] * count) if count != 2 else None
+
+    assert isinstance(Counting(1), WindowStream)
+    sizes: list[int] = []
+    Trainer(lambda engine, batch: sizes.append(len(batch))).run(Windows(Counting(3), batches))
+    assert sizes == [1, 3, 3, 3]
