@@ -133,7 +133,7 @@ def test_wheel_holds_every_module_and_the_handlers_inside_the_package(wheel: Pat
     core = {path.relative_to(ROOT) for path in (ROOT / "ignite_engine").rglob("*.py")}
     handlers = {Path("ignite_engine") / path.relative_to(ROOT) for path in (ROOT / "handlers").rglob("*.py")}
 
-    report = ROOT / "ignite_engine" / "report"
+    report = ROOT / "ignite_engine" / "ext" / "report"
     pages = {path.relative_to(ROOT) for path in (*report.glob("page.*"), *report.glob("*.js"), *report.glob("uplot/*"))}
 
     assert len(handlers) > 3 and len(pages) == 5
@@ -178,7 +178,7 @@ def test_installed_wheel_trains_a_users_own_task(environment: Path, tmp_path: Pa
     accuracies = [line["val/accuracy"] for line in lines if "val/accuracy" in line]
     assert accuracies[-1] > 0.9
     assert any((tmp_path / "first_run" / "checkpoints").iterdir())
-    assert "<svg" in (tmp_path / "first_run" / "report.html").read_text()
+    assert "val/accuracy" in (tmp_path / "first_run" / "report.html").read_text()
     assert list((tmp_path / "first_run" / "clearml" / "offline").glob("*.zip"))
 
 

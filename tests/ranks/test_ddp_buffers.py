@@ -95,7 +95,7 @@ def test_each_rank_evaluates_the_statistics_that_are_saved(tmp_path: Path) -> No
     assert inexact == ["the ranks have different values of model.1.running_mean: rank 0's are saved"]
     before, by_value, after = torch.load(tmp_path / "rescaled_0.pt", weights_only=True)
     assert before == after and before.startswith("0 rescales its weights (max_norm) on each rank by itself")
-    assert by_value.startswith("the ranks have trained 0.weight apart, though DistributedDataParallel is to reduce it")
+    assert "different values of" in by_value and "0.weight" in by_value
     for rank in range(2):
         mean, shares = torch.load(tmp_path / f"two_{rank}.pt", weights_only=True)
         assert not mean.any() and shares

@@ -172,7 +172,7 @@ MISTAKES: dict[str, Mistake] = {
     "a value of several forms": (given(checkpoint={"memory": 0}), r"memory: got 0, expected at least 1 or 'auto'\."),
     "max_steps": (given(max_steps=3), r"fit\(\) got max_steps, which it does not take; did you mean 'max_iters'\?$"),
     "train_loader": (given(train_loader=3), r"fit\(\) got train_loader, .* take; did you mean 'train_set'\?$"),
-    "callbacks": (given(callbacks=[]), r"fit\(\) got callbacks, which it does not take; did you mean 'handlers'\?$"),
+    "callbacks": (given(callbacks=[]), r"fit\(\) got callbacks, which it does not take; known: .*handlers"),
     "no folder": (given(directory=None), r"directory must be the path of the run's folder, got None\.$"),
     "number as folder": (given(directory=5), r"directory must be the path of the run's folder, got 5\.$"),
     "folder with a NUL": (

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpoint_function
 
 from ignite_engine import Trainer, Update, loader
-from ignite_engine.handlers import Checkpoint, StepTimes
+from ignite_engine.handlers import Checkpoint
 from tests.builders import Numbers, linear, mse, numbers_loader, one, trainer_of
 
 
@@ -228,22 +228,6 @@ class Drawing(nn.Linear):
     def __init__(self, source: Any) -> None:
         super().__init__(3, 1)
         self.source = source
-
-
-def test_handler_that_may_draw_for_the_batch_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    """It sees the micro-batches of its rank only, so what it draws is other numbers on another number of ranks."""
-
-    def add_noise(engine: Engine) -> None: ...
-
-    for make, said in ((invariant, True), (trainer_of, False)):
-        caplog.clear()
-        trainer = make(linear(), 2)
-        StepTimes().attach(trainer)
-        trainer.add_event_handler(Events.GET_BATCH_COMPLETED, add_noise)
-        trainer.run(numbers_loader(12, 2), max_epochs=2)
-        lines = [each.getMessage() for each in caplog.records if "add_noise" in each.getMessage()]
-        assert len(lines) == said and all("StepTimes" not in line for line in lines)
-        assert not said or "in the dataset or in loss_fn" in lines[0]
 
 
 def test_batch_norm_that_does_not_train_is_accepted() -> None:
