@@ -53,12 +53,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--skipped-to", metavar="FILE", help="write the skipped tests and their reasons as JSON lines")
 
 
+ROWS = Path(__file__).parent  # rows.txt, and one of each folder that may be deleted with its tests
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "row(*ids): proves these rows of the feature table, which rows.txt lists")
     config.stash[SKIPPED] = []
     config.pluginmanager.register(SkipRecorder(config.stash[SKIPPED]))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before tests are left out by their markers
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    rows = {line.split()[0] for path in ROWS.rglob("rows.txt") for line in path.read_text().splitlines()}
+    proved = {row for item in items for mark in item.iter_markers("row") for row in mark.args}
+    if unknown := proved - rows:
+        raise pytest.UsageError(f"no row of rows.txt: {', '.join(sorted(unknown))}")
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and (unproved := rows - proved):
+        raise pytest.UsageError(f"no test proves the rows {', '.join(sorted(unproved))}: mark one with its row")
     there = {"cuda": torch.cuda.is_available(), "accelerator": torch.accelerator.is_available()}
     for item in items:
         if any(item.get_closest_marker(name) and not is_there for name, is_there in there.items()):

@@ -45,6 +45,7 @@ def test_linear_has_exact_values_and_stays_at_its_end() -> None:
     assert factors(warmup_linear(sgd(), 0, total=4, min_ratio=0.5), 6) == [1.0, 0.875, 0.75, 0.625, 0.5, 0.5]
 
 
+@pytest.mark.row("E1")
 def test_cosine_has_exact_values_and_stays_at_its_end() -> None:
     expected = [
         0.5,
@@ -75,6 +76,7 @@ def test_inverse_sqrt_falls_with_the_root_of_the_updates_and_is_held_at_total() 
     assert warmup_inverse_sqrt(sgd(), 4, min_ratio=0.75).factor_at(10_000) == 0.75
 
 
+@pytest.mark.row("E1")
 @pytest.mark.parametrize(
     ("shape", "min_ratio", "decayed"),
     [

@@ -112,6 +112,7 @@ def sequence(kind: type[Engine], prepare: Callable[[Engine], None], arguments: d
     return seen, batches, (state.iteration, state.epoch, state.epoch_length)
 
 
+@pytest.mark.row("A4")
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_events_and_batches_are_ignites(scenario: str) -> None:
     prepare, arguments = SCENARIOS[scenario]
@@ -278,6 +279,7 @@ def test_finished_run_goes_on_where_more_is_asked() -> None:
     assert torch.equal(weights(more), weights(whole))
 
 
+@pytest.mark.row("D13")
 def test_every_edge_of_a_run_resumes_bit_for_bit() -> None:
     def run(trainer: Trainer) -> TrainingState:
         return trainer.run(numbers_loader(14, 2, shuffle=True), max_epochs=3)
@@ -374,6 +376,7 @@ def orders(seed: int, epochs: int = 3, **options: Any) -> list[list[int]]:
     return each
 
 
+@pytest.mark.row("A2")
 def test_order_is_a_function_of_seed_and_epoch() -> None:
     torch.manual_seed(0)
     first = orders(5, shuffle=True)
@@ -388,6 +391,7 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
 # -- data without a length --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("A2")
 def test_passes_without_a_length_are_measured_anew() -> None:
     trainer, seen, lengths = Trainer(constant), list[tuple[int, float]](), list[Any]()
     trainer.add_event_handler(

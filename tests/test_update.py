@@ -36,6 +36,7 @@ def trained(sizes: list[int], steps: int | None, **options: Any) -> tuple[Tensor
     return weights(trainer), state
 
 
+@pytest.mark.row("B1")
 def test_four_micro_batches_of_8_equal_one_batch_of_32() -> None:
     small, state = trained([8] * 8, 4, clip_norm=0.5)
     big, reference = trained([32] * 2, None, clip_norm=0.5)
@@ -60,6 +61,7 @@ def test_ragged_micro_batches_weigh_what_weight_fn_says() -> None:
     assert (unweighted - big).abs().max() > 1e-4
 
 
+@pytest.mark.row("B12")
 def test_short_last_group_is_divided_by_its_own_size() -> None:
     # 6 micro-batches by 4: the last group of the epoch holds 2
     grouped, state = trained([8] * 6, 4)
@@ -251,6 +253,7 @@ def test_norm_is_reported_without_clipping_too() -> None:
     torch.testing.assert_close(state.output["grad_norm"], norm, rtol=1e-12, atol=0)
 
 
+@pytest.mark.row("B1")
 def test_micro_batches_equal_one_batch_with_a_sparse_and_a_dense_optimizer() -> None:
     def run(batches: list[Tensor], steps: int | None) -> tuple[Bag, Any]:
         model = Bag(sparse=True)
@@ -271,6 +274,7 @@ def test_micro_batches_equal_one_batch_with_a_sparse_and_a_dense_optimizer() -> 
     assert state.optimizer_steps == 3 and not torch.equal(big.embedding.weight, Bag(sparse=True).embedding.weight)
 
 
+@pytest.mark.row("A7")
 def test_all_optimizers_step() -> None:
     model, before = Bag(sparse=True), Bag(sparse=True)
     optimizers = {
@@ -308,6 +312,7 @@ def fp16_trainer(**options: Any) -> tuple[Trainer, dict[str, torch.optim.Optimiz
     return Trainer(Update(model, optimizers, two_part_loss, precision="fp16", **options)), optimizers
 
 
+@pytest.mark.row("A7", "B7")
 def test_overflow_in_one_optimizer_stops_all_of_them() -> None:
     from ignite_engine.handlers import LRSchedule, warmup_linear
 
@@ -336,6 +341,7 @@ def test_overflow_in_one_optimizer_stops_all_of_them() -> None:
     assert optimizers["right"].state_dict()["state"][0]["step"] == 2
 
 
+@pytest.mark.row("B6")
 def test_scaler_takes_all_its_options_and_is_in_the_checkpoint() -> None:
     options = {"init_scale": 64.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 1}
     trainer, _ = fp16_trainer(grad_scaler=options)
@@ -404,6 +410,7 @@ def grouped(batches: list[Any], steps: int | None) -> list[list[Any]]:
     return [batches[index : index + (steps or 1)] for index in range(0, len(batches), steps or 1)]
 
 
+@pytest.mark.row("B6")
 @pytest.mark.parametrize(
     "listened", [None, *(event for event in TrainingEvents if "STEP" in event.name or "B" in event.name)]
 )
@@ -584,6 +591,7 @@ def test_update_works_in_a_plain_ignite_engine() -> None:
     assert state.optimizer_steps == 8  # type: ignore[attr-defined]
 
 
+@pytest.mark.row("A8")
 @pytest.mark.parametrize("result", [0.5, torch.tensor(0.5), {"loss": 0.5, "accuracy": 1.0}])
 def test_users_own_update_may_return_a_number_a_tensor_or_a_mapping(result: Any, tmp_path: Any) -> None:
     from ignite_engine.handlers import MetricLogger

@@ -24,6 +24,7 @@ def operations(root: Path, seen: FileOperations) -> list[tuple[str, str]]:
     return [each for each, _ in itertools.groupby(seen.seen)]
 
 
+@pytest.mark.row("D6")
 def test_a_save_is_durable_before_it_is_visible(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 100)

@@ -14,6 +14,7 @@ def flip_one_bit(tensor: Tensor, place: int) -> None:
         tensor.view(-1).view(torch.uint8)[place] ^= 1
 
 
+@pytest.mark.row("I5")
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -43,6 +44,7 @@ def test_hash_sees_one_bit_and_is_of_the_values(tensor: Tensor) -> None:
     assert torch.equal(hashed(same), before)
 
 
+@pytest.mark.row("I5")
 @pytest.mark.parametrize("count", [3, 100, 8192, 40_000])
 def test_hash_sees_two_exchanged_elements(count: int) -> None:
     values = torch.randn(count)

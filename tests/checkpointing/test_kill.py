@@ -46,6 +46,7 @@ def kill_everywhere(template: Path, work: Callable[[Path], object], check: Calla
     return len(seen.seen)
 
 
+@pytest.mark.row("D6")
 @pytest.mark.slow
 def test_killed_at_any_file_operation_of_a_save_the_newest_valid_one_loads(tmp_path: Path) -> None:
     template = tmp_path / "template"

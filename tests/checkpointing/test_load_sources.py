@@ -94,6 +94,7 @@ def test_the_order_is_what_decides(tmp_path: Path) -> None:
         assert all(torch.equal(value, state_of(winner)[name]) for name, value in state_of(trainer).items())
 
 
+@pytest.mark.row("D11")
 def test_what_a_strict_source_lacks_another_may_bring(tmp_path: Path) -> None:
     """A file with the head alone, another with the rest: each is strict, and together they are complete."""
     whole = Net(1).state_dict()
@@ -168,6 +169,7 @@ def test_names_are_renamed_source_by_source(tmp_path: Path) -> None:
     assert report.unexpected == ["model:blocks.weight", "model:blocks.bias"]
 
 
+@pytest.mark.row("D11")
 def test_an_optional_source_may_be_missing_and_a_required_one_is_one_line(tmp_path: Path) -> None:
     first = trained(tmp_path / "a", 1)
     (tmp_path / "empty").mkdir()

@@ -64,6 +64,7 @@ def saved(tmp_path: Path) -> tuple[Trainer, Path]:
     return trainer, tmp_path / "first"
 
 
+@pytest.mark.row("D10")
 def test_fine_tuning_takes_the_model_alone(saved: tuple[Trainer, Path], tmp_path: Path) -> None:
     before, source = saved
     trainer, checkpoint = run_of(tmp_path / "second", Net(seed=1))
@@ -81,6 +82,7 @@ def test_fine_tuning_takes_the_model_alone(saved: tuple[Trainer, Path], tmp_path
     assert info.iteration == 4 and info.manifest.parent == str(source / "iteration_00000008")
 
 
+@pytest.mark.row("D10")
 def test_warm_start_takes_the_moments_and_not_the_options(saved: tuple[Trainer, Path], tmp_path: Path) -> None:
     before, source = saved
     trainer, checkpoint = run_of(tmp_path / "second", Net(seed=1), lr=0.01, decay=0.5)

@@ -100,6 +100,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     return folder, on_two_ranks(lambda rank: cases(folder, rank), folder / "store")
 
 
+@pytest.mark.row("D9")
 def test_rank_0_decides_whether_a_run_restarts_or_begins_with_another_ones_weights(
     two_ranks: tuple[Path, dict[str, list[Any]]],
 ) -> None:

@@ -96,12 +96,14 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answers]:
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]
 
 
+@pytest.mark.row("D4")
 def test_each_rank_gets_its_own_part_and_rank_0s_shared_parts(two_ranks: tuple[Path, Answers]) -> None:
     _, answers = two_ranks
     assert answers["happy"] == ["iteration_00000100"] * 2
     assert answers["own part"] == answers["shared part"] == [True, True]
 
 
+@pytest.mark.row("D4")
 @pytest.mark.parametrize(
     ("case", "cause"),
     [

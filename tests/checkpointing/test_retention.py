@@ -30,6 +30,7 @@ def test_the_last_ones_are_kept_over_restarts(tmp_path: Path) -> None:
     assert run(tmp_path, scored(1, 2, 3, 4, 5), Retention(keep_last=2)) == [400, 500]
 
 
+@pytest.mark.row("D3")
 def test_the_best_ones_are_kept_beside_the_last_over_restarts(tmp_path: Path) -> None:
     saves = scored(3.0, 1.0, 2.0, 5.0, 4.0)
     assert run(tmp_path, saves, Retention(keep_last=1, keep_best=2, best="val/loss")) == [200, 300, 500]
@@ -57,6 +58,7 @@ def test_a_metric_that_is_not_finite_comes_back_as_it_was(tmp_path: Path) -> Non
     assert math.isnan(metrics.pop("a")) and metrics == {"b": math.inf, "c": -math.inf, "d": 0.1}
 
 
+@pytest.mark.row("D3")
 def test_every_nth_is_kept_for_good(tmp_path: Path) -> None:
     assert run(tmp_path, scored(*range(1, 8)), Retention(keep_last=1, keep_every=300)) == [300, 600, 700]
 

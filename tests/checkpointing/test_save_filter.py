@@ -55,6 +55,7 @@ FILTERS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.row("D5")
 @pytest.mark.parametrize("options", FILTERS, ids=["pattern", "function", "background"])
 def test_what_is_left_out_is_not_on_disk_and_is_reported(tmp_path: Path, options: dict[str, Any]) -> None:
     trainer, checkpoint, _ = run_of(tmp_path / "filtered", **options)
@@ -75,6 +76,7 @@ def test_what_is_left_out_is_not_on_disk_and_is_reported(tmp_path: Path, options
     assert sizes[0] < sizes[1] - 6000  # two times 800 numbers of 4 bytes
 
 
+@pytest.mark.row("D5")
 @pytest.mark.parametrize("options", FILTERS, ids=["pattern", "function", "background"])
 def test_resumed_with_the_same_backbone_it_ends_with_the_same_bits(
     tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -162,6 +164,7 @@ def test_without_a_filter_everything_is_handed_on_as_it_is() -> None:
     assert SaveFilter()(state) == (state, {}) and SaveFilter().reasons(lambda: [state]) == []
 
 
+@pytest.mark.row("D7", "D14")
 def test_labels_are_on_every_checkpoint_and_change_without_touching_the_data(tmp_path: Path) -> None:
     trainer, checkpoint, _ = run_of(tmp_path, labels=["sweep 3"])
     trainer.run(numbers_loader(16), max_iters=8)

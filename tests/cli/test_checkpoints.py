@@ -81,6 +81,7 @@ def names(run: Path) -> list[str]:
     return [each.path.name for each in CheckpointStore(run / "checkpoints").checkpoints()]
 
 
+@pytest.mark.row("D18")
 def test_list_has_a_line_for_each(run: Path, say: Say) -> None:
     store = CheckpointStore(run / "checkpoints")
     store.annotate(store.checkpoints()[0].path, labels=["first", "kept"])
@@ -120,6 +121,7 @@ def test_list_tells_what_is_unhealthy_or_not_exact(tmp_path: Path, say: Say) -> 
     assert say("list", tmp_path)[1][1].endswith("last; weights not finite; not exact: one reason and 1 more")
 
 
+@pytest.mark.row("D18")
 def test_verify_names_the_damaged_file_and_ends_with_1(run: Path, say: Say) -> None:
     expected = [f"{name}  valid" for name in ("iteration_00000004", "iteration_00000008", "iteration_00000012")]
     assert say("verify", run) == (0, expected)

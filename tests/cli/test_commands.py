@@ -228,6 +228,7 @@ def test_setting_without_effect_is_one_line(folder: Path, capsys: pytest.Capture
     assert capsys.readouterr().err == line
 
 
+@pytest.mark.row("E4")
 def test_describe_shows_the_curve_and_the_bus_and_runs_nothing(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -287,6 +288,7 @@ def test_train_then_the_same_command_then_evaluate(folder: Path, capsys: pytest.
         assert json.loads(capsys.readouterr().out)["iteration"] == iteration
 
 
+@pytest.mark.row("G3")
 def test_any_other_failure_is_code_1_with_its_traceback(folder: Path) -> None:
     process = Command(folder, "train", "my_config.yaml", "task_options.fails=true")
     error = process.communicate(timeout=120)[1]

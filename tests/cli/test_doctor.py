@@ -34,6 +34,7 @@ def test_it_takes_nothing() -> None:
         main(["doctor", "config.yaml"])
 
 
+@pytest.mark.row("N2")
 @pytest.mark.accelerator
 def test_what_it_says_of_a_device_is_what_a_run_uses() -> None:
     found, device = values(), devices.current()

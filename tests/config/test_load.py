@@ -64,6 +64,7 @@ def test_overrides_go_before_the_file_and_the_last_one_first(tmp_path: Path) -> 
     assert config.evaluation.every is not None and config.evaluation.every.epochs == 2
 
 
+@pytest.mark.row("J2")
 def test_optimizers_go_by_name_in_any_case_with_their_own_options(tmp_path: Path) -> None:
     config = load_config(
         written(tmp_path), ["optimizer={name: sgd, lr: 0.1, momentum: 0.9, nesterov: true, fused: true}"]
@@ -188,6 +189,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.row("J1")
 @pytest.mark.parametrize(("override", "line"), WRONG, ids=[override for override, _ in WRONG])
 def test_wrong_override_is_one_line(tmp_path: Path, override: str, line: str) -> None:
     said = complaint(tmp_path, override)
@@ -203,6 +205,7 @@ def test_run_without_a_length_is_refused(tmp_path: Path) -> None:
     assert load_config(written(tmp_path), ["run.max_epochs=3", "run.max_iterations=null"]).run.max_epochs == 3
 
 
+@pytest.mark.row("J1")
 @pytest.mark.parametrize(
     ("text", "line"),
     [

@@ -81,6 +81,7 @@ class Augmented(Indices):
 # -- resume -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("H3")
 @pytest.mark.parametrize("iteration", [1, 3, 4, 6, 8])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_resume_loads_nothing_of_what_it_skips(iteration: int, shuffle: bool) -> None:
@@ -187,6 +188,7 @@ def generators() -> list[float]:
     return drawn
 
 
+@pytest.mark.row("H6")
 def test_sample_randomness_is_the_same_with_any_number_of_workers() -> None:
     before = generators()
     here = augmented(0)
@@ -264,6 +266,7 @@ def test_seed_of_sample_randomness_counts() -> None:
 # -- loaders of the user ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("H3")
 def test_plain_loader_is_rebuilt_to_resume_exactly(caplog: pytest.LogCaptureFixture) -> None:
     def plain(data: Indices) -> DataLoader[Any]:
         return DataLoader(data, 3, shuffle=True, collate_fn=torch.tensor)
@@ -425,6 +428,7 @@ class SizedStatefulNumbers(StatefulNumbers):
         return self.count
 
 
+@pytest.mark.row("D13")
 @pytest.mark.parametrize("sized", [True, False])
 def test_loader_with_a_state_of_its_own_resumes_at_every_edge(sized: bool) -> None:
     def make() -> Trainer:

@@ -69,6 +69,7 @@ def test_by_default_the_run_ends_with_the_error() -> None:
     assert (len(seen), trainer.state.status) == (2, "failed")
 
 
+@pytest.mark.row("H5")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("bad", [0, 4, 9], ids=["first", "middle", "last"])
 def test_batch_that_cannot_be_read_is_left_out(bad: int, workers: int, caplog: pytest.LogCaptureFixture) -> None:
@@ -312,6 +313,7 @@ def by_hand(updates: list[list[int]]) -> Tensor:
     return one(model).detach()
 
 
+@pytest.mark.row("H5")
 @pytest.mark.distributed
 def test_on_another_number_of_ranks_each_sample_comes_once(reports: list[dict[str, Any]]) -> None:
     for name in PLANS.keys() - {OWN}:

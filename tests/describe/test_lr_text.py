@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ignite_engine.describe.lr_text import lr_text
 
 
@@ -12,6 +14,7 @@ class Steps:
         return [0.5 * (step + 1) / 100, 0.05 * (step + 1) / 100, 0.05 * (step + 1) / 100]
 
 
+@pytest.mark.row("E4")
 def test_rate_is_plotted_in_characters() -> None:
     lines = lr_text(Steps(), 100)
     plot = lines[-14:-2]

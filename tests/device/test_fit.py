@@ -35,6 +35,7 @@ def fitted(folder: Path, model: nn.Module | None = None, **options: Any) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.row("N2")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_fit_trains_on_the_device_and_evaluates_there(precision: str, tmp_path: Path) -> None:
     run = fitted(tmp_path, precision=precision)

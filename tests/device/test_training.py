@@ -40,6 +40,7 @@ def forbid_waits(forbidden: bool) -> None:
         pytest.skip(f"{fake.ONLY} and of CUDA: they say who waits")
 
 
+@pytest.mark.row("N1")
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}, {"log_grad_norm": True}], ids=str)
 def test_weights_are_those_of_the_cpu(options: dict[str, Any]) -> None:
     found = []
@@ -51,6 +52,7 @@ def test_weights_are_those_of_the_cpu(options: dict[str, Any]) -> None:
     assert same(found[0], found[1]) or not is_fake, "the fake device computes with the CPU's kernels"
 
 
+@pytest.mark.row("N1")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}, {"log_grad_norm": True}], ids=str)
 def test_host_waits_for_nothing_between_log_points(precision: str, options: dict[str, Any]) -> None:

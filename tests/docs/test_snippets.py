@@ -104,6 +104,7 @@ def test_python_blocks_of_a_page_run_one_after_the_other(
             exec(code, {"__name__": "__main__"} if block.file else namespace)
 
 
+@pytest.mark.row("I1")
 @pytest.mark.distributed
 @pytest.mark.parametrize("block", SCRIPTS, ids=str)
 def test_scripts_that_start_processes_run_and_resume(block: Block, tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def test_filters_of_ignites_events_are_ignites(event: Any, options: dict[str, An
     assert counts_heard(event(**options)) == theirs != []
 
 
+@pytest.mark.row("A5")
 @pytest.mark.parametrize("options", FILTERS, ids=without_address)
 def test_filters_work_on_our_events(options: dict[str, Any]) -> None:
     steps, engine = list[int](), Engine(constant)
@@ -66,6 +67,7 @@ def test_filters_work_on_our_events(options: dict[str, Any]) -> None:
     assert heard == steps != []
 
 
+@pytest.mark.row("A5")
 def test_each_of_our_events_counts_its_own() -> None:
     trainer = trainer_of(accumulation_steps=3)
     heard: list[tuple[str, int]] = []
@@ -110,6 +112,7 @@ def test_filters_start_again_with_a_second_run() -> None:
 # -- order ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("A6")
 def test_order_is_the_phase_then_the_attachment() -> None:
     trainer, order = Trainer(constant), list[str]()
 
@@ -404,6 +407,7 @@ def test_users_exception_handler_swallows_as_in_ignite(where: str) -> None:
     assert state.status == "completed"
 
 
+@pytest.mark.row("A6")
 def test_describe_names_handlers_in_the_order_in_which_they_run() -> None:
     trainer = trainer_of()
 

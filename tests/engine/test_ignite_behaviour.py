@@ -450,6 +450,7 @@ def test_logger_tells_the_start_each_epoch_and_the_end(kind: type[Engine], caplo
     ]
 
 
+@pytest.mark.row("A4")
 @pytest.mark.parametrize(
     "event",
     [

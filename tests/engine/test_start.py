@@ -42,6 +42,7 @@ def test_first_run_is_fresh_and_so_is_the_same_one_again() -> None:
     assert batches == DATA * 4 and position(trainer) == (6, 2)
 
 
+@pytest.mark.row("A1")
 @pytest.mark.parametrize("limits", [({"max_iters": 4}, {"max_iters": 8}), ({"max_epochs": 1}, {"max_epochs": 3})])
 def test_run_with_a_larger_limit_continues_as_if_it_had_been_given_at_first(limits: Any) -> None:
     trainer, batches, starts = noting()
@@ -119,6 +120,7 @@ def test_run_stopped_at_its_end_only_completes() -> None:
     assert trainer.state.status == "completed"
 
 
+@pytest.mark.row("A1")
 def test_terminated_run_is_reset_to_the_next_epoch_as_in_ignite() -> None:
     def run(kind: type[Engine]) -> Any:
         batches: list[Any] = []

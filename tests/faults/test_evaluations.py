@@ -38,6 +38,7 @@ def assert_cut_off(folder: Path) -> None:
     assert lines(folder)[-1]["iteration"] == 6  # it evaluates after 7
 
 
+@pytest.mark.row("C4")
 def test_killed_while_evaluating_it_evaluates_again(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
     config, process = start_slow(tmp_path)
     wait_until(lambda: evaluated(tmp_path) >= 4, process)
@@ -46,6 +47,7 @@ def test_killed_while_evaluating_it_evaluates_again(tmp_path: Path, uninterrupte
     assert finish(config, uninterrupted) == uninterrupted["evaluated"] == 6 * 13
 
 
+@pytest.mark.row("C4")
 def test_stopped_twice_in_one_evaluation(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
     """The second time while it is made up, before anything is trained."""
     config, process = start_slow(tmp_path)

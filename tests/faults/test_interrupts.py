@@ -33,6 +33,7 @@ def assert_goes_on_to_the_same_end(config: Path, uninterrupted: dict[str, Any]) 
     assert lines(folder) == uninterrupted["lines"]
 
 
+@pytest.mark.row("D2", "G1", "G3")
 @pytest.mark.parametrize(("number", "workers"), [(signal.SIGINT, 0), (signal.SIGTERM, 2)])
 def test_interrupted_while_training(
     tmp_path: Path, uninterrupted: dict[str, Any], number: signal.Signals, workers: int
@@ -80,6 +81,7 @@ def test_second_signal_forces_the_end(tmp_path: Path) -> None:
     assert code == 130 and seconds < WAITS_S
 
 
+@pytest.mark.row("D15")
 def test_killed_run_resumes_from_its_newest_checkpoint(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
     config = write_config(tmp_path, task_options={"slow_step_s": 0.03})
     process = start(config)
@@ -91,6 +93,7 @@ def test_killed_run_resumes_from_its_newest_checkpoint(tmp_path: Path, uninterru
     assert lines(tmp_path) == uninterrupted["lines"]
 
 
+@pytest.mark.row("A9")
 def test_finished_run_started_again_only_evaluates(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
     config = write_config(tmp_path)
     train(config)
@@ -101,6 +104,7 @@ def test_finished_run_started_again_only_evaluates(tmp_path: Path, uninterrupted
     assert "val/accuracy" in summary(tmp_path)["metrics"]
 
 
+@pytest.mark.row("H6")
 def test_seed_decides_the_digest_and_workers_do_not(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
     other_seed = write_config(tmp_path / "seed", run={"seed": 4})
     train(other_seed)

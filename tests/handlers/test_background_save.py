@@ -79,6 +79,7 @@ def slow_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Snapshot, "wait", slowly)
 
 
+@pytest.mark.row("D16")
 @pytest.mark.usefixtures("slow_write")
 def test_every_checkpoint_is_that_of_a_run_that_waited(tmp_path: Path) -> None:
     training(tmp_path / "waited", iterations=8, background=False)
@@ -209,6 +210,7 @@ def halve_with_numpy(parameter: nn.Parameter) -> None:
     parameter.detach().numpy()[...] *= 0.5
 
 
+@pytest.mark.row("D16")
 @pytest.mark.parametrize("halve", [halve_in_place, halve_the_data, halve_with_numpy])
 @pytest.mark.usefixtures("slow_write")
 def test_weights_may_change_before_the_next_step(tmp_path: Path, halve: Callable[[nn.Parameter], None]) -> None:
@@ -399,6 +401,7 @@ def test_an_exception_leaves_what_was_being_written_whole(tmp_path: Path) -> Non
     assert not [each for each in tmp_path.iterdir() if each.name.startswith(".")]
 
 
+@pytest.mark.row("D2")
 def test_exception_saves_what_was_done_before_it(tmp_path: Path) -> None:
     whole = trainer_of()
     whole.run(numbers_loader(), max_iters=6)

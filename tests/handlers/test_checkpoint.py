@@ -39,6 +39,7 @@ def scored(trainer: Trainer, scores: dict[int, float], name: str = "val/loss") -
 # -- which are kept ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("D14")
 def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     trainer, saved = trainer_of(), list[int]()
     Checkpoint(tmp_path, keep_last=3).attach(trainer, Events.ITERATION_COMPLETED(every=2))
@@ -484,6 +485,7 @@ def test_killed_run_ends_with_the_bits_of_the_whole_one(cuts: tuple[int, ...], t
     assert lines_again == lines
 
 
+@pytest.mark.row("D15")
 def test_dropout_makes_the_seed_count(tmp_path: Path) -> None:
     """Else the test above would pass without restoring the generators."""
     first = cut_run(tmp_path / "a")
@@ -507,6 +509,7 @@ def test_stopped_run_ends_with_the_bits_of_the_whole_one(tmp_path: Path) -> None
     assert torch.equal(finish(resumed)[0], final)
 
 
+@pytest.mark.row("D1")
 def test_saved_on_a_stop_wherever_the_event_stands(tmp_path: Path) -> None:
     trainer = trainer_of()
     Checkpoint(tmp_path).attach(trainer, Events.ITERATION_COMPLETED(every=1000))

@@ -103,6 +103,7 @@ def test_last_step_boundary_comes_once_and_saves(tmp_path: Path) -> None:
     assert (trainer.state.status, trainer.state.epoch) == ("completed", 1)
 
 
+@pytest.mark.row("C7")
 @pytest.mark.parametrize("cut", [6, 17, 24, 29])
 def test_resumed_run_ends_at_the_same_value(tmp_path: Path, cut: int) -> None:
     whole = trainer_with(FALLING_THEN_FLAT)
@@ -284,6 +285,7 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
     torch.save([state.epoch, state.status, state.reason, stopping.best, stopping.bad, saved], f"{folder}/{rank}.pt")
 
 
+@pytest.mark.row("C7")
 @pytest.mark.timeout(120)  # ranks that decide otherwise wait for each other
 @pytest.mark.distributed
 def test_two_ranks_save_the_best_and_stop_by_the_mean_of_their_values(tmp_path: Path) -> None:

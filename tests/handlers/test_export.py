@@ -50,6 +50,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.row("M3")
 def test_the_newest_is_under_one_name_and_the_last_few_are_kept(tmp_path: Path) -> None:
     trainer = trainer_of()
     kept, seen = kept_of(trainer), []
@@ -96,6 +97,7 @@ def test_within_an_evaluation_of_the_average_the_trained_weights_are_written(tmp
     assert same(load_file(tmp_path / "model.safetensors"), kept[6])
 
 
+@pytest.mark.row("M3")
 @pytest.mark.faults
 def test_a_reader_never_meets_half_of_one_and_keeps_what_it_has_open(tmp_path: Path) -> None:
     """Each export holds the number of its iteration, and nothing else."""

@@ -363,6 +363,7 @@ def test_interactive_session_can_be_interrupted_again(tmp_path: Path, monkeypatc
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
+@pytest.mark.row("G1")
 def test_interactive_session_gets_the_state_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A notebook would show SystemExit as an error, and Python's prompt would end with it."""
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)

@@ -79,6 +79,7 @@ def saved(directory: Path) -> list[int]:
 # -- saves ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("D1")
 def test_saved_every_so_many_minutes(clock: Clock, tmp_path: Path) -> None:
     trainer = saving(tmp_path)
     passing(trainer, clock, 20.0)

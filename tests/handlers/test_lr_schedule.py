@@ -126,6 +126,7 @@ def test_update_k_is_made_with_the_lr_of_step_k() -> None:
     assert schedule.lrs_at(0) == [BASE / 3]
 
 
+@pytest.mark.row("B7", "E2")
 def test_schedule_waits_for_skipped_steps() -> None:
     used = used_lrs(LRSchedule(warmup_constant(sgd(), 4)), 7, skipped=(1, 4, 5))
     assert used == [[0.125], [0.125], [0.25], [0.375], [0.375], [0.375], [0.5]]
@@ -265,6 +266,7 @@ RESUMABLE: dict[str, Callable[[Optimizer], Any]] = {
 }
 
 
+@pytest.mark.row("E2")
 @pytest.mark.parametrize("optimizer_first", [True, False])
 @pytest.mark.parametrize("name", RESUMABLE)
 def test_resumed_at_any_step_the_lrs_continue_exactly(name: str, optimizer_first: bool) -> None:
@@ -299,6 +301,7 @@ def test_a_state_with_other_groups_is_refused() -> None:
 # --- what is written --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("E3")
 def test_lr_is_that_of_the_update_just_made_and_nothing_is_written_on_quiet_iterations() -> None:
     used, published = run(LRSchedule(warmup_constant(sgd(), 8)), 6, publish=(1, 4))
     assert published == [{"lr": used[0][0]}, {}, {}, {"lr": used[3][0]}, {}, {}]
@@ -311,6 +314,7 @@ def test_the_lr_written_for_a_torch_scheduler_is_that_of_the_update_too() -> Non
     assert published == [{"lr": 0.5}, {}, {"lr": 0.125}, {}]
 
 
+@pytest.mark.row("E3")
 def test_with_several_groups_each_is_written_under_its_name_or_index() -> None:
     optimizer = SGD(
         [

@@ -85,6 +85,7 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
     torch.save({"seen": seen, "own": own, "held": ballast.numel()}, f"{folder}/{rank}.pt")
 
 
+@pytest.mark.row("F7")
 @pytest.mark.distributed
 def test_on_two_ranks_the_worst_is_written_with_its_rank(tmp_path: Path) -> None:
     on_ranks(2, _one_of_two_ranks, tmp_path)

@@ -64,6 +64,7 @@ def lines(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.row("F3")
 def test_mean_of_each_interval_is_exact(tmp_path: Path) -> None:
     values = [{"loss": torch.tensor(2.0**-index), "grad_norm": torch.tensor(float(index))} for index in range(8)]
     trainer = counting(values)
@@ -86,6 +87,7 @@ def test_mean_is_taken_in_double_precision() -> None:
     assert trainer.run(range(3)).metrics["loss"] == 16777218 / 3
 
 
+@pytest.mark.row("F3")
 def test_nothing_is_read_between_log_points(tmp_path: Path) -> None:
     def reads(precision: str, log: bool) -> list[int]:
         trainer = trainer_of(linear(), 2, log_grad_norm=True, precision=precision)  # clipping reads a norm on the CPU
@@ -179,6 +181,7 @@ def test_resumed_run_has_the_lines_of_the_whole_one(stop_at: int, tmp_path: Path
     assert (tmp_path / "cut" / "metrics.jsonl").read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
 
 
+@pytest.mark.row("F1")
 def test_console_prints_a_line_at_each_log_point(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = counting([1.0, 2.0, 3.0, 4.0])
     MetricLogger().attach(trainer, Events.ITERATION_COMPLETED(every=2))

@@ -40,6 +40,7 @@ def steps_in(path: Path) -> int:
     return len({each["name"] for each in events if each.get("name", "").startswith("ProfilerStep#")})
 
 
+@pytest.mark.row("F8")
 def test_windows_hold_the_iterations_of_the_schedule_and_training_does_not_notice(tmp_path: Path) -> None:
     bare = trainer_of(linear(dropout=True))
     torch.manual_seed(1)
@@ -91,6 +92,7 @@ def test_when_all_windows_are_over_nothing_listens(tmp_path: Path) -> None:
     assert len(files(tmp_path)) == 2
 
 
+@pytest.mark.row("F8")
 @pytest.mark.parametrize("how", ["the end", "a stop", "an exception", "terminate"])
 def test_a_window_in_which_the_run_ends_holds_what_was_recorded(how: str, tmp_path: Path) -> None:
     trainer = trainer_of()

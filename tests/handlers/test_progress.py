@@ -56,6 +56,7 @@ def trainer_of(seconds: float = 0.0) -> Trainer:
     return trainer
 
 
+@pytest.mark.row("A10")
 def test_on_a_terminal_one_line_is_redrawn_at_most_ten_times_a_second() -> None:
     with terminal(100) as drawn:
         started = time.perf_counter()
@@ -131,6 +132,7 @@ def test_the_time_left_is_computed_from_the_speed_of_this_process(capsys: pytest
     assert "elapsed 0:40  ETA 1:06:00" in capsys.readouterr().err  # 990 iterations at 4 s
 
 
+@pytest.mark.row("A10")
 def test_on_a_terminal_it_shows_the_iterations_of_this_process_in_a_second() -> None:
     handler, trainer = Progress(), Trainer(lambda engine, batch: None)
     handler.attach(trainer)

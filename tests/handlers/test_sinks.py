@@ -44,6 +44,7 @@ def test_a_line_is_on_disk_when_it_is_written(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.row("F1")
 def test_values_of_one_iteration_share_a_line(tmp_path: Path) -> None:
     sink = JSONLSink(tmp_path / "metrics.jsonl")
     sink.write(1, {"a": 1.0})

@@ -294,6 +294,7 @@ def step(clock: DeviceClock) -> None:
     clock.mark("update", ends_step=True)
 
 
+@pytest.mark.row("F5")
 def test_device_is_read_when_it_is_done_and_never_waited_for() -> None:
     device = Device()
     clock = DeviceClock(META, device.make_event)

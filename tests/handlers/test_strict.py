@@ -69,6 +69,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], Callable[[Trainer], No
 }
 
 
+@pytest.mark.row("D19")
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_not_exact_is_refused_before_the_first_update(case: str, tmp_path: Path) -> None:
     data, options, attach, reason = CASES[case]
@@ -120,6 +121,7 @@ def test_windows_without_a_state_are_known_when_the_first_one_opens(
     assert newest is not None and any(reason in each for each in newest.manifest.reproducibility)
 
 
+@pytest.mark.row("D19")
 def test_exact_run_is_let_go(tmp_path: Path) -> None:
     trainer = trainer_of(linear(dropout=True))
     checkpoint = Checkpoint(tmp_path, strict=True)

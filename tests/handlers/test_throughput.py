@@ -101,6 +101,7 @@ def test_samples_and_tokens_are_those_of_the_micro_batches() -> None:
     assert sum(slept.seconds.values()) <= seconds < sum(slept.seconds.values()) + SLACK_S
 
 
+@pytest.mark.row("F6")
 @pytest.mark.parametrize("update", ["ours", "the user's"])
 def test_evaluations_and_handlers_between_iterations_are_in_no_rate(update: str) -> None:
     trainer = slow_trainer() if update == "ours" else Trainer(lambda engine, batch: time.sleep(COMPUTE_S))
@@ -175,6 +176,7 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
     torch.save(seen, f"{folder}/{rank}.pt")
 
 
+@pytest.mark.row("F6")
 @pytest.mark.distributed
 def test_on_two_ranks_work_is_summed_over_the_time_of_the_slower(tmp_path: Path) -> None:
     on_ranks(2, _one_of_two_ranks, tmp_path)

@@ -129,6 +129,7 @@ def twice(run: Path, make: Any, die_at: int) -> list[Any]:
     return sinks
 
 
+@pytest.mark.row("F2", "F9")
 @pytest.mark.parametrize("die_at", [6, 8])
 def test_wandb_run_is_resumed_and_has_each_value_once(
     die_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -149,6 +150,7 @@ def test_wandb_run_is_resumed_and_has_each_value_once(
     assert completed == ({"status": "completed", "reason": "max_epochs"}, 0)
 
 
+@pytest.mark.row("F2")
 @pytest.mark.parametrize("die_at", [6, 8])
 def test_mlflow_run_is_resumed_and_has_each_value_once(
     die_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -41,6 +41,7 @@ class Recording:
         self.written.append((trainer.state.iteration, trainer.state.metrics["train/mse"]))
 
 
+@pytest.mark.row("F4")
 def test_values_are_of_the_training_forward_and_change_no_bit() -> None:
     torch.manual_seed(1)
     recording, losses = Recording(accumulation_steps=2), list[float]()
@@ -68,6 +69,7 @@ def test_what_is_evaluated_is_not_recorded() -> None:
     assert first.written == second.written and second.forwards > first.forwards
 
 
+@pytest.mark.row("F4")
 @pytest.mark.parametrize("at", [1, 4, 5, 8, 9, 11])
 def test_resumed_run_has_the_values_of_the_whole_one(tmp_path: Path, at: int) -> None:
     def run(stop_at: int | None, folder: Path) -> Recording:

@@ -259,6 +259,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 
+@pytest.mark.row("H2")
 def test_epochs_of_unsized_data_end_together(reports: list[dict[str, Any]]) -> None:
     first, second = (each["uneven epochs"] for each in reports)
 
@@ -300,6 +301,7 @@ def test_an_iterator_goes_on_after_a_pause_without_losing_what_was_looked_ahead(
         assert len(whole) == 5 and interrupted == whole and stopped == whole
 
 
+@pytest.mark.row("H2")
 def test_a_rank_without_a_batch_trains_along(reports: list[dict[str, Any]]) -> None:
     model = linear()
     trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse))
@@ -310,6 +312,7 @@ def test_a_rank_without_a_batch_trains_along(reports: list[dict[str, Any]]) -> N
         torch.testing.assert_close(weights, one(model), rtol=0, atol=1e-7)
 
 
+@pytest.mark.row("B11")
 def test_a_step_waits_for_no_exchange_of_weights(reports: list[dict[str, Any]]) -> None:
     for each in reports:
         sized, unsized = each["sized"], each["unsized"]

@@ -67,6 +67,7 @@ def ranks() -> Iterator[Ranks]:
     ranks.close()
 
 
+@pytest.mark.row("G6")
 def test_error_of_a_rank_reaches_all(ranks: Ranks) -> None:
     failure = Failure("rank 1 failed: ValueError", (1,), run=1, trace="Traceback", kind="raised")
     ranks.links[1].send(failed=asdict(failure))
@@ -93,6 +94,7 @@ def test_rank_whose_process_ends_is_named_at_once(ranks: Ranks) -> None:
     assert failure.line.startswith("rank 1 exited without reporting") and failure.line.endswith("iteration 7")
 
 
+@pytest.mark.row("G5")
 def test_silent_rank_is_named_after_the_timeout() -> None:
     ranks = Ranks(timeout_s=1.0)
     ranks.beat(1, "iteration 7")
@@ -180,6 +182,7 @@ def test_end_of_the_hub_is_told(ranks: Ranks) -> None:
     assert {"closed": "returned from its function", "code": 0} in list(ranks.links[2].receive())
 
 
+@pytest.mark.row("G5")
 def test_connection_that_is_reset_is_an_end() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         link = Link(socket.create_connection(server.getsockname(), timeout=20))

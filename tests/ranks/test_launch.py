@@ -105,6 +105,7 @@ def test_signal_before_ranks_train_is_their_exit_code(
     assert not importing or not list(tmp_path.glob("building_*")), "the signal came too late"
 
 
+@pytest.mark.row("I1")
 @pytest.mark.distributed
 @pytest.mark.usefixtures("forked")
 def test_ranks_may_meet_in_a_file(tmp_path: Path) -> None:

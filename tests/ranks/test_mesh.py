@@ -152,6 +152,7 @@ def test_without_a_tensor_dimension_every_rank_has_data_of_its_own(ranks: list[d
     assert ranks[0]["hsdp"] == ranks[0]["world"] | changing
 
 
+@pytest.mark.row("I2")
 @pytest.mark.parametrize(
     ("name", "order"),
     [("data, tensor", [0, 0, 1, 1]), ("tensor, data", [0, 1, 0, 1]), ("hsdp and tensor", [0, 0, 1, 1])],
@@ -191,6 +192,7 @@ def test_mesh_ends_with_its_process_group(ranks: list[dict[str, Any]]) -> None:
     assert [each["undeclared"] for each in ranks] == [(rank, 4) for rank in range(4)]
 
 
+@pytest.mark.row("I2")
 def test_metrics_count_a_tensor_parallel_group_once(ranks: list[dict[str, Any]]) -> None:
     found = {"world": 4, "hsdp": 4, "data, tensor": 2, "tensor, data": 2, "hsdp and tensor": 2}
     for rank, each in enumerate(ranks):

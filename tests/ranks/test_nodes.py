@@ -67,6 +67,7 @@ def start_nodes(config: Path, namespaces: list[str], ranks_per_node: int = 2) ->
     return processes
 
 
+@pytest.mark.row("I4")
 @pytest.mark.distributed
 @pytest.mark.long
 @pytest.mark.skipif(not can_join_namespaces(), reason="network namespaces cannot be made here")

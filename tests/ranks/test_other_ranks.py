@@ -93,6 +93,7 @@ def run_on(
     ],
     ids=["2 to 1 in other groups", "3 to 2 to 1"],
 )
+@pytest.mark.row("D17")
 def test_each_sample_of_the_epoch_is_seen_once(plan: list[tuple[int, int | None, int | None]], tmp_path: Path) -> None:
     seen: list[Any] = []
     last: dict[str, Any] = {}

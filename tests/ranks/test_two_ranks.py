@@ -37,6 +37,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"digest": summary(folder)["weights_sha256"], "lines": lines(folder), "counts": counts}
 
 
+@pytest.mark.row("B2")
 def test_one_reduction_per_step(uninterrupted: dict[str, Any]) -> None:
     # 103 samples on two ranks: 52 and 51, 13 batches of 4 each, 4 groups an epoch (the last of one batch), 6 epochs
     for counts in uninterrupted["counts"]:
@@ -53,6 +54,7 @@ def rank_pids(folder: Path) -> dict[int, int]:
     return found if len(found) == 2 and all(found.values()) else {}
 
 
+@pytest.mark.row("G2")
 @pytest.mark.parametrize(
     "how", ["ctrl-c to the group", "SIGHUP to the group", "SIGTERM to rank 1", "SIGTERM to the parent"]
 )
@@ -91,6 +93,7 @@ def saved(folder: Path) -> list[int]:
     return [each.iteration for each in CheckpointStore(folder / "run" / "checkpoints").checkpoints()]
 
 
+@pytest.mark.row("G2")
 def test_sigusr1_saves_on_all_ranks_and_a_stop_file_stops_them(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
     options = {"slow_step_s": 0.1, "count_reductions": True}
     config = write_config(tmp_path, task_options=options, checkpoint={"every": None}, run={"stop_file": "stop"})
@@ -112,6 +115,7 @@ def test_sigusr1_saves_on_all_ranks_and_a_stop_file_stops_them(tmp_path: Path, u
     assert lines(tmp_path) == uninterrupted["lines"]
 
 
+@pytest.mark.row("C5")
 def test_long_evaluation_continues_where_both_ranks_were(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
     """25 samples on each rank, 7 batches: stopped in the first evaluation, then completed."""
     options = {"slow_evaluation_s": 1.0, "count_batches": True, "count_reductions": True}

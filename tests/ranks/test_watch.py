@@ -86,6 +86,7 @@ CASES = {
 }
 
 
+@pytest.mark.row("G6")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_rank_and_the_summary_name_what_failed_on_one(tmp_path: Path, server: ForkServer, case: str) -> None:

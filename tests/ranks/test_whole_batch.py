@@ -116,6 +116,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     return [torch.load(folder / f"{place}.pt", weights_only=False) for place in range(4)]
 
 
+@pytest.mark.row("B11")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", CASES, ids=str)

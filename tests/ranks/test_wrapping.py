@@ -405,6 +405,7 @@ PER_UPDATE = table("""
 """)
 
 
+@pytest.mark.row("B2", "B3")
 @pytest.mark.parametrize("case", PER_UPDATE)
 def test_gradients_are_reduced_once_per_update_and_clipping_is_one_collective(
     ranks: list[dict[str, Any]], case: str
@@ -414,6 +415,7 @@ def test_gradients_are_reduced_once_per_update_and_clipping_is_one_collective(
         assert (two_micro_batches, one) == PER_UPDATE[case]
 
 
+@pytest.mark.row("B5")
 def test_sharded_and_whole_gradients_are_clipped_by_their_joint_norm(ranks: list[dict[str, Any]]) -> None:
     for each in ranks:
         norm, expected = each["clipped"]["norm"]
@@ -436,6 +438,7 @@ def test_overflow_in_one_shard_is_known_to_all_ranks(ranks: list[dict[str, Any]]
     assert [each["overflow"] for each in ranks] == [[False, True]] * 4
 
 
+@pytest.mark.row("B8")
 def test_class_dimension_that_leaves_a_rank_empty_is_one_line_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     for each in ranks:
         line, is_off = each["too few classes"]
@@ -445,6 +448,7 @@ def test_class_dimension_that_leaves_a_rank_empty_is_one_line_on_every_rank(rank
         assert is_off and "\n" not in line
 
 
+@pytest.mark.row("B3")
 def test_error_within_a_group_restores_the_reduction(ranks: list[dict[str, Any]]) -> None:
     for each in ranks:
         assert each["broken off"]["ddp"] == ("KeyError: 'second micro-batch'", "nothing", True)

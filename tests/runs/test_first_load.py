@@ -72,6 +72,7 @@ def test_run_begins_fresh_then_restarts(build: Build) -> None:
     assert build("run", {"run": {"max_iterations": 9}}).train()["start"] == "restart"
 
 
+@pytest.mark.row("D9")
 def test_run_begins_with_the_weights_of_another_and_restarts_from_its_own(
     build: Build, pretrained: Path, tmp_path: Path
 ) -> None:

@@ -87,6 +87,7 @@ def other_build(options: Any) -> Task:
     return Task(model, lambda model, batch: model(batch), torch.utils.data.TensorDataset(torch.zeros(1)))
 
 
+@pytest.mark.row("D12")
 def test_task_is_imported_only_if_the_caller_says_so(folder: Path) -> None:
     ran = folder / "tasks" / f"{task_name(folder)}.ran"
     with pytest.raises(
@@ -100,6 +101,7 @@ def test_task_is_imported_only_if_the_caller_says_so(folder: Path) -> None:
     assert all(torch.equal(value, saved(folder)[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.row("D12")
 def test_average_is_loaded_into_the_model(folder: Path) -> None:
     model = load_model(folder / "runs/one/checkpoints", ema=True, import_task=True)
     average = saved(folder, "ema")["weights"]

@@ -79,6 +79,7 @@ def recipe_config(run: Run) -> dict[str, Any]:
     return values
 
 
+@pytest.mark.row("A11", "F10")
 def test_run_folder_tells_the_run(build: Callable[..., Run], caplog: pytest.LogCaptureFixture) -> None:
     run = build({"logging": {"every": 2}, "evaluation": {"every": 4}})
     with caplog.at_level(logging.INFO):
@@ -202,6 +203,7 @@ def test_interrupted_run_resumes_to_the_same_end(build: Callable[..., Run]) -> N
     assert exact(on) == exact(whole)
 
 
+@pytest.mark.row("A9")
 def test_finished_run_is_only_evaluated(build: Callable[..., Run]) -> None:
     first = build({"logging": {"every": 4}})
     before = first.train()
@@ -242,6 +244,7 @@ def test_finished_run_that_trains_nothing_keeps_the_record_of_what_was_trained(
     assert yaml.safe_load(longer.directory.config.read_text())["update"]["clip_norm"] == 0.123457
 
 
+@pytest.mark.row("J3")
 def test_finished_run_continues_when_it_is_made_longer(
     build: Callable[..., Run], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -544,6 +547,7 @@ def test_mean_loss_leaves_out_a_batch_without_weight() -> None:
     assert state.metrics["loss"] == 3.0
 
 
+@pytest.mark.row("J2")
 def test_settings_reach_what_they_are_for(build: Callable[..., Run]) -> None:
     model = torch.nn.Linear(2, 1)
     groups = [{"params": [model.weight], "name": "matrix"}, {"params": [model.bias], "weight_decay": 0.0}]
@@ -655,6 +659,7 @@ def test_users_handlers_are_attached_last_and_tokens_are_counted(build: Callable
     assert metrics["throughput/tokens_per_s"] == pytest.approx(2 * metrics["throughput/samples_per_s"])
 
 
+@pytest.mark.row("J3")
 def test_differences_of_configs_are_named_by_key() -> None:
     before = {"optimizer": {"lr": 0.1, "betas": [1, 2]}, "task_options": {}}
     now = {"optimizer": {"lr": 0.2, "betas": [1, 2], "eps": 1}, "task_options": {}}

@@ -98,6 +98,7 @@ REFUSED: dict[str, tuple[Sections, str]] = {
 }
 
 
+@pytest.mark.row("F10")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("is_finished", [False, True])

@@ -11,6 +11,7 @@ from ignite_engine import fit
 from tests.builders import linear, mse
 
 
+@pytest.mark.row("A11")
 def test_phases_of_a_start_in_python_are_in_the_log_and_in_the_summary(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -230,6 +230,7 @@ def test_run_of_any_strategy_ends_with_the_weights_of_one_process(
         assert found["digest"] == ranks[0][case]["digest"]
 
 
+@pytest.mark.row("I3")
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_that_share_data_draw_the_same_random_numbers(ranks: list[dict[str, Any]]) -> None:

@@ -78,6 +78,7 @@ def through_a_file(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
+@pytest.mark.row("C5")
 @pytest.mark.parametrize("name", METRICS)
 def test_metric_goes_on_where_it_was(name: str) -> None:
     whole = engine_with(name).run(batches()).metrics[name]

@@ -30,6 +30,7 @@ class Kept:
     def __call__(self) -> None: ...
 
 
+@pytest.mark.row("D8")
 def test_trainer_registers_its_parts_by_stable_names() -> None:
     trainer = trainer_of(precision="fp16")
     shared, local = trainer.registry.capture()
@@ -69,6 +70,7 @@ def test_a_name_is_given_once() -> None:
         registry.register("number", 3)
 
 
+@pytest.mark.row("D8")
 def test_attached_objects_with_a_state_register_by_themselves() -> None:
     trainer, first, second = trainer_of(), Kept(5), Kept(6)
     trainer.add_event_handler(Events.COMPLETED, first)

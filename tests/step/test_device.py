@@ -104,6 +104,7 @@ CONTAINERS: dict[str, tuple[Any, Callable[[Any], Tensor]]] = {
 }
 
 
+@pytest.mark.row("H4")
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_tensors_are_moved_in_whatever_holds_them(name: str) -> None:
     batch, tensor_of = CONTAINERS[name]
@@ -178,6 +179,7 @@ def on_meta(log: list[str], accumulation_steps: int | None) -> Trainer:
     return Trainer(update, accumulation_steps)
 
 
+@pytest.mark.row("H4")
 def test_each_is_moved_before_the_one_before_it_is_computed_and_none_beyond_the_update() -> None:
     log: list[str] = []
     trainer = on_meta(log, 3)

@@ -25,6 +25,7 @@ def parameters(dtypes: Sequence[torch.dtype], scale: float = 1.0, seed: int = 0)
     return made
 
 
+@pytest.mark.row("B5")
 @pytest.mark.parametrize(
     "dtypes",
     [[torch.float32] * 5, [torch.bfloat16] * 3, DTYPES[:2], DTYPES[:3], DTYPES[::-1], [*DTYPES, *DTYPES]],

@@ -25,6 +25,7 @@ def mesh() -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
+@pytest.mark.row("B8")
 @pytest.mark.parametrize("is_named", [False, True])
 def test_class_dimension_that_leaves_a_rank_empty_is_refused_on_a_rank_that_has_some(
     mesh: DeviceMesh, is_named: bool

@@ -205,6 +205,7 @@ def one_of(model: nn.Module) -> Tensor:
     return next(iter(model.parameters()))
 
 
+@pytest.mark.row("A8")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("steps", [None, 2])
 @pytest.mark.parametrize("form", ["dict", "named tuple", "with others"])

@@ -15,11 +15,13 @@ from ignite_engine.step.micro_batches import check_accumulates, micro_batch_scal
 from tests.builders import Numbers, linear, mse
 
 
+@pytest.mark.row("B9")
 @pytest.mark.parametrize(("arguments", "steps"), [((64, 8, 2), 4), ((8, 8), 1), ((96, 4, 3), 8)])
 def test_steps_make_up_the_global_batch(arguments: tuple[int, ...], steps: int) -> None:
     assert accumulation_steps_for(*arguments) == steps
 
 
+@pytest.mark.row("B9")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -72,6 +72,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 # -- without a policy -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("G4")
 @pytest.mark.parametrize("logger", [True, False])
 @pytest.mark.parametrize(
     ("value", "line"),
@@ -92,6 +93,7 @@ def test_first_is_always_one_line(value: float, line: str, logger: bool, said: C
     assert first.startswith(line) and len(end) == int(logger and value != -1e3), said()
 
 
+@pytest.mark.row("G4")
 def test_gradients_of_the_last_update_are_noticed_too(said: Callable[[], list[str]]) -> None:
     trainer_with(None).run(loader(Planted(12, value=1e3), 2))
     assert said() == [

@@ -140,6 +140,7 @@ def in_eight_bits() -> tuple[nn.Module, torch.optim.Optimizer, Recipe]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), recipe
 
 
+@pytest.mark.row("B10")
 def test_an_fp8_library_plugs_in_by_its_layers_and_a_context_around_each_forward_pass(tmp_path: Path) -> None:
     by_hand, hand_optimizer, hand_recipe = in_eight_bits()
     data = Numbers(24)

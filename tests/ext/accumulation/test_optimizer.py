@@ -25,6 +25,7 @@ from tests.builders import linear, mse, numbers_loader, one
 from tests.ext.accumulation.loops import DOUBLE, by_hand, clear_first, clear_last, close, gradient, made, micro_batches
 
 
+@pytest.mark.row("B4")
 @pytest.mark.parametrize("call", [clear_first, clear_last])
 def test_groups_of_three_are_updates_with_the_mean_of_three(call: Callable[..., None]) -> None:
     batches = micro_batches(12)
@@ -40,6 +41,7 @@ def test_groups_of_three_are_updates_with_the_mean_of_three(call: Callable[..., 
     assert (optimizer.optimizer_steps, optimizer.skipped_steps, optimizer.micro_batches) == (4, 0, 0)
 
 
+@pytest.mark.row("B4")
 def test_boundary_is_where_the_last_micro_batch_completed_its_group() -> None:
     model, optimizer, _ = made(3)
     before, after_backward, after_step = list[bool](), list[bool](), list[bool]()

@@ -85,6 +85,7 @@ def momentum(parameters: Any, lr: float) -> torch.optim.SGD:
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9, nesterov=True, weight_decay=0.01)
 
 
+@pytest.mark.row("N3")
 @pytest.mark.parametrize(
     ("options", "updates"),
     [
@@ -111,6 +112,7 @@ def test_its_losses_and_weights_are_those_of_the_plain_update(options: dict[str,
     assert not torch.equal(state_of(plain)["0.weight"], state_of(trainer_of(False))["0.weight"])
 
 
+@pytest.mark.row("N3")
 @pytest.mark.slow  # compiles
 def test_resumed_at_a_short_batch_it_ends_with_the_bits_of_the_whole_run(tmp_path: Path) -> None:
     """With dropout, which draws from torch's generator, and a schedule, of which no LR is compiled."""

@@ -79,6 +79,7 @@ def saved_by_hand(folder: Path, *iterations: int) -> list[CheckpointInfo]:
     return [CheckpointInfo(path, read_manifest(path)) for path in paths]
 
 
+@pytest.mark.row("M2")
 def test_with_random_numbers_dropout_and_an_average_the_values_have_the_bits_of_the_run(tmp_path: Path) -> None:
     its_own = train(tmp_path)
     torch.manual_seed(99)
@@ -89,6 +90,7 @@ def test_with_random_numbers_dropout_and_an_average_the_values_have_the_bits_of_
     torch.set_rng_state(state)
 
 
+@pytest.mark.row("M2")
 def test_without_waiting_what_is_there_is_evaluated(tmp_path: Path) -> None:
     train(tmp_path)
     assert follow(tmp_path, build, wait_s=0) == 3

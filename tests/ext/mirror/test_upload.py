@@ -41,6 +41,7 @@ def ended(uploader: Uploader) -> bool:
     return uploader.wait(30)
 
 
+@pytest.mark.row("M1")
 def test_the_manifest_is_the_last_file_to_come_and_the_first_to_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +159,7 @@ def test_a_damaged_file_here_is_not_uploaded_as_a_checkpoint(tmp_path: Path, cap
     assert names(str(tmp_path / "mirror")) == [] and "shared.pt is not what was saved" in caplog.text
 
 
+@pytest.mark.row("M1")
 def test_a_store_that_refuses_is_tried_again_after_twice_the_time_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def evaluated(metrics: dict[str, Metric], *, invariant: bool, limit: int | None 
     return dict(evaluator.state.metrics)
 
 
+@pytest.mark.row("D17")
 @pytest.mark.parametrize("kind", SUMMED, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("limit", [None, 3])
 def test_each_metric_is_what_ignite_computes(kind: type[Metric], limit: int | None) -> None:

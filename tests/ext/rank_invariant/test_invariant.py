@@ -197,6 +197,7 @@ def in_several_parts(model: Any, batch: Any) -> Tensor:
     return sum(twice, torch.zeros(())).sum()
 
 
+@pytest.mark.row("D17")
 @pytest.mark.parametrize(
     ("make", "message"),
     [

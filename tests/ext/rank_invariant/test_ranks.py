@@ -52,6 +52,7 @@ def test_bits_do_not_depend_on_the_number_of_ranks(
         assert end_of(tmp_path / f"{ranks}") == end_of(tmp_path / "1"), f"on {ranks} ranks"
 
 
+@pytest.mark.row("K4")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "starts"),

@@ -138,6 +138,7 @@ def said_in(result: dict[str, Any], words: str) -> bool:
 # -- one process -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("K1", "K3")
 def test_killed_again_and_again_one_iteration_is_lost_each_time_and_no_bit(
     tmp_path: Path, shared_memory: Path, undisturbed: dict[str, Any]
 ) -> None:
@@ -155,6 +156,7 @@ def test_killed_again_and_again_one_iteration_is_lost_each_time_and_no_bit(
     assert not (tmp_path / "checkpoints" / slots.MEMORY_TOKEN).exists()
 
 
+@pytest.mark.row("K1", "K3")
 @pytest.mark.parametrize("at", [7, 8, 9, 11, 12, 13])
 def test_killed_at_any_boundary_the_copy_before_it_is_resumed(
     at: int, tmp_path: Path, undisturbed: dict[str, Any]

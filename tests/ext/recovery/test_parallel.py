@@ -78,6 +78,7 @@ def test_fit_goes_on_and_has_what_its_process_has_trained(tmp_path: Path) -> Non
     assert (tmp_path / "died").exists()
 
 
+@pytest.mark.row("K2")
 def test_parent_that_has_computed_on_several_threads_forks_ranks_that_compute(tmp_path: Path) -> None:
     """GNU's OpenMP would wait for ever in them."""
     threads = torch.get_num_threads()
@@ -140,6 +141,7 @@ def test_error_and_exit_of_the_function_are_those_of_parallel(tmp_path: Path) ->
     assert [entry.name for entry in killed.traceback[1:]] == ["run"]
 
 
+@pytest.mark.row("K2")
 def test_rank_that_is_killed_when_a_peer_has_stopped_is_not_started_again(tmp_path: Path) -> None:
     def stop(local_rank: int) -> None:
         (tmp_path / f"{local_rank}_{os.getpid()}").touch()

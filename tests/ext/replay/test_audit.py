@@ -26,6 +26,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.row("L3")
 def test_honest_run_passes_and_says_what_was_covered(honest: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [(part.first, part.last) for part in segments_of(honest)] == [(0, 10), (10, 20), (20, 30), (30, 32)]
     assert main(["audit", str(honest), "--segments", "9", "--seed", "1"]) == 0
@@ -81,6 +82,7 @@ def test_sharded_run_of_two_ranks_passes_and_has_one_trail(tmp_path: Path) -> No
     assert lines == [5, 10, 15]
 
 
+@pytest.mark.row("L3")
 def test_damaged_checkpoint_is_named(honest: Path, tmp_path: Path) -> None:
     shutil.copytree(honest, tmp_path / "run")
     with (tmp_path / "run" / "checkpoints" / "iteration_00000020" / "shared.pt").open("r+b") as file:

@@ -37,6 +37,7 @@ def test_run_that_went_on_after_its_end_is_replayed_across_it(tmp_path: Path) ->
             assert moment.difference is None
 
 
+@pytest.mark.row("L2")
 def test_equal_runs_have_none_however_often_one_was_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained(tmp_path / "run", 24, logging=QUIET)
     trained(tmp_path / "other", 24, stop_at=13, logging=QUIET)
@@ -57,6 +58,7 @@ def test_settings_that_differ_come_first(tmp_path: Path, capsys: pytest.CaptureF
     assert said[-1].startswith("First difference: iteration 1: the rate lr")
 
 
+@pytest.mark.row("L2")
 def test_a_file_that_was_edited_is_said_to_be_no_replay(tmp_path: Path) -> None:
     trained(tmp_path / "run", 12)
     shutil.copytree(tmp_path / "run", tmp_path / "other")

@@ -80,6 +80,7 @@ def test_replayed_state_is_the_checkpoint_that_the_run_has_saved_there(
     assert content(tmp_path / "run") == before
 
 
+@pytest.mark.row("L1")
 def test_every_iteration_is_the_one_that_was_trained(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", 12, checkpoint={"every": {"iterations": 5}})
     for iteration in (1, 5, 6, 12):
@@ -219,6 +220,7 @@ def train_own(directory: Path) -> str:
     return weights_sha256(trainer.update.model)  # type: ignore[attr-defined]
 
 
+@pytest.mark.row("L1")
 def test_run_of_fit_is_built_by_its_function(tmp_path: Path) -> None:
     last = of_fit(tmp_path / "run").summary["weights_sha256"]
     before = content(tmp_path / "run")

@@ -124,6 +124,7 @@ def test_page_has_every_curve_as_it_was_measured(tmp_path: Path) -> None:
     assert {"2 min 05 s ", "0.8333 "} <= set(page.words["dd"])
 
 
+@pytest.mark.row("F11")
 def test_speed_times_and_memory_are_folded_below_what_the_user_measured(tmp_path: Path) -> None:
     def folded(path: Path) -> tuple[list[str], bool, list[str]]:
         text = path.read_text()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from ignite_engine.ext.report.panels import Panel, compared_panels, panels_of
 from ignite_engine.ext.report.records import Record
 
@@ -27,6 +29,7 @@ def test_the_loss_of_training_and_of_each_set_share_the_first_panel() -> None:
     assert [line.name for line in panels[0].lines] == ["train", "val"] and panels[0].may_be_log
 
 
+@pytest.mark.row("F11")
 def test_parts_of_a_loss_share_a_chart_with_those_of_the_sets() -> None:
     series = {"loss": points(3, 2), "loss__kl": points(1, 1), "loss__pixels": points(2, 1), "val__kl": points(1, 2)}
     series |= {"val__loss": points(3, 3), "val__accuracy": points(0, 1)}

@@ -104,6 +104,7 @@ def test_filters_count_windows() -> None:
     assert at == [3, 5]
 
 
+@pytest.mark.row("H1")
 @pytest.mark.parametrize(
     ("options", "run", "iterations", "epochs", "windows", "reason"),
     [
@@ -254,6 +255,7 @@ def run_of(stream: Any, folder: Path | None = None, stop_at: Any = None, event: 
     return trainer
 
 
+@pytest.mark.row("H1")
 @pytest.mark.parametrize("kind", ["list", "files", "own", "iterable"])
 def test_resumed_run_goes_on_in_the_same_window_to_the_same_bits(tmp_path: Path, kind: str) -> None:
     folder = write_windows(tmp_path / "hours", 5, 0, 7, 3)

@@ -68,6 +68,7 @@ def test_metrics_are_those_of_the_whole_set() -> None:
     assert state.evaluations == 1
 
 
+@pytest.mark.row("A3")
 def test_modes_come_back_module_by_module() -> None:
     trainer = trainer_of(linear(dropout=True))
     model = model_of(trainer)
@@ -88,6 +89,7 @@ def test_modes_come_back_module_by_module() -> None:
     assert [module.training for module in model.modules()] == [True, True, False, True, True]
 
 
+@pytest.mark.row("A3")
 def test_training_does_not_notice_an_evaluation() -> None:
     def run(evaluate: bool) -> Tensor:
         torch.manual_seed(4)
@@ -126,6 +128,7 @@ def test_evaluation_changes_no_weight_and_keeps_no_gradient() -> None:
     assert seen == [False, False] and torch.equal(*before)
 
 
+@pytest.mark.row("C1")
 def test_limit_takes_the_first_batches() -> None:
     trainer, evaluator = trainer_of(), averaging()
     data = [torch.tensor([float(index)]) for index in range(10)]
@@ -137,6 +140,7 @@ def test_limit_takes_the_first_batches() -> None:
         Evaluation(evaluator, data, limit=0)
 
 
+@pytest.mark.row("C1")
 def test_several_sets_have_each_their_own_interval() -> None:
     trainer = trainer_of()
     order: list[tuple[str, int]] = []
@@ -171,6 +175,7 @@ def test_second_run_evaluates_again() -> None:
     assert trainer.run(numbers_loader(8)).evaluations == 1
 
 
+@pytest.mark.row("C6")
 def test_predictions_reach_handlers() -> None:
     trainer, got = trainer_of(), list[Any]()
     evaluator = evaluator_of(model_of(trainer))
@@ -181,6 +186,7 @@ def test_predictions_reach_handlers() -> None:
     assert [(prediction.shape, target.shape) for prediction, target in got] == [((2, 1), (2, 1))] * 2
 
 
+@pytest.mark.row("C3")
 def test_precision_of_its_own() -> None:
     trainer, types = trainer_of(), list[Any]()
     evaluator = evaluator_of(model_of(trainer), precision="bf16")

@@ -155,12 +155,14 @@ def test_metrics_are_those_of_one_process(reports: list[dict[Any, Any]], count: 
             assert report["metrics"]["counts"] == whole["metrics"]["counts"]
 
 
+@pytest.mark.row("C2")
 def test_ranks_that_share_data_share_the_lack_of_it(reports: list[dict[Any, Any]]) -> None:
     found = [report["tensor parallel"] for report in reports]
     assert [len(each["seen"]) for each in found] == [1, 1, 0, 0]
     assert all(each["metrics"] == metrics_of(1, sized=True)["metrics"] for each in found)
 
 
+@pytest.mark.row("C2")
 def test_all_ranks_stop_in_an_evaluation_that_some_have_ended(reports: list[dict[Any, Any]]) -> None:
     outcomes = [report["stopped"] for report in reports[:3]]
     assert outcomes == [("interrupted", False, True)] * 3
