@@ -139,7 +139,7 @@ WRONG = [
     ),
     (["report", "nowhere"], "nowhere is not a directory: give that of a run"),
     (["report", "."], ". is not the directory of a run: it has neither metrics.jsonl nor summary.json; give"),
-    (["report", "a", "b"], "got 'b', which report does not take; it takes directories and --output"),
+    (["report", "a", "b"], "got 'b', which report does not take; it takes a directory, --watch and --output"),
     (["report", "run", "--outptu", "x"], "got '--outptu', which report does not take"),
     (["compare"], "the following arguments are required: RUN"),
     (["compare", "nowhere"], "nowhere is not a directory"),
