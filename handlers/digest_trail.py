@@ -76,7 +76,7 @@ class DigestTrail:
         if agreement.rank():
             return
         file = self._file
-        if file.is_gone(iteration) or not file.is_open or iteration < self._newest:
+        if not file.is_open or iteration < self._newest:
             file.drop_from(iteration)
         if iteration != self._newest:
             file.begin_line()

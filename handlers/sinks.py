@@ -170,8 +170,7 @@ class FileInUse(RuntimeError):
 class LogFile:
     """Lines of text, one per iteration, for a sink; the newest may be written again.
 
-    A file that is deleted or replaced while the run writes it is started again, with a warning. While it is open, no
-    other process writes it.
+    While it is open, no other process writes it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -182,23 +181,6 @@ class LogFile:
         self._lock = contextlib.ExitStack()
         self._complete = True
         self._in_use = False
-
-    def is_gone(self, iteration: int) -> bool:
-        """Whether another file, or none, is at the path since it was opened; it is then closed, with a warning."""
-        if self._file is None:
-            return False
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path)):
-                return False
-        logger.warning(
-            "%s was deleted or replaced while the run was writing it: it continues in a new file, without the "
-            "lines before iteration %d.",
-            self.path,
-            iteration,
-        )
-        self.close()
-        self.start = 0
-        return True
 
     def open(self) -> IO[bytes]:
         """The file, which is made if there is none.
@@ -272,8 +254,7 @@ class JSONLSink:
         path: the file; its folder is created. Values written later for the newest iteration are added to its line.
         name: in checkpoints.
 
-    NaN and infinities, which JSON does not have, are written as strings. A file that is deleted or replaced while the
-    run writes it is started again, with a warning. While it is open, no other process writes it.
+    NaN and infinities, which JSON does not have, are written as strings. While it is open, no other process writes it.
 
     Raises:
         FileInUse: (when writing or loading) another process writes the file; from then on, this one never does.
@@ -289,8 +270,6 @@ class JSONLSink:
         if idist.get_rank() != 0:
             return
         file = self._file
-        if file.is_gone(iteration):
-            self._line = {}
         if (not file.is_open and not self._line) or iteration < self._line.get("iteration", 0):
             file.drop_from(iteration)
             self._line = {}

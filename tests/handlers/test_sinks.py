@@ -10,7 +10,6 @@ import logging
 import os
 import pty
 import resource
-import shutil
 import signal
 import struct
 import termios
@@ -424,30 +423,6 @@ def test_describe_names_the_sinks() -> None:
 
 
 # -- a file that is not ours any more ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("by", ["folder", "file", "replaced"])
-def test_deleted_file_is_started_again_with_one_line(by: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "run" / "metrics.jsonl"
-    trainer = counting()
-    MetricLogger(tmp_path / "run", console=False).attach(trainer)
-
-    @trainer.on(Events.ITERATION_STARTED(once=3))
-    def delete() -> None:
-        if by == "folder":
-            shutil.rmtree(path.parent)
-        else:
-            path.unlink()
-        if by == "replaced":
-            path.write_text("")
-
-    trainer.run(range(4))
-
-    assert [line["iteration"] for line in lines(path)] == [3, 4]
-    assert warnings_of(caplog) == [
-        f"{path} was deleted or replaced while the run was writing it: it continues in a new file, without the lines "
-        "before iteration 3."
-    ]
 
 
 HOLDER = """
