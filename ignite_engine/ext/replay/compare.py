@@ -28,7 +28,7 @@ _ENVIRONMENT = (
     "threads",
     "devices",
     "world_size",
-    "code",
+    "commit",
     "packages",
 )
 

@@ -1,4 +1,4 @@
-"""What one iteration of a run was: its samples, losses, rates, and how it changed the weights."""
+"""What one iteration of a run was: its samples, losses and rates."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ignite_engine import devices
 from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.data.source import DataSource
 from ignite_engine.states.model_and_optimizer import weights_of
 from ignite_engine.step.micro_batches import Group
 from ignite_engine.trainer import Trainer
-
-_SHOWN = 5
 
 
 @dataclass
@@ -29,7 +25,6 @@ class Iteration:
             or its loader has an order of its own.
         output: the scalars of ``state.output``, such as ``loss`` and ``grad_norm``.
         rates: learning rates of the update, by optimizer and group.
-        changes: of each tensor of the weights the norm of its change over its norm before, the largest first.
     """
 
     number: int
@@ -37,7 +32,6 @@ class Iteration:
     samples: list[list[int]] | None = None
     output: dict[str, float] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
-    changes: dict[str, float] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
         """For people; numbers in full."""
@@ -48,10 +42,7 @@ class Iteration:
             groups = [" ".join(map(str, samples)) for samples in self.samples]
             lines.append(f"  samples: {' | '.join(groups)}")
         lines += [f"  {name}: {value!r}" for name, value in self.output.items()]
-        lines += [f"  {name}: {rate!r}" for name, rate in self.rates.items()]
-        changes = [f"{name} {change:.3g}" for name, change in islice(self.changes.items(), _SHOWN)]
-        lines.append(f"  largest changes, of the norm: {', '.join(changes) or 'none'}")
-        return lines
+        return lines + [f"  {name}: {rate!r}" for name, rate in self.rates.items()]
 
 
 def samples_of(trainer: Trainer) -> list[list[int]] | None:
@@ -100,18 +91,6 @@ def weights_now(trainer: Trainer) -> dict[str, Tensor]:
     """Each tensor of the weights by its name in a checkpoint; of a sharded one this rank's shard."""
     weights = weights_of(trainer.registry.objects, trainer.registry.kinds)
     return {name: local(value) for name, value in weights.items()}
-
-
-def changes_of(before: Mapping[str, Tensor], trainer: Trainer) -> dict[str, float]:
-    """The norm of the change of each tensor over its norm before, the largest first."""
-    changes: dict[str, float] = {}
-    for name, new in weights_now(trainer).items():
-        old = before[name]
-        if old.is_floating_point() and not torch.equal(old, new):
-            wide = old.to(devices.widest_float(old.device))
-            norm, moved = float(wide.norm()), float((new.to(wide.dtype) - wide).norm())
-            changes[name] = moved / norm if norm else float("inf")
-    return dict(sorted(changes.items(), key=lambda item: -item[1]))
 
 
 def local(value: Tensor) -> Tensor:

@@ -51,11 +51,6 @@ class Lines:
                     start += len(line)
         self.last = max(self.by_iteration, default=0)
 
-    def newest(self, iteration: int) -> tuple[int, dict[str, Any]]:
-        """The last line up to an iteration; an empty one at the beginning where there is none."""
-        known = [number for number in self.by_iteration if number <= iteration]
-        return self.by_iteration[max(known)] if known else (0, {})
-
 
 def _values_of(line: bytes) -> dict[str, Any] | None:
     try:
@@ -150,24 +145,6 @@ class LoggedTrail:
                 return
         if logged.get("all") != digests["all"]:
             self._note(Difference(iteration, "the digest of all weights", logged.get("all"), digests["all"]))
-
-
-class NewestLine:
-    """The state of a sink whose lines are not compared: the newest one that the run had at an iteration.
-
-    Args:
-        iteration: at which the run is.
-    """
-
-    def __init__(self, lines: Lines, iteration: Callable[[], int]) -> None:
-        self._lines, self._iteration = lines, iteration
-
-    def state_dict(self) -> dict[str, Any]:
-        start, line = self._lines.newest(self._iteration())
-        return {"start": start, "line": line}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing: it is a function of the iteration."""
 
 
 class Kept:

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ignite.engine import Events
-from torch import Tensor
 
 from ignite_engine.errors import ReplayError
 from ignite_engine.events import Phase, TrainingEvents
-from ignite_engine.ext.replay.iteration import Iteration, changes_of, rates_of, samples_of, scalars_of, weights_now
+from ignite_engine.ext.replay.iteration import Iteration, rates_of, samples_of, scalars_of
 from ignite_engine.ext.replay.logged import Difference
 from ignite_engine.ext.replay.quiet import OnSave
 from ignite_engine.ext.replay.rebuild import (
@@ -55,8 +54,6 @@ class Moment:
         compared: lines of the logs that were compared on the way.
         iterations: what the iterations asked for were.
         difference: where it stopped as it is not what the run has logged; None: it is.
-        inexact: why what goes on from ``began_at`` may have other bits, as that checkpoint says.
-        users_own: names of handlers that are not the engine's, and did again what they do.
     """
 
     trainer: Trainer
@@ -65,19 +62,15 @@ class Moment:
     compared: int
     iterations: dict[int, Iteration] = field(default_factory=dict)
     difference: Difference | None = None
-    inexact: list[str] = field(default_factory=list)
-    users_own: list[str] = field(default_factory=list)
 
     @property
     def way(self) -> str:
         """Where it comes from, as a sentence."""
         begin = "the start of the run" if self.began_at is None else self.began_at.name
         number, lines = self.replayed, self.compared
-        inexact = f" {begin} may go on with other bits: {'; '.join(self.inexact)}." if self.inexact else ""
-        again = f" Your own handlers acted again: {', '.join(self.users_own)}." if self.users_own else ""
         return (
             f"Replayed {number} iteration{'s' * (number != 1)} from {begin}; {lines} logged line{'s' * (lines != 1)} "
-            f"compared, {'the last one differs' if self.difference else 'all equal'}.{inexact}{again}"
+            f"compared, {'the last one differs' if self.difference else 'all equal'}."
         )
 
 
@@ -162,8 +155,6 @@ def bring_to(
         moment = Moment(
             *(trainer, rebuilt.began_at, trainer.state.iteration - first, compared, watch.iterations),
             quieted.difference,
-            rebuilt.inexact,
-            quieted.users_own,
         )
         if trainer.state.iteration < until and moment.difference is None:
             raise ReplayError(
@@ -185,7 +176,6 @@ class _Watch:
         self.rebuilt, self.at, self.until, self.save, self.debug = rebuilt, at, until, save, debug
         self.iterations: dict[int, Iteration] = {}
         self.save_failed = False
-        self._before: dict[str, Tensor] = {}
         self._paused = False
 
     def attach(self, trainer: Trainer) -> None:
@@ -201,7 +191,6 @@ class _Watch:
         if not self.at <= number <= self.until:
             return
         self.iterations[number] = Iteration(number, trainer.state.epoch, samples_of(trainer), rates=rates_of(trainer))
-        self._before = {name: value.clone() for name, value in weights_now(trainer).items()}
         if self.debug and number == self.at:
             pdb.set_trace()
 
@@ -213,7 +202,6 @@ class _Watch:
         number = trainer.state.iteration
         if (iteration := self.iterations.get(number)) is not None:
             iteration.output = scalars_of(trainer.state.output)
-            iteration.changes = changes_of(self._before, trainer)
 
     def _save(self, trainer: Trainer) -> None:
         if self.save is not None and trainer.state.iteration == self.until:

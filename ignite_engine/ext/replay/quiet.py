@@ -39,7 +39,6 @@ class Quieted:
         metrics: the lines of each file of metrics; on rank 0.
         compared: those, and those of the trail.
         difference: the first one from what the run has logged; None: there is none so far.
-        users_own: names of handlers that are not the engine's and act again.
     """
 
     def __init__(self, trainer: Trainer, before: int, config: Mapping[str, Any] | None) -> None:
@@ -61,7 +60,6 @@ class Quieted:
                 trail.write = logged.write
                 self.compared.append(logged)
         _take_off(trainer)
-        self.users_own = list(dict.fromkeys(_name(owner) for owner in _owners(trainer) if not _is_of_engine(owner)))
         trainer.requests.checks.clear()
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self._compare)
 
@@ -189,15 +187,6 @@ def _take_off(trainer: Trainer) -> None:
             if type(handler) is Filtered and isinstance(handler.filter, Clock):
                 known = Filtered(trainer, event, lambda engine, count: count in lines.by_iteration, handler.handler)
                 entries[entry] = known, arguments, options
-
-
-def _is_of_engine(owner: Any) -> bool:
-    module = getattr(owner, "__module__", None) or type(owner).__module__
-    return str(module).startswith(("ignite_engine.", "ignite.engine.", "ignite.metrics."))
-
-
-def _name(owner: Any) -> str:
-    return str(getattr(owner, "__qualname__", type(owner).__name__))
 
 
 def _owners(trainer: Trainer) -> list[Any]:

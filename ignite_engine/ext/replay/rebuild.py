@@ -15,7 +15,6 @@ import yaml
 from ignite.engine import Events
 
 from ignite_engine import rng
-from ignite_engine.checkpointing import read_manifest
 from ignite_engine.checkpointing.layout import named_iteration
 from ignite_engine.config import Config
 from ignite_engine.config.load import config_from_dict
@@ -67,8 +66,6 @@ class Rebuilt:
     arguments: Mapping[str, Any]
     quieted: Quieted
     began_at: Path | None = None
-    inexact: list[str] = field(default_factory=list)
-    """Why what goes on from that checkpoint may have other bits, as it says itself."""
     _run: Run | None = None
     _others: list[str] = field(default_factory=list)
 
@@ -90,8 +87,6 @@ class Rebuilt:
         else:
             for checkpoint in self.quieted.checkpoints:
                 self.began_at = self.began_at or checkpoint.resume()
-        if self.began_at is not None:
-            self.inexact = read_manifest(self.began_at).reproducibility
         unclaimed = self.trainer.resume_state.unclaimed
         self.quieted.keep_states(self.trainer, [name for name in self._others if name in unclaimed])
 
@@ -129,8 +124,6 @@ def rebuild(directory: Path, build: Build | None, stored: Mapping[str, Any], bef
     rebuilt = Rebuilt(trainer, arguments, Quieted(trainer, before, stored or None))
     if isinstance(run, Run):
         trainer.remove_event_handler(run.keep_record, Events.STARTED)
-        if agreement.rank() == 0 and (changed := RunDirectory(directory).changed_code(run.code)):
-            logger.warning("Other code than that of the run: %s.", ", ".join(changed))
         rebuilt._run, rebuilt._others = run, sorted(run.log_states)
         run.log_states = frozenset()
     return rebuilt

@@ -14,7 +14,7 @@ from ignite_engine import rng
 from ignite_engine.checkpointing.digests import digests, hashed
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ext.replay.iteration import local, rates_of, samples_of, weights_now
-from ignite_engine.ext.replay.logged import Kept, LoggedMetrics, NewestLine
+from ignite_engine.ext.replay.logged import Kept, LoggedMetrics
 from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState
 from ignite_engine.trainer import Trainer
 
@@ -88,7 +88,7 @@ class Steps:
         pieces = self.pieces.get(trainer.state.iteration, {})
         pieces |= {f"{name} after the step": _hash(tensor) for name, tensor in weights_now(trainer).items()}
         for part, obj in trainer.registry.objects.items():
-            logs = isinstance(obj, Kept | LoggedMetrics | NewestLine)
+            logs = isinstance(obj, Kept | LoggedMetrics)
             if not logs and part not in _ELSEWHERE and not isinstance(obj, ModelState | OptimizerState):
                 for name, value in digests(obj.state_dict()).items():
                     pieces[f"the state of {part}{_of(name)}"] = value
@@ -96,37 +96,14 @@ class Steps:
     _before.phase = _gradients.phase = _after.phase = _others.phase = Phase.LAST  # type: ignore[attr-defined]
 
 
-_ORDER = (
-    *(
-        "the samples",
-        "the bytes",
-        "the random generator",
-        "weights before",
-        "the output loss",
-        "the gradient",
-        "the rate",
-    ),
-    *("the output", "weights after", "the state"),
-)
-
-
 def first_piece(first: Mapping[int, Pieces], second: Mapping[int, Pieces], rank: int = 0) -> FirstPiece | None:
     """The first piece that differs in the first iteration with any; None: there is none."""
     for iteration in sorted(first.keys() & second.keys()):
         one, other = first[iteration], second[iteration]
-        different = [what for what in {**one, **other} if one.get(what) != other.get(what)]
-        if different:
-            what = min(different, key=_place_in_step)
+        what = next((what for what in {**one, **other} if one.get(what) != other.get(what)), None)
+        if what is not None:
             return FirstPiece(iteration, rank, what, one.get(what, "missing"), other.get(what, "missing"))
     return None
-
-
-def _place_in_step(what: str) -> int:
-    for place, beginning in enumerate(_ORDER):
-        is_weight = beginning.startswith("weights") and what.endswith(f"{beginning.removeprefix('weights ')} the step")
-        if what.startswith(beginning) or is_weight:
-            return place
-    return len(_ORDER)
 
 
 def _parameters(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:

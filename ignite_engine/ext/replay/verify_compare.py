@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ignite_engine.ext.replay.verify_recorder import OUTPUT, UNSAVED, BoundaryRecord
+from ignite_engine.ext.replay.verify_recorder import OUTPUT, BoundaryRecord
 from ignite_engine.text import in_columns
 
 # if these differ before anything was killed, the run is not a function of its seed
@@ -34,8 +34,8 @@ class Comparison:
     Attributes:
         line: the verdict, in one sentence.
         exact: nothing that is saved differs.
-        differences: those at the first step boundary with any, preceded by earlier ``not saved`` ones; empty if exact.
-        notes: what was left out of the comparison, and what differs but changed nothing.
+        differences: those at the first step boundary with any; empty if exact.
+        notes: what was left out of the comparison.
     """
 
     line: str
@@ -63,48 +63,36 @@ def compare(
             exact=False,
             differences=unstable,
         )
-    clocks = sorted(label for label in noise if not label.startswith(UNSAVED))
-    notes = [f"not compared, as it differs between two runs from the same start: {', '.join(clocks)}"] if clocks else []
+    clocks = ", ".join(sorted(noise))
+    notes = [f"not compared, as it differs between two runs from the same start: {clocks}"] if clocks else []
     start = next((record for record in resumed if record.resumed), None)
     if start is None:
         return Comparison(
             "Nothing was resumed: the run that should have resumed started over.", exact=False, notes=notes
         )
-    hints: list[Difference] = []
-    compared = _Count()
+    compared = 0
     for record in resumed:
         counterpart = expected.get(record.boundary)
         if counterpart is None:
             line = f"The resumed run reached iteration {record.iteration}, epoch {record.epoch}, the other did not."
             return Comparison(line, exact=False, notes=notes)
-        different = [
-            difference for difference in _differences(counterpart, record, compared) if _label(difference) not in noise
-        ]
-        hints += [difference for difference in different if difference.component == UNSAVED and not hints]
-        saved = [difference for difference in different if difference.component != UNSAVED]
-        if saved:
-            line = f"Resume is NOT exact: at iteration {record.iteration} {_full_name(saved[0])} differs first."
-            if hints:
-                named = ", ".join(difference.piece for difference in hints[:3])
-                line += f" Not saved, and different: {named}; trainer.register(name, object) saves it."
-            return Comparison(line, exact=False, differences=[*hints, *saved], notes=notes)
+        compared += sum(map(len, record.components.values()))
+        different = [difference for difference in _differences(counterpart, record) if _label(difference) not in noise]
+        if different:
+            line = (
+                f"Resume is NOT exact: at iteration {record.iteration} {_full_name(different[0])} differs first. "
+                "What the run depends on and does not save, trainer.register(name, object) saves."
+            )
+            return Comparison(line, exact=False, differences=different, notes=notes)
     last, end = resumed[-1].iteration, reference[-1].iteration
     if last != end:
         line = f"The resumed run ended at iteration {last}, the uninterrupted one at {end}."
         return Comparison(line, exact=False, notes=notes)
-    if hints:
-        named = ", ".join(difference.piece for difference in hints[:5])
-        notes.append(f"differs, is not saved, and changed nothing so far: {named}")
     line = (
         f"Resume is exact: killed at iteration {killed[-1].iteration + 1}, resumed from {start.iteration}, "
-        f"{compared.pieces} digests over iterations {start.iteration} to {last} are equal."
+        f"{compared} digests over iterations {start.iteration} to {last} are equal."
     )
     return Comparison(line, exact=True, notes=notes)
-
-
-@dataclass
-class _Count:
-    pieces: int = 0
 
 
 def _noise(
@@ -123,7 +111,7 @@ def _noise(
     return noise, []
 
 
-def _differences(expected: BoundaryRecord, found: BoundaryRecord, count: _Count | None = None) -> list[Difference]:
+def _differences(expected: BoundaryRecord, found: BoundaryRecord) -> list[Difference]:
     """Pieces that differ, the essential ones first. A part that only one side has differs as a whole."""
     rows: list[Difference] = []
     names = sorted(expected.components.keys() | found.components.keys(), key=_order)
@@ -133,8 +121,6 @@ def _differences(expected: BoundaryRecord, found: BoundaryRecord, count: _Count 
         ours, theirs = expected.components.get(name, {}), found.components.get(name, {})
         for piece in dict.fromkeys((*ours, *theirs)):
             pair = ours.get(piece, "missing"), theirs.get(piece, "missing")
-            if count is not None and name != UNSAVED:
-                count.pieces += 1
             if pair[0] != pair[1]:
                 rows.append(Difference(found.iteration, name, piece, *pair))
     return rows

@@ -15,12 +15,10 @@ from ignite.engine import Events
 
 from ignite_engine.checkpointing.digests import Pieces, digests
 from ignite_engine.events import TrainingEvents
-from ignite_engine.ext.replay.unsaved_state import unsaved_state
 from ignite_engine.rng import capture
 from ignite_engine.state import Start
 from ignite_engine.trainer import Trainer
 
-UNSAVED = "not saved"
 OUTPUT = "output"
 _SAVE_TIMEOUT_S = 120.0
 
@@ -40,7 +38,7 @@ class BoundaryRecord:
 
 
 class StateRecorder:
-    """Appends the digests of all registered parts, output, generators and unsaved state at each step boundary.
+    """Appends the digests of all registered parts, output and generators at each step boundary.
 
     Args:
         path: one JSON object per line; each rank has its own file.
@@ -81,7 +79,6 @@ class StateRecorder:
             components["rng"] = {name: _one_digest(value) for name, value in capture().items()}
             output = state.output if isinstance(state.output, Mapping) else {"loss": state.output}
             components[OUTPUT] = digests(output)
-        components[UNSAVED] = digests(unsaved_state(trainer))
         row = {
             "iteration": state.iteration,
             "epoch": progress.epochs_completed,

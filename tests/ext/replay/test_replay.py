@@ -128,7 +128,6 @@ def test_iteration_is_described_by_its_samples_losses_and_rates(tmp_path: Path) 
         assert iteration.output["loss"] == rows[number]["loss"]
         assert iteration.rates == {"lr": rows[number]["lr"]}
         assert iteration.samples is not None and [len(batch) for batch in iteration.samples] == [4, 4]
-        assert iteration.changes and next(iter(iteration.changes.values())) > 0
     first_pass = [index for number in (3, 4, 5, 6) for batch in described[number].samples or [] for index in batch]
     assert len(set(first_pass)) == 32 < len(order) == 48, "6 updates of 8 samples are an epoch, each is seen once"
 
