@@ -49,8 +49,13 @@ class FollowedMetric:
             return None
         if self.seen_at == iteration:
             return None
-        self.seen_at = iteration
-        return agreement.mean_floats([float(fresh[self.key])])[0]
+        self.seen_at, value = iteration, fresh[self.key]
+        if isinstance(value, list):
+            raise ValueError(
+                f"{self.setting}: {self.key} is a list, expected a metric that is one number: give the metric an "
+                "average, or follow another one."
+            )
+        return agreement.mean_floats([float(value)])[0]
 
     def begin(self, trainer: Engine) -> None:
         """At the start of a run: forget a value of a later iteration, which belongs to another run."""

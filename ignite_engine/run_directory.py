@@ -142,21 +142,8 @@ class RunDirectory:
         before = self._stored_config()
         return [] if before is None else config_differences(before, values)
 
-    def changed_code(self, code: Mapping[str, str]) -> list[str]:
-        """What of the user's code differs from that of the last start, by name; empty at the first start.
-
-        Args:
-            code: digests by what they are of.
-        """
-        before = self._stored_code()
-        if not before:
-            return []
-        changed = [name for name, digest in code.items() if before.get(name, digest) != digest]
-        added = [f"{name} (added)" for name in code if name not in before]
-        return changed + added + [f"{name} (removed)" for name in before if name not in code]
-
     def write_environment(self, world_size: int, code: Mapping[str, Any] | None = None) -> None:
-        """Store versions, machine, devices and command line, and what is known of the user's code."""
+        """Store versions, machine, devices and command line, and the commit of the user's code."""
         values = {
             **environment_values(world_size),
             "packages": installed_packages(),
@@ -263,13 +250,6 @@ class RunDirectory:
             for handler in handlers:
                 root.removeHandler(handler)
                 handler.close()
-
-    def _stored_code(self) -> dict[str, str]:
-        try:
-            code = json.loads(self.environment.read_text(encoding="utf-8")).get("code", {})
-        except (OSError, ValueError, AttributeError, RecursionError):
-            return {}
-        return code if isinstance(code, dict) else {}
 
     def _stored_config(self) -> dict[str, Any] | None:
         try:

@@ -35,12 +35,10 @@ from ignite_engine.handlers.evaluation.sanity import SanityCheck, Trial
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.rng import seed_everything
 from ignite_engine.run_directory import PhaseTimes, RunDirectory, installed_packages
-from ignite_engine.runs.code import code_of
 from ignite_engine.runs.components import (
     agreed_task,
     check_configs_agree,
     check_fit,
-    followed_metrics,
     make_optimizers,
     make_schedules,
     set_up_torch,
@@ -140,7 +138,6 @@ def build_run(config: Config, task: Task | None = None) -> Run:
             startup,
             settings_of(config, task, optimizers, schedules),
             (config.checkpoint.best, config.checkpoint.mode) if config.checkpoint.best else None,
-            code=code_of(task),
         )
         _attach(config, task, run, schedules, _evaluations(config, task, model, task.val_sets))
     return run
@@ -244,7 +241,7 @@ def _evaluator(config: Config, task: Task, model: nn.Module) -> Engine:
     return create_evaluator(model, predict, metrics, precision=precision)
 
 
-def _sanity_check(config: Config, task: Task, model: nn.Module, logger: handlers.MetricLogger) -> SanityCheck:
+def _sanity_check(config: Config, task: Task, model: nn.Module) -> SanityCheck:
     """The sanity check of each validation set that is not a stream of windows."""
     section, batches = config.evaluation, config.evaluation.sanity_batches
     # of the run's workers one is enough; what a dataset opens, it opens there
@@ -261,20 +258,11 @@ def _sanity_check(config: Config, task: Task, model: nn.Module, logger: handlers
             _evaluator(config, own, model),
             loader_of(dataset) if is_loader(dataset) else data_loader(few, task, dataset, training=False),
             min(batches, section.limit or batches),
-            section.limit,
         )
         for name, dataset in task.val_sets.items()
         if not isinstance(dataset, Windows)
     }
-    followed = {key: metric for key, metric in followed_metrics(config).items() if metric is not None}
-
-    def announce(values: Mapping[str, float]) -> None:
-        for sink in logger.sinks:
-            if isinstance(sink, handlers.ConsoleSink):  # its first heading has what evaluations write
-                sink.columns.add(values)
-
-    others = bool(task.handlers)
-    return SanityCheck(trials, followed=followed, others_write=others, error=config.error, announce=announce)
+    return SanityCheck(trials, error=config.error)
 
 
 def _progressive(config: Config, task: Task, run: Run) -> handlers.Evaluation:
@@ -318,7 +306,7 @@ def _attach(
     metric_logger = _metric_logger(config, task, run)
     if evaluation.sanity_batches and evaluations:
         model = trainer.update.model  # type: ignore[attr-defined]  # an Update
-        _sanity_check(config, task, model, metric_logger).attach(trainer)
+        _sanity_check(config, task, model).attach(trainer)
     for name, schedule in schedules.items():
         handler_name = run.schedule_name(name)
         if task.schedule is not None:

@@ -65,7 +65,6 @@ class Run:
         load: loads other weights where there is nothing to resume; None: the run starts fresh.
         always_load: also before a resume, because the run's own checkpoints are saved without some of them.
         summary: what ``summary.json`` holds; empty before ``train``.
-        code: digests of the user's code, by what it is.
     """
 
     trainer: Trainer
@@ -87,9 +86,7 @@ class Run:
     resume_lr: Rates | None = None
     summary: Mapping[str, Any] = field(default_factory=dict)
     _metrics_before: Mapping[str, Any] = field(default_factory=dict)
-    code: Mapping[str, str] = field(default_factory=dict)
     _differences: Sequence[str] = ()
-    _changed_code: Sequence[str] = ()
     _is_recorded: bool = False
     _resumed: Path | None = None
 
@@ -133,8 +130,6 @@ class Run:
         self._is_recorded = not self.directory.config.exists()
         try:
             with self.startup("directory"):
-                if rank == 0:
-                    self._changed_code = self.directory.changed_code(self.code)
                 if rank == 0 and self._is_recorded:
                     self._begin_directory()
             with self.startup("resume"):
@@ -179,12 +174,11 @@ class Run:
                 raise error from raised
             raise
         summary = self._write_summary(trainer.state.status, resumed)
-        if (self._differences or self._changed_code) and not self._is_recorded:
+        if self._differences and not self._is_recorded:
             logger.warning(
-                "The run was at its end, so nothing was trained with the %s: %s stays as it was, and %s has the "
-                "settings of each start. To train with them give another directory, or restart (fit: restart=True, "
-                "config: run.restart), which moves this run aside.",
-                "settings that differ" if self._differences else "code that differs",
+                "The run was at its end, so nothing was trained with the settings that differ: %s stays as it was, and "
+                "%s has the settings of each start. To train with them give another directory, or restart (fit: "
+                "restart=True, config: run.restart), which moves this run aside.",
                 *(self.directory.config.name, self.directory.history.name),
             )
         self._log_outcome(summary, self._write_report())
@@ -300,17 +294,15 @@ class Run:
 
     def _begin_directory(self) -> None:
         self.directory.write_config(self.config)
-        self.directory.write_environment(agreement.world_size(), {**commit_of_code(), "code": dict(self.code)})
+        self.directory.write_environment(agreement.world_size(), commit_of_code())
 
     def _log_differences(self) -> None:
-        """How the config and the code differ from those of the last start."""
+        """How the config differs from that of the last start."""
         if agreement.rank() != 0:
             return
         self._differences = self.directory.differences(self.config)
         for line in self._differences:
             logger.info("Config differs from the run's last start: %s", line)
-        if self._changed_code:
-            logger.info("Other code than at the run's last start: %s.", ", ".join(self._changed_code))
 
     def _log_outcome(self, summary: Mapping[str, Any], report: Path | None) -> None:
         """How the run ended, for a stop where the same command resumes, and last the best checkpoint and the report."""

@@ -42,24 +42,9 @@ def test_finished_run_that_is_started_with_something_else_says_what_and_what_to_
     assert not said(caplog)
     run_of(tmp_path)
     assert not said(caplog)
-    run_of(tmp_path, smoothed)
-    assert "Other code than at the run's last start: loss_fn." in caplog.messages
-    assert len(said(caplog)) == 1
     run_of(tmp_path, clip_norm=1.0)
     assert any("update.clip_norm: None -> 1.0" in line for line in caplog.messages)
     assert len(said(caplog)) == 1
-
-
-@pytest.mark.parametrize("change", ["added", "removed"])
-def test_function_that_was_added_or_removed_is_said(
-    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    weight_fn: list[Any] = [None, lambda batch: 2.0]
-    if change == "removed":
-        weight_fn.reverse()
-    for function in weight_fn:
-        run_of(tmp_path, weight_fn=function)
-    assert f"Other code than at the run's last start: weight_fn ({change})." in caplog.messages
 
 
 def test_restart_moves_the_run_aside_and_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -227,7 +227,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "best that is a vector": (
         given(metrics={"precision": Precision()}, best="val/precision"),
-        r"best: got 'val/precision', which is a Tensor of shape \(3,\), expected a metric that is one number: give",
+        r"val/precision is a list, expected a metric that is one number: give",
     ),
     "best's typo": (
         given(metrics={"accuracy": Accuracy()}, best="val/acuracy"),
