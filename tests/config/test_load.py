@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pickle
-import re
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from ignite_engine.config import Config, ConfigError, ConfigWarning, config_from_dict, load_config
+from ignite_engine.config import ConfigError, config_from_dict, load_config
 from ignite_engine.ext.sparse import RowwiseAdagrad
 
 MINIMAL = "task: tasks.py:build\nrun:\n  max_iterations: 10\n"
@@ -257,42 +256,6 @@ def test_all_mistakes_of_a_file_are_told_at_once_in_their_order(tmp_path: Path) 
     ]
 
 
-@pytest.mark.parametrize(
-    ("override", "key"),
-    [
-        ("schedule.decay=3", "schedule.decay"),
-        ("schedule.power=2.0", "schedule.power"),
-        ("schedule.metric=loss", "schedule.metric"),
-        ("schedule.patience=3", "schedule.patience"),
-        ("early_stopping.patience=3", "early_stopping.patience"),
-        ("ema.warmup=false", "ema.warmup"),
-        ("profiler.repeat=2", "profiler.repeat"),
-        ("data.prefetch_factor=2", "data.prefetch_factor"),
-        ("data.persistent_workers=true", "data.persistent_workers"),
-        ("update.grad_scaler={init_scale: 8}", "update.grad_scaler"),
-        ("checkpoint.keep_best=2", "checkpoint.keep_best"),
-        ("checkpoint.mode=max", "checkpoint.mode"),
-    ],
-)
-def test_setting_without_effect_warns(tmp_path: Path, override: str, key: str) -> None:
-    with pytest.warns(ConfigWarning, match=rf"command line: {key} has no effect without .*\.$"):
-        load_config(written(tmp_path), [override])
-
-
-def test_settings_with_effect_are_silent(tmp_path: Path) -> None:
-    overrides = ["schedule={name: wsd, decay: 0.2, decay_shape: 1-sqrt, min_ratio: 0.1, total: 5}"]
-    overrides += ["data.num_workers=2", "data.prefetch_factor=2", "checkpoint={best: a, mode: max}"]
-    overrides += [
-        "early_stopping={metric: a, mode: max, patience: 2, min_delta: 0.1}",
-        "ema={decay: 0.9, warmup: false}",
-    ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        config = load_config(written(tmp_path), overrides)
-
-    assert isinstance(config, Config)
-
-
 def test_several_optimizers_go_by_name_with_a_schedule_each(tmp_path: Path) -> None:
     text = MINIMAL + (
         "schedule: {name: cosine}\n"
@@ -327,18 +290,3 @@ def test_several_optimizers_go_by_name_with_a_schedule_each(tmp_path: Path) -> N
 )
 def test_fault_in_a_named_optimizer_is_one_line(tmp_path: Path, section: str, line: str) -> None:
     assert line in complaint(tmp_path, text=f"{MINIMAL}optimizers: {section}\n")
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("optimizer: {lr: 0.5}\noptimizers: {x: {}}", "optimizer.lr has no effect without optimizers left out"),
-        (
-            "optimizers: {x: {schedule: {power: 3}}}",
-            "optimizers.x.schedule.power has no effect without optimizers.x.schedule.name=polynomial",
-        ),
-    ],
-)
-def test_setting_of_optimizers_without_effect_is_a_warning(tmp_path: Path, text: str, line: str) -> None:
-    with pytest.warns(ConfigWarning, match=re.escape(line)):
-        load_config(written(tmp_path, MINIMAL + text + "\n"))

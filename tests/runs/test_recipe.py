@@ -23,7 +23,7 @@ from ignite.metrics import MeanAbsoluteError
 
 from ignite_engine import Task, TrainingEvents, create_evaluator, seed_everything
 from ignite_engine.checkpointing import StateMismatch
-from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
+from ignite_engine.config import ConfigError, config_from_dict
 from ignite_engine.engine.bus import name_of
 from ignite_engine.errors import Interrupted
 from ignite_engine.ranks import signals, watch, watching
@@ -616,19 +616,6 @@ def test_config_that_does_not_fit_the_task_is_one_line(
         build(sections, **parts)
 
     assert "\n" not in str(caught.value)
-
-
-def test_evaluation_of_no_set_warns(build: Callable[..., Run]) -> None:
-    with pytest.warns(ConfigWarning, match="evaluation has no effect: the task has no val_sets"):
-        build({"evaluation": {"every": 2}}, val_sets={})
-
-
-def test_evaluation_of_a_resolved_config_is_not_what_somebody_asked_for(
-    build: Callable[..., Run], recwarn: pytest.WarningsRecorder
-) -> None:
-    resolved = config_from_dict({"task": "unused.py:build", "run": {"max_epochs": 1}}).to_dict()
-    build({"evaluation": resolved["evaluation"]}, val_sets={})
-    assert not [each for each in recwarn if "evaluation has no effect" in str(each.message)]
 
 
 def test_metrics_of_the_task_are_logged_under_their_set(build: Callable[..., Run]) -> None:
