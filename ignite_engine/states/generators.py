@@ -62,33 +62,6 @@ class ModelGenerators:
                 generator.set_state(state)
 
 
-def unsaved_generators(objects: Mapping[str, Any], update: Any, data: Any) -> Iterator[str]:
-    """One reason for each generator that no checkpoint holds, among the attributes of what makes the run.
-
-    Args:
-        objects: those of the registry, by name.
-        data: what is trained on, or None.
-    """
-    saved = {id(generator) for part in _saved_parts(objects) for generator in part.found().values()}
-    dataset = getattr(data, "dataset", None)
-    holders = {
-        **{name: getattr(update, name, None) for name in ("model", "loss_fn", "weight_fn")},
-        "update": update,
-        "dataset": getattr(dataset, "dataset", dataset),  # loader() wraps the user's
-    }
-    for label, holder in holders.items():
-        if any(holder is obj for obj in objects.values()):
-            continue
-        modules = unwrap(holder).named_modules() if isinstance(holder, nn.Module) else [("", holder)]
-        for path, owner in modules:
-            for name, value in getattr(owner, "__dict__", {}).items():
-                if is_generator(value) and id(value) not in saved:
-                    yield (
-                        f"the generator {f'{label}.{path}'.rstrip('.')}.{name} is not saved: draw from the global ones "
-                        "of torch, NumPy or Python, or trainer.register() an object that saves it"
-                    )
-
-
 @contextmanager
 def undrawn(objects: Mapping[str, Any]) -> Iterator[None]:
     """Restore the generators of a registry after the body, which may draw from them."""

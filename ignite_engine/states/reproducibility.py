@@ -17,7 +17,6 @@ from ignite_engine.checkpointing.nested import walk
 from ignite_engine.errors import shortened
 from ignite_engine.ranks.ddp_buckets import unsettled_buckets
 from ignite_engine.ranks.ddp_buffers import data_parallel, rescaled_weights
-from ignite_engine.states.generators import unsaved_generators
 from ignite_engine.states.metrics import MetricState
 from ignite_engine.states.model_and_optimizer import OptimizerState
 from ignite_engine.states.registry import Registry
@@ -58,7 +57,6 @@ def reasons_of(
     reasons = _of_states(registry)
     if registry.filters:  # there is a checkpoint to miss it
         reasons += _unsaved_of(update, registry)
-        reasons += unsaved_generators(registry.objects, update, getattr(source, "data", None))
     if source is not None and source.inexact is not None:
         reasons.append(source.inexact)
     if source is not None and source.changed is not None:

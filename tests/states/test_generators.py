@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from ignite.engine import Events
@@ -14,7 +12,7 @@ from ignite.metrics import MeanSquaredError
 from torch import Tensor, nn
 
 from ignite_engine import Trainer, Update, Updates, create_evaluator, loader
-from ignite_engine.errors import NotExact, StateMismatch
+from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import Checkpoint, Evaluation
 from tests.builders import Numbers, linear, mse, one
 
@@ -98,26 +96,6 @@ def test_other_names_than_saved_are_refused(tmp_path: Path) -> None:
     _, checkpoint = made(tmp_path, nn.Sequential(linear(), nn.Identity(), Noise()))
     with pytest.raises(StateMismatch, match=r"has the generators \['2.source'\], and those of \['1.source'\]"):
         checkpoint.resume()
-
-
-@pytest.mark.parametrize("make", [torch.Generator, np.random.default_rng, random.Random])
-def test_one_that_is_not_saved_is_named_and_refused_by_strict(tmp_path: Path, make: Any) -> None:
-    trainer, _ = made(tmp_path, linear(), NoisyLoss(make()), strict=True)
-    (reason,) = trainer.reproducibility()
-    assert reason.startswith("the generator loss_fn.generator is not saved: draw from the global ones")
-    with pytest.raises(NotExact, match="generator loss_fn"):
-        trainer.run(loader(Numbers(8), 2), max_epochs=1)
-
-
-def test_one_of_the_data_is_named(tmp_path: Path) -> None:
-    class NoisyNumbers(Numbers):
-        source = None
-
-    data = NoisyNumbers(8)
-    data.source = np.random.default_rng()  # type: ignore[assignment]  # a generator
-    trainer, _ = made(tmp_path, linear())
-    trainer.run(loader(data, 2), max_epochs=1)
-    assert any("the generator dataset.source is not saved" in reason for reason in trainer.reproducibility())
 
 
 def test_rank_invariant_refuses_one_of_the_loss_function() -> None:
