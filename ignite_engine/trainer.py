@@ -338,7 +338,9 @@ class Trainer(Engine):
 
     def set_data(self, data: Iterable[Any]) -> None:
         """Refused: a run has its data for good."""
-        raise RuntimeError("A Trainer's data cannot change within a run: end the run, and call run() with the other data.")
+        raise RuntimeError(
+            "A Trainer's data cannot change within a run: end the run, and call run() with the other data."
+        )
 
     # -- a run ----------------------------------------------------------------------------------------------------
 
