@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from ignite_engine.errors import did_you_mean, leave_out, one_line, shapes_of, shortened
+from ignite_engine.errors import did_you_mean, shapes_of, shortened
 
 
 @pytest.mark.parametrize(
@@ -46,29 +44,3 @@ def test_many_names_are_shortened() -> None:
 )
 def test_shapes_of_nested_values_are_one_short_line(value: Any, text: str) -> None:
     assert shapes_of(value) == text
-
-
-def test_remedy_of_fit_is_for_programs_that_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ignite_engine.runs.fit", types.ModuleType("fit"))
-    assert leave_out("ema").endswith(", checkpoint.ignore in a config, or checkpoint={'ignore': ['ema']} to fit()")
-    monkeypatch.delitem(sys.modules, "ignite_engine.runs.fit")
-    assert leave_out("ema") == "resume(ignore=['ema']), or checkpoint.ignore in a config"
-
-
-class _Unprintable(RuntimeError):
-    def __str__(self) -> str:
-        raise ValueError("no text")
-
-
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (ValueError("one\ntwo"), "ValueError: one"),
-        (ValueError(), "ValueError"),
-        (_Unprintable(), "_Unprintable"),
-        (ValueError("x" * 10_000), f"ValueError: {'x' * 2000} ..."),
-    ],
-    ids=["several lines", "no text", "unprintable", "very long"],
-)
-def test_any_error_is_one_line(error: Exception, line: str) -> None:
-    assert one_line(error) == line

@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -75,20 +74,6 @@ def test_each_rank_logs_to_its_file_and_rank_0_to_stderr(tmp_path: Path, capsys:
     assert capsys.readouterr().err == "of rank 0\n"
     assert (tmp_path / "logs" / "rank_1.log").read_text().endswith("INFO ignite_engine.some_module: of rank 1\n")
     assert "Engine run starting" in (tmp_path / "logs" / "rank_0.log").read_text()
-
-
-def test_log_of_a_deleted_folder_is_started_again_with_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    logger, path = logging.getLogger("ignite_engine.some_module"), tmp_path / "run" / "logs" / "rank_1.log"
-    with RunDirectory(tmp_path / "run").logging_to(1):
-        logger.info("first")
-        shutil.rmtree(tmp_path / "run")
-        logger.info("second")
-        logger.info("third")
-
-    assert [line.rpartition(" ")[2] for line in path.read_text().splitlines()] == ["second", "third"]
-    assert capsys.readouterr().err == f"{path} was deleted or moved while it was written to; it is started again.\n"
 
 
 def test_differences_of_configs_are_by_dotted_key() -> None:

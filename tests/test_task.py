@@ -52,20 +52,6 @@ def test_module_is_found_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert find_task("my_task:build").__name__ == "build"
 
 
-@pytest.mark.parametrize(
-    ("name", "complaint"),
-    [
-        ("my_tsk.py:build", "there is no such file .*; did you mean 'my_task.py'?"),
-        ("my_task.py:bild", "my_task.py has no function 'bild'; did you mean 'build'?"),
-        ("my_task.py:LOADED", "'LOADED' of my_task.py is a list, expected a function."),
-        ("nowhere.module:build", "there is no module 'nowhere'; a file's name ends in .py."),
-    ],
-)
-def test_what_is_not_found_is_one_line(folder: Path, name: str, complaint: str) -> None:
-    with pytest.raises(TaskError, match=complaint.replace("?", r"\?")):
-        find_task(name, folder)
-
-
 def test_error_of_a_task_names_its_own_line_and_is_the_cause(folder: Path) -> None:
     with pytest.raises(TaskError, match=r"fails\(\) raised KeyError: 'gone' \(at .*my_task.py:12\)") as caught:
         build_task(find_task("my_task.py:fails", folder), {})

@@ -433,14 +433,6 @@ def test_exact_number_of_iterations_over_passes_without_a_length() -> None:
     assert (state.iteration, state.epoch, state.reason) == (9, 3, "max_iters")
 
 
-def test_data_that_is_exhausted_for_good_warns_and_ends() -> None:
-    trainer = Trainer(constant)
-
-    with pytest.warns(UserWarning, match="can not provide data anymore"):
-        state = trainer.run(iter([1, 2, 3]), max_iters=5)
-    assert state.iteration == 3
-
-
 def test_position_counts_the_group_whose_error_was_swallowed() -> None:
     def make() -> tuple[Trainer, list[int]]:
         seen: list[int] = []

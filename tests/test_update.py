@@ -624,17 +624,6 @@ def test_optimizer_of_another_model_is_refused_at_the_first_step(caplog: pytest.
     assert [record.getMessage()[:38] for record in caplog.records] == ["idle (SGD) holds no parameter of the m"]
 
 
-def test_loss_that_reaches_no_parameter_of_an_optimizer_is_said_at_the_first_step(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model, other = linear(), linear()
-    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda _, batch: mse(other, batch))
-
-    Trainer(update).run(batches_of(Numbers(8), [4, 4]))
-
-    assert caplog.text.count("The loss of the first step reached none of the parameters that the optimizers hold") == 1
-
-
 def test_optimizer_that_steps_within_the_backward_may_leave_no_gradient(caplog: pytest.LogCaptureFixture) -> None:
     model = linear()
     before, optimizer = one(model).clone(), torch.optim.SGD(model.parameters(), lr=0.1)

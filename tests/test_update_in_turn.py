@@ -168,30 +168,6 @@ def test_each_reports_under_its_name_and_the_means_are_of_what_was_made() -> Non
     assert set(trainer.state.metrics) == of_discriminator | {"generator/loss"}
 
 
-def test_what_cannot_be_combined_is_one_sentence() -> None:
-    gan, other = networks(), networks()
-    own = optimizers(gan)
-    make = lambda name="generator", model=gan, **options: Update(model, own[name], generator_loss, **options)  # noqa: E731
-    cases: list[tuple[dict[str, Any], dict[str, int], str]] = [
-        ({}, {}, "must hold at least one Update, got an empty mapping"),
-        ({"a": make(), "b": make("discriminator", other)}, {}, r"updates\['b'\] has a model of its own: put the net"),
-        ({"a": make(), "b": make()}, {}, r"updates\['b'\] has an optimizer of another one"),
-        ({"a": make(non_finite="skip")}, {}, r"updates\['a'\] uses non_finite, which is for a single Update"),
-        ({"a": make(weight_fn=len), "b": make("discriminator")}, {}, r"updates\['b'\] has another weight_fn"),
-        ({"a": make()}, {"b": 2}, r"every has 'b', which is no update; known: a\."),
-        ({"a": make()}, {"a": 0}, r"every\['a'\] must be a number of iterations of at least 1, got 0"),
-    ]
-    for updates, every, words in cases:
-        with pytest.raises(ValueError, match=words):
-            Updates(updates, every=every)
-    with pytest.raises(TypeError, match=r"updates\['a'\] must be an Update"):
-        Updates({"a": generator_loss})  # type: ignore[dict-item]  # what is tested
-    with pytest.raises(ValueError, match=r"say after which .*trainer\.update\.stepped\('generator'\)"):
-        EMA(0.9).attach(Trainer(updates_of(gan)))
-    with pytest.raises(ValueError, match="expected an update's name or its optimizer; known: discr"):
-        updates_of(gan).stepped("critic")
-
-
 class Quiet(nn.Module):
     """Both networks in DDP; generated points are functions of the real ones, so that ranks change nothing."""
 

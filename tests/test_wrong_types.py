@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from ignite_engine import Trainer, Update, create_evaluator, loader
-from ignite_engine.checkpointing import CheckpointError
 from ignite_engine.handlers import EMA, Checkpoint, EarlyStopping, Evaluation, MetricLogger
-from tests.builders import linear, mse, numbers_loader
+from tests.builders import linear, mse
 
 MODEL = linear()
 OPTIMIZER = torch.optim.SGD(MODEL.parameters())
@@ -97,29 +95,9 @@ LINES: list[tuple[Callable[[Any], Any], Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "value", "line"), LINES, ids=[line.split(" must")[0] for *_, line in LINES])
-def test_wrong_type_is_one_sentence_that_names_the_argument(call: Callable[[Any], Any], value: Any, line: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=f"^{line}"):
-        call(value)
-
-
 def test_parts_to_leave_out_are_a_list(tmp_path: Path) -> None:
     """A word would be taken letter by letter."""
     checkpoint = Checkpoint(tmp_path)
     checkpoint.attach(Trainer(Update(MODEL, OPTIMIZER, mse)))
     with pytest.raises(ValueError, match=r"^ignore is a list, got 'ema': write \['ema'\]."):
         checkpoint.resume("ema")
-
-
-@pytest.mark.parametrize("lazy", [nn.LazyLinear(1), nn.LazyBatchNorm1d(affine=False)])
-def test_lazy_module_without_its_first_batch_is_one_sentence(lazy: nn.Module, tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), lazy)
-    said = r"'1\.\w+' of a lazy module, which has no values yet: call the model on a batch before training\.$"
-    with pytest.raises(ValueError, match=f"^model must have all of its values, got {said}"):
-        Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse)
-
-    trainer = Trainer(Update(MODEL, OPTIMIZER, mse))
-    trainer.register("another", model)
-    Checkpoint(tmp_path).attach(trainer)
-    with pytest.raises(CheckpointError, match=r"another\['1.\w+'\] is a parameter of a lazy module, .* before"):
-        trainer.run(numbers_loader())

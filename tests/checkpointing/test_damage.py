@@ -166,15 +166,6 @@ def test_a_store_that_verified_a_file_sees_when_it_changes(tmp_path: Path) -> No
     assert store.prune(Retention(keep_last=1)) == []
 
 
-def test_nothing_valid_is_told_apart_from_nothing_there(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path / "none yet")
-    assert store.latest() == (None, []) and store.checkpoints() == [] and store.sweep() == []
-    path = save(store, 100)
-    truncate(path)
-    newest, skipped = store.latest()
-    assert newest is None and [each for each, _ in skipped] == [path]
-
-
 class Hostile:
     """Unpickling it makes a directory."""
 

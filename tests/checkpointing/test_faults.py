@@ -109,15 +109,6 @@ if can_mount():
     READ_ONLY.append((read_only_file_system, "Read-only file system"))
 
 
-@pytest.mark.parametrize(("forbid", "cause"), READ_ONLY)
-def test_directory_that_cannot_be_written_is_one_line(
-    tmp_path: Path, forbid: Callable[[Path], str], cause: str
-) -> None:
-    code, message = in_child(lambda: forbid(tmp_path))
-    assert code == 0
-    assert "The checkpoint of iteration 300 was not saved" in message and f"{cause} ({tmp_path}" in message
-
-
 class Fault:
     """Raises an error once and remembers that it did."""
 

@@ -87,13 +87,6 @@ def test_a_directory_is_held_by_one_process(tmp_path: Path) -> None:
     assert in_child(try_to_hold) == (0, "held") and os.listdir(folder) == []
 
 
-def test_a_directory_that_cannot_be_locked_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("")
-    with held(tmp_path / "file"):
-        pass
-    assert "cannot be locked (File exists): do not start a second run in it" in caplog.text
-
-
 def test_a_lock_that_cannot_be_deleted_is_left_and_harmless(tmp_path: Path) -> None:
     def read_only() -> None:
         raise OSError(errno.EROFS, "Read-only file system")

@@ -267,19 +267,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "line"), WRONG)
-@pytest.mark.parametrize("strict", [True, False])
-def test_what_matches_nothing_is_one_line(
-    saved: tuple[Trainer, Path], tmp_path: Path, changes: dict[str, Any], line: str, strict: bool
-) -> None:
-    trainer, checkpoint = run_of(tmp_path / "second", Net(seed=1), ema=True)
-    built = one(model_of(trainer)).clone()
-    with pytest.raises(ValueError, match=f"^{line}") as caught:
-        checkpoint.load(saved[1], strict=strict, **{"parts": ["*"], **changes})
-
-    assert "\n" not in str(caught.value) and torch.equal(one(model_of(trainer)), built)
-
-
 # -- where it comes from ----------------------------------------------------------------------------------------------
 
 
@@ -299,29 +286,6 @@ class Runs:
 
     def __reduce__(self) -> Any:
         return (Path.touch, (Path("executed"),))
-
-
-def test_a_source_that_cannot_be_read_is_one_line(
-    saved: tuple[Trainer, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    torch.save({"weight": Runs()}, tmp_path / "code.pt")
-    (tmp_path / "torn.safetensors").write_bytes(b"\x10")
-    torch.save({"epoch": 3}, tmp_path / "numbers.pt")
-    _, checkpoint = run_of(tmp_path / "second", Net(seed=1))
-    lines = {
-        "nowhere": "nowhere does not exist; expected a run's folder or a folder of checkpoints.",
-        "empty": "empty holds no checkpoint; expected",
-        "code.pt": "code.pt is not plain data .*nothing in it was executed",
-        "torn.safetensors": "torn.safetensors is not a safetensors file",
-        "numbers.pt": "numbers.pt does not hold a plain state_dict",
-    }
-    for name, line in lines.items():
-        with pytest.raises(CheckpointError, match=line) as caught:
-            checkpoint.load(name)
-        assert "\n" not in str(caught.value)
-    assert not (tmp_path / "executed").exists()
 
 
 def test_of_a_folder_the_newest_valid_one_is_taken(saved: tuple[Trainer, Path], tmp_path: Path) -> None:

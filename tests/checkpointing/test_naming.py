@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ignite_engine.checkpointing import CheckpointError, CheckpointStore, LoadSource, Retention, find_source
+from ignite_engine.checkpointing import CheckpointStore, LoadSource, Retention, find_source
 from ignite_engine.checkpointing.naming import is_there, split_name
 from ignite_engine.checkpointing.weights_source import read_named
 from tests.checkpointing.states import save
@@ -55,30 +55,6 @@ def test_what_is_there_under_that_name_is_meant(run: Path, tmp_path: Path) -> No
 def test_checkpoints_are_there_in_a_folder_of_their_own_and_in_that_of_a_run(run: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert is_there(run) and is_there(run / "checkpoints") and not is_there(tmp_path / "empty")
-
-
-def test_what_cannot_be_found_is_one_line(run: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    save(CheckpointStore(other), 1)
-    cases: list[tuple[Any, dict[str, Any], str]] = [
-        (other / "best", {}, r"other: no metric was followed, so none is the best; train with Checkpoint\(best="),
-        (run / "best", {"metric": "f1", "mode": "max"}, "run holds no valid checkpoint with f1"),
-        (
-            run / "checkpoints" / "iteration_00000001",
-            {"which": "best"},
-            "is one checkpoint: give the folder of its run",
-        ),
-        (run / "bset", {}, r"bset does not exist; .* checkpoints; did you mean 'best'\?"),
-        (tmp_path / "none" / "best", {}, "none does not exist; expected a run's folder"),
-    ]
-    for path, options, line in cases:
-        with pytest.raises(CheckpointError, match=line) as caught:
-            find_source(path, **options)
-        assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match="which must be 'best' or 'last', got 'bset'"):
-        find_source(run, "bset")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="metric and mode say together which one is the best"):
-        find_source(run, "best", metric="f1")
 
 
 def test_another_run_in_the_same_folder_has_its_own_best(run: Path) -> None:

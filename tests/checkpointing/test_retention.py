@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from ignite_engine.checkpointing import CheckpointStore, Retention
-from ignite_engine.checkpointing.retention import usual_mode
 from tests.checkpointing.states import holds, save
 
 
@@ -131,12 +130,3 @@ def test_names_beyond_eight_digits_are_ordered_and_kept(tmp_path: Path) -> None:
 def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Retention(**settings)
-
-
-@pytest.mark.parametrize(
-    ("metric", "mode"),
-    [("val/loss", "min"), ("val/accuracy", "max"), ("test/top5_acc", "max"), ("val/macro-f1", "max"), ("mae", "min")]
-    + [("throughput/samples_per_s", "max"), ("val/map", "max"), ("val/mape", None), ("wer", None), ("acc_loss", None)],
-)
-def test_which_values_are_better_is_told_by_the_name(metric: str, mode: str | None) -> None:
-    assert usual_mode(metric) == mode

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -285,28 +284,6 @@ WRONG = [
     (["lst", "run"], "invalid choice: 'lst'"),
     ([], "the following arguments are required: action"),
 ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("words", "line"), WRONG, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
-def test_what_a_user_can_mend_is_one_line_and_code_2(run: Path, say: Say, words: list[str], line: str) -> None:
-    Path("empty").mkdir()
-    before = sorted(Path().rglob("*"))
-    code, lines = say(*words)
-
-    assert code == 2 and len(lines) == 1 and lines[0].startswith("error: ") and line in lines[0]
-    assert sorted(Path().rglob("*")) == before
-
-
-def test_without_safetensors_one_line_says_what_to_install(
-    run: Path, say: Say, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    code, lines = say("export", run, "-o", "x.safetensors")
-
-    assert code == 2 and lines == ["error: The format safetensors needs a package: pip install safetensors."]
-    assert say("export", run, "-o", "x.pt")[0] == 0
 
 
 def test_as_a_program(run: Path) -> None:

@@ -72,25 +72,3 @@ def test_what_is_damaged_is_neither_pulled_nor_pushed(tmp_path: Path, run: Path,
     (run / "checkpoints" / "iteration_00000100" / "shared.pt").write_bytes(content)
     code, (line,) = say("push", run / "checkpoints" / "iteration_00000100", url)
     assert code == 2 and "shared.pt" in line
-
-
-@pytest.mark.parametrize(
-    ("mirror", "said"),
-    [
-        ("URL", "error: URL holds no checkpoint."),
-        ("s4://bucket", "error: s4://bucket cannot be used: Protocol not known: s4."),
-        ("s3://a:the-secret@bucket", "error: mirror must hold no credentials, got s3://***@bucket: "),
-    ],
-)
-def test_what_cannot_be_done_is_one_line_and_code_2(url: str, say: Say, mirror: str, said: str) -> None:
-    code, lines = say("pull", mirror.replace("URL", url), "here")
-
-    assert code == 2 and len(lines) == 1 and lines[0].startswith(said.replace("URL", url))
-
-
-def test_a_checkpoint_that_is_not_there_is_one_line(tmp_path: Path, run: Path, url: str, say: Say) -> None:
-    say("push", run, url)
-
-    code, lines = say("pull", f"{url}/iteration_00000201", tmp_path / "here")
-
-    assert code == 2 and lines == [f"error: {url} holds no iteration_00000201; did you mean 'iteration_00000200'?"]

@@ -273,20 +273,3 @@ def test_several_optimizers_go_by_name_with_a_schedule_each(tmp_path: Path) -> N
         "dense": ("schedule", "cosine"),
     }
     assert config_from_dict(config.to_dict()).to_dict() == config.to_dict()
-
-
-@pytest.mark.parametrize(
-    ("section", "line"),
-    [
-        ("{x: {name: adamm}}", "optimizers.x.name: got 'adamm', expected an optimizer of torch.optim or RowwiseAdag"),
-        ("{x: {beta: 1}}", "optimizers.x.beta: got 1, but AdamW has no option 'beta'; did you mean 'betas'?"),
-        (
-            "{x: {schedule: {warmpu: 1}}}",
-            "optimizers.x.schedule.warmpu: got 1 for a key that is not known; did you mean 'warmup'?",
-        ),
-        ("{x: 3}", "optimizers.x: got 3, expected a mapping of settings."),
-        ("[x]", "optimizers: got ['x'], expected a mapping."),
-    ],
-)
-def test_fault_in_a_named_optimizer_is_one_line(tmp_path: Path, section: str, line: str) -> None:
-    assert line in complaint(tmp_path, text=f"{MINIMAL}optimizers: {section}\n")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from ignite_engine.config.yaml_file import ConfigError, display, read_config_source
+from ignite_engine.config.yaml_file import display, read_config_source
 
 
 def test_each_value_has_the_place_that_set_it(tmp_path: Path) -> None:
@@ -18,25 +16,6 @@ def test_each_value_has_the_place_that_set_it(tmp_path: Path) -> None:
     assert [source.place(key) for key in ("run.seed", "data.batch_size")] == ["command line"] * 2
     assert [source.place(key) for key in ("run.name", "run.missing")] == [f"{path}:3", f"{path}:1"]
     assert source.place("optimizer.lr") == str(path)
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("run:\n  seed: 1\n  seed: 2\n", ":3: run.seed: the key is given twice, first on line 2; remove one."),
-        ("run: {on: 1}\n", ":1: got 'on' as a key, expected text; quote it"),
-        ("- 1\n", ": got [1], expected a mapping of sections such as 'run:' and 'task:'."),
-        ("# only a comment\n", ": the file is empty, expected sections such as"),
-        ("run: [1\n", ":2: this is not YAML: "),
-    ],
-)
-def test_broken_file_is_one_line_with_its_place(tmp_path: Path, text: str, complaint: str) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        read_config_source(path)
-
-    assert str(caught.value).startswith(f"{path}{complaint}") and "\n" not in str(caught.value)
 
 
 def test_value_in_a_message_is_at_most_80_characters() -> None:

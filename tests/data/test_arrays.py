@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from ignite_engine import Trainer, Windows, loader
@@ -25,18 +24,3 @@ def test_a_file_is_a_window_of_its_samples(tmp_path: Path) -> None:
     for name, column in COLUMNS.items():
         assert torch.equal(torch.cat([batch[name] for batch in batches]), torch.as_tensor(column).to(batches[0][name]))
     assert batches[0]["y"].dtype == torch.int64 and batches[0]["x"].shape == (2, 3)
-
-
-def test_what_is_no_column_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^Arrays needs columns of one length, got \{'x': 5, 'y': 4\}\.$"):
-        Arrays({"x": np.ones(5), "y": np.ones(4)})
-    with pytest.raises(ValueError, match=r"^Arrays needs columns of one length, got \{'x': 5, 'y': 'one value'\}\.$"):
-        Arrays({"x": np.ones(5), "y": np.array(1)})
-    np.savez(whole := tmp_path / "whole.npz", **COLUMNS)  # type: ignore[arg-type]  # columns
-    data = whole.read_bytes()
-    damaged = bytearray(data)
-    damaged[200] ^= 1
-    for torn in (data[: len(data) // 2], bytes(damaged), b"", b"words"):
-        (tmp_path / "torn.npz").write_bytes(torn)
-        with pytest.raises(ValueError, match=rf"^{tmp_path}/torn\.npz is no \.npz file of columns: \w"):
-            Arrays.of_npz(tmp_path / "torn.npz")

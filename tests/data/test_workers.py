@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from ignite_engine.data.workers import WorkerInit, begin_pass, end_workers, note_dead_worker
+from ignite_engine.data.workers import WorkerInit, begin_pass, end_workers
 from tests.faults.commands import program
 
 PROGRAM = """
@@ -144,18 +144,3 @@ def test_signals_are_blocked_while_workers_start_that_let_them_in_again_and_no_o
     for others in (None, print):
         assert set(begin_pass(TellsWhatIsBlocked(others))) == before
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
-
-
-def test_worker_that_goes_before_its_tensors_are_taken_is_named_too() -> None:
-    """Torch then raises what the connection does."""
-
-    def _try_get_data() -> None:
-        raise ConnectionResetError(104, "Connection reset by peer")
-
-    data = DataLoader(list(range(8)), num_workers=1)  # type: ignore[arg-type]  # a list is map-style
-    for raising, noted in ((_try_get_data, True), (lambda: Path("/nowhere").read_text(), False)):
-        with pytest.raises(OSError) as raised:
-            raising()  # type: ignore[operator]  # a function
-        note_dead_worker(raised.value, data, 3)
-        notes = getattr(raised.value, "__notes__", [])
-        assert [("A worker that reads list is gone" in note and "3 to 5" in note) for note in notes] == [True] * noted

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ignite.engine import Engine, Events
+from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.data import loader
 from ignite_engine.ext.windows import Windows
-from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, MetricLogger
-from ignite_engine.schedules import warmup_cosine
+from ignite_engine.handlers import EMA, Checkpoint, MetricLogger
 from tests.builders import numbers_loader, trainer_of
 
 
@@ -33,52 +31,6 @@ def test_model_length_and_content_of_a_checkpoint_are_told_and_nothing_is_writte
     assert "optimizer: SGD, one copy\n" in text
     assert trainer.state.iteration == 0 and [*tmp_path.iterdir()] == []
     assert "Trains for a run whose length is not known before\n" in trainer_of().describe()
-
-
-def test_a_filter_with_a_text_of_its_own_is_named_by_it() -> None:
-    class EverySecond:
-        def __call__(self, engine: Engine, count: int) -> bool:
-            return False
-
-        def __str__(self) -> str:
-            return "every 30 s"
-
-    trainer = trainer_of()
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(event_filter=EverySecond()), print)
-
-    assert "print (event_filter=every 30 s)" in trainer.describe()
-
-
-def test_rates_are_told_of_each_schedule() -> None:
-    trainer = trainer_of(lr=0.5)
-    LRSchedule(warmup_cosine(optimizer_of(trainer), 4, total=60)).attach(trainer)
-    text = trainer.describe(numbers_loader(), max_epochs=10)
-
-    assert "Schedule lr_schedule: warmup_cosine(warmup=4, total=60, min_ratio=0.0)" in text
-    assert re.search(r"\n +1  1.2500e-01\n", text)
-
-
-def test_bus_is_told_in_the_order_of_an_iteration() -> None:
-    trainer = trainer_of()
-    order = [Events.STARTED, Events.EPOCH_STARTED, Events.ITERATION_STARTED, TrainingEvents.OPTIMIZER_STEP_COMPLETED]
-    order += [Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, TrainingEvents.RESUME_POINT, Events.COMPLETED]
-    for event in reversed(order):
-        trainer.add_event_handler(event, print)
-    lines = trainer.describe().splitlines()
-
-    assert [line.strip() for line in lines if line.strip() in {each.name for each in order}] == [e.name for e in order]
-
-
-def test_schedule_that_takes_its_length_from_the_run_is_told() -> None:
-    for event, at_the_end in ((TrainingEvents.OPTIMIZER_STEP_COMPLETED, 60), (Events.EPOCH_COMPLETED, 10)):
-        trainer = trainer_of(lr=0.5)
-        schedule = warmup_cosine(optimizer_of(trainer), min_ratio=0.5)
-        LRSchedule(schedule).attach(trainer, event)
-        text = trainer.describe(numbers_loader(), max_epochs=10)
-
-        assert not schedule.is_known
-        unit = "epoch" if at_the_end == 10 else "update"
-        assert f"Learning rate by {unit}:" in text and re.search(rf"\n +{at_the_end}  2\.5\d+e-01\n", text)
 
 
 def test_windows_are_described_without_being_opened() -> None:

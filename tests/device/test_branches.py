@@ -141,17 +141,6 @@ def test_batches_of_each_shape_are_moved() -> None:
     assert device_of(nn.ReLU()) == torch.device("cpu")
 
 
-def test_a_batch_that_cannot_be_moved_is_named() -> None:
-    class Fails(Movable):
-        def to(self, device: torch.device) -> Movable:
-            raise RuntimeError("no room")
-
-    one = torch.ones(2, 3)
-    with pytest.raises(RuntimeError, match="no room") as error:
-        list(to_device([one, Fails(one)], DEVICE, iteration=7))
-    assert error.value.__notes__ == [f"Raised while micro-batch 2 of iteration 7 was moved to {DEVICE}."]
-
-
 def test_a_snapshot_takes_what_is_no_plain_tensor() -> None:
     weight, sparse = torch.ones(4, device=DEVICE), torch.eye(3).to_sparse()
     state = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from typing import Any
 
@@ -263,25 +262,6 @@ def test_users_filter_is_asked_each_time() -> None:
     assert asked == [1, 2, 3, 4, 5, 6]
 
 
-def test_handlers_that_rarely_fire_cost_no_call() -> None:
-    trainer, heard, called = Trainer(constant), list[int](), list[str]()
-    for _ in range(10):
-        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=7), lambda: heard.append(trainer.state.iteration))
-
-    def note(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and "event_filter" in frame.f_code.co_qualname:
-            called.append(frame.f_code.co_qualname)
-
-    sys.setprofile(note)
-    try:
-        trainer.run(range(20))
-    finally:
-        sys.setprofile(None)
-
-    assert heard == [7] * 10 + [14] * 10
-    assert called == [], "Ignite's filter of every=n is not known by its name: see bus.py::_period_of"
-
-
 def test_event_without_handlers_has_no_listeners() -> None:
     trainer = Trainer(constant)
 
@@ -321,22 +301,6 @@ def test_handler_that_raises_is_named_with_its_event(event: Any, name: str) -> N
     assert caught.value.__notes__ == [f"Raised by handler break_at_the_end on {name}."]
     assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "break_at_the_end"
     assert trainer.state.status == "failed" and trainer.state.reason == "Broken: why"
-
-
-def test_method_that_raises_is_named_with_its_class() -> None:
-    class Handler:
-        def method(self) -> None:
-            raise Broken
-
-        def __call__(self, engine: Engine) -> None:
-            raise Broken
-
-    for handler, name in ((Handler().method, "Handler.method"), (Handler(), "Handler")):
-        trainer = Trainer(constant)
-        trainer.add_event_handler(Events.ITERATION_COMPLETED, handler)
-        with pytest.raises(Broken) as caught:
-            trainer.run([1])
-        assert caught.value.__notes__ == [f"Raised by handler {name} on ITERATION_COMPLETED."]
 
 
 def test_update_that_raises_gets_no_note() -> None:

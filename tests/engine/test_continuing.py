@@ -14,10 +14,7 @@ from ignite.engine import Events
 from ignite.metrics import Average
 from torch.utils.data import (
     BatchSampler,
-    DataLoader,
-    IterableDataset,
     RandomSampler,
-    SequentialSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -419,33 +416,3 @@ class Once:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)
-
-
-def test_nothing_is_said_of_an_order_of_a_stream(caplog: pytest.LogCaptureFixture) -> None:
-    class Stream(IterableDataset[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            return iter(torch.arange(8))
-
-    trainer, _ = noting()
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), trainer.interrupt)
-    trainer.run(DataLoader(Stream()), max_epochs=1)
-    trainer.run()
-
-    assert [line for line in caplog.messages if "keeps no state" in line] == [
-        "DataLoader keeps no state: the 2 batches that were consumed are loaded again and skipped."
-    ]
-
-
-@pytest.mark.parametrize("order", ["random", "in order"])
-def test_order_that_is_drawn_anew_after_a_pause_is_said(caplog: pytest.LogCaptureFixture, order: str) -> None:
-    samples = TensorDataset(torch.arange(8))
-    inner = RandomSampler(samples) if order == "random" else SequentialSampler(samples)
-    data = DataLoader(samples, batch_sampler=BatchSampler(inner, 1, drop_last=False))
-    trainer, seen = noting()
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), trainer.interrupt)
-    trainer.run(data, max_epochs=1)
-    trainer.run()
-
-    line = "DataLoader keeps no state: the 2 batches that were consumed are loaded again and skipped"
-    line += ", in an order that RandomSampler draws anew." if order == "random" else "."
-    assert line in caplog.messages and len(seen) == 8

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from ignite.engine import Engine, Events
+from ignite.engine import Events
 from torch import nn
 
 from ignite_engine import Trainer, TrainingEvents, create_evaluator, every, loader
 from ignite_engine.engine.saved_progress import counters
 from ignite_engine.handlers import Checkpoint, Evaluation, MetricLogger
-from tests.builders import Numbers, Passes, linear, numbers_loader, on_two_ranks, trainer_of
+from tests.builders import Numbers, linear, numbers_loader, on_two_ranks, trainer_of
 
 
 def seen_at(trainer: Trainer, **interval: Any) -> list[int]:
@@ -180,39 +180,6 @@ def test_any_handler_takes_it(tmp_path: Path) -> None:
     assert evaluated == [2, 4, 6]
     described = trainer.describe()
     assert "MetricLogger (event_filter=every(epochs=0.5))" in described
-
-
-def test_what_is_no_interval_is_one_sentence() -> None:
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({}, "every.. takes one of iterations, epochs, .*, got none"),
-        ({"epochs": 1, "samples": 2}, "takes one of .*, got epochs, samples"),
-        ({"samples": 0.5}, "takes a whole number above 0, got 0.5"),
-        ({"seconds": 0}, "takes a number above 0, got 0"),
-        ({"iterations": True}, "takes a whole number above 0, got True"),
-        ({"epochs": float("nan")}, "takes a number above 0, got nan"),
-        ({"epochs": 0.5, "count": len}, "count has no effect on every.epochs"),
-    ]
-    for options, line in cases:
-        with pytest.raises(ValueError, match=line):
-            every(**options)
-    with pytest.raises(ValueError, match=r"every\(tokens=5\) needs a function that counts"):
-        seen_at(trainer_of(), tokens=5)
-    trainer = trainer_of(weight_fn=tokens_of)
-    seen_at(trainer, tokens=5)
-    with pytest.raises(ValueError, match=r"are counted by .*tokens_of.* already"):
-        seen_at(trainer, tokens=5, count=len)
-    unsized = Trainer(lambda engine, batch: 0.0)
-    seen_at(unsized, epochs=0.5)
-    with pytest.raises(ValueError, match=r"every\(epochs=0.5\) needs data with a length"):
-        unsized.run(Passes(3), max_epochs=1)
-    wordy = Trainer(lambda engine, batch: 0.0)
-    seen_at(wordy, samples=2)
-    with pytest.raises(ValueError, match=r"every\(samples=...\) finds no tensor in a str: give count="):
-        wordy.run(["a", "b"], max_epochs=1)
-    engine = Engine(lambda engine, batch: 0.0)
-    engine.add_event_handler(every(epochs=0.5), lambda: None)
-    with pytest.raises(TypeError, match=r"every\(epochs=0.5\) is for a Trainer, got Engine"):
-        engine.run([1, 2], max_epochs=1)
 
 
 def on_a_rank(folder: Path, rank: int) -> dict[str, Any]:

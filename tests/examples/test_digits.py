@@ -79,16 +79,6 @@ def test_option_that_cannot_be_is_refused(options: dict[str, float], line: str) 
         build_task(build, options)
 
 
-def test_missing_scikit_learn_is_one_line_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "sklearn"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    monkeypatch.delitem(sys.modules, build.__module__)
-    task = find_task("digits.py:build", ROOT / "examples")  # importing the file needs no scikit-learn
-    with pytest.raises(TaskError, match=r"not installed: pip install 'ignite-engine\[examples\]'"):
-        build_task(task, {})
-
-
 @pytest.mark.long  # trains the whole config
 def test_best_checkpoint_reaches_the_promised_accuracy_on_the_test_fifth(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -143,28 +143,6 @@ def test_a_save_is_announced_at_the_first_step_boundary_after_it(
     assert announced.keys() == {2, 9} and 3 <= announced[2] <= 5
 
 
-def test_what_a_save_took_is_told_once_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it, not only what training waited for."""
-    save = CheckpointStore.save
-
-    def slowly(self: CheckpointStore, *args: Any, **options: Any) -> Path:
-        if options["iteration"] == 2:
-            time.sleep(0.2)
-        return save(self, *args, **options)
-
-    monkeypatch.setattr(CheckpointStore, "save", slowly)
-    trainer, took = trainer_of(), dict[int | None, float]()
-    Checkpoint(tmp_path, background=True).attach(trainer, Events.ITERATION_COMPLETED(once=2))
-    trainer.add_event_handler(
-        TrainingEvents.CHECKPOINT_SAVED,
-        lambda: took.__setitem__(trainer.state.saved_iteration, trainer.state.save_seconds),
-    )
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: time.sleep(0.01))
-    trainer.run(numbers_loader(), max_iters=60)
-
-    assert list(took) == [2, 60] and took[2] >= 0.2 and took[60] > 0
-
-
 def test_next_save_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save = CheckpointStore.save
 

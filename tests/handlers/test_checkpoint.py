@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -124,23 +123,6 @@ def test_best_by_another_metric_is_judged_anew(tmp_path: Path, caplog: pytest.Lo
     assert told == [
         "checkpoint kept the best by val/loss (min) before, now by val/accuracy (max): the next value is the first."
     ]
-
-
-def test_best_by_a_metric_that_nobody_writes_is_told_once(tmp_path: Path) -> None:
-    def told(folder: str, name: str, max_iters: int) -> list[str]:
-        trainer = trainer_of()
-        scored(trainer, {2: 1.0}, name)
-        checkpoint = Checkpoint(tmp_path / folder, best="val/loss")
-        checkpoint.attach(trainer)
-        checkpoint.resume()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trainer.run(numbers_loader(), max_iters=max_iters)
-        return [str(each.message) for each in caught]
-
-    (line,) = told("never", "val/los", 4)
-    assert line.startswith("Checkpoint(best='val/loss') has no effect, as nothing has written that metric (written: ")
-    assert told("once", "val/loss", 4) == [] == told("once", "val/loss", 6)  # it was, before the resume
 
 
 def test_each_nth_stays_for_good(tmp_path: Path) -> None:

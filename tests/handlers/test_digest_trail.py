@@ -78,14 +78,6 @@ def test_the_run_has_the_bits_and_checkpoints_of_one_without_it(tmp_path: Path) 
     assert names == set(without.registry.objects)
 
 
-def test_what_cannot_be_written_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "trail.jsonl").mkdir()
-    trainer, _ = with_trail(tmp_path, every=1)
-    trainer.run(numbers_loader(), max_epochs=1)
-    assert trainer.state.iteration == 6
-    assert [record.levelname for record in caplog.records if "DigestTrail failed" in record.message] == ["WARNING"]
-
-
 @pytest.mark.parametrize("every", [0, -1, 2.5])
 def test_interval_that_is_none_is_refused(every: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="every must be a whole number of updates of at least 1"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from ignite.engine import Events
 from ignite.metrics import Average
 
 from ignite_engine import Trainer, TrainingEvents, create_evaluator
-from ignite_engine.handlers import Checkpoint, EarlyStopping, Evaluation, MetricLogger
+from ignite_engine.handlers import Checkpoint, EarlyStopping, Evaluation
 from tests.builders import events_of, numbers_loader, trainer_of, weights
 from tests.ranks.forkserver import on_ranks
 
@@ -233,31 +232,6 @@ def test_value_at_a_look_before_the_resumed_training_does_not_count_twice(tmp_pa
     assert resumed.state.epoch == 4
 
 
-def test_key_that_an_evaluation_does_not_write_is_a_warning_at_once() -> None:
-    trainer = trainer_with([1.0] * 3, key="val/accuracy")
-    told_at: list[int] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.add_event_handler(Events.EPOCH_STARTED, lambda: told_at.append(len(caught)))
-        run(trainer, 3)
-
-    assert told_at == [0, 1, 1]
-    assert [str(warning.message) for warning in caught] == [
-        "EarlyStopping(key='val/loss') has no effect, as nothing has written that metric (written: val/accuracy): "
-        "name one of those, or attach the handler that writes it."
-    ]
-
-
-def test_key_that_is_never_written_is_a_warning_at_the_end() -> None:
-    trainer = trainer_with([1.0] * 3, key="accuracy")
-    with pytest.warns(UserWarning, match=r"\(key='val/loss'\) has no effect, .* \(written: accuracy\)"):
-        run(trainer, 3)
-    written = trainer_with([1.0] * 3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run(written, 3)
-
-
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -334,21 +308,6 @@ def test_stopping_that_nothing_would_cause_is_refused() -> None:
         EarlyStopping("val/loss")
     with pytest.raises(TypeError, match="stopping_threshold must be a number, or None, got 'low'"):
         EarlyStopping("val/loss", stopping_threshold="low")  # type: ignore[arg-type]  # what is tested
-
-
-@pytest.mark.parametrize("event", [Events.EPOCH_COMPLETED, Events.ITERATION_COMPLETED])
-def test_console_has_one_line_of_the_iteration_whose_value_ends_the_run(
-    event: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With the training loss of the interval that it cuts short."""
-    trainer = trainer_with((5.0, 4.0, 4.0, 4.0), event=event)
-    MetricLogger().attach(trainer, Events.ITERATION_COMPLETED(every=5))
-    run(trainer)
-
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "iter" not in line]
-    iterations = [row[0] for row in rows]
-    assert trainer.state.reason is not None and iterations[-1] == str(trainer.state.iteration)
-    assert len(iterations) == len(set(iterations)) and "-" not in rows[-1], rows
 
 
 def test_name_of_the_metric_says_what_is_better_where_no_mode_is_given() -> None:

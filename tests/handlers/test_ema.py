@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ignite_engine import Phase, Trainer, TrainingEvents, Update, create_evaluator
-from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import EMA, Checkpoint, Evaluation
 from tests.builders import linear, mse, numbers_loader, one, trainer_of, weights
 from tests.ranks.forkserver import on_ranks
@@ -402,15 +400,6 @@ def test_second_run_in_one_process_starts_at_the_current_weights() -> None:
     assert torch.equal(seen[1], between) and ema.updates == 6
 
 
-def test_average_of_another_model_is_a_one_line_error() -> None:
-    ema, other = EMA(), EMA()
-    ema.attach(trainer_of())
-    other.attach(trainer_of(linear(features=5)))
-    line = r"^The model is not the one that was averaged \(0\.weight differ\): .* resume\(ignore=\['ema'\]\), "
-    with pytest.raises(StateMismatch, match=line):
-        other.load_state_dict(ema.state_dict())
-
-
 # --- settings and wrappings -------------------------------------------------------------------------------------------
 
 
@@ -452,24 +441,6 @@ def test_users_own_update_with_a_model_is_averaged_and_put_back() -> None:
 
     torch.testing.assert_close(seen[0], begun + 1.25)
     torch.testing.assert_close(weights(trainer), begun + 2.0)
-
-
-def test_an_average_that_never_moves_is_a_warning() -> None:
-    class Silent:
-        model = linear()
-
-        def __call__(self, trainer: Trainer, batch: Any) -> None:
-            pass
-
-    trainer = Trainer(Silent())
-    EMA().attach(trainer)
-    with pytest.warns(UserWarning, match="EMA 'ema' was not updated in 2 iterations: the update fired no"):
-        trainer.run([0, 1], max_epochs=1)
-    moved = trainer_of()
-    EMA().attach(moved)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        moved.run(numbers_loader(), max_epochs=1)
 
 
 @pytest.mark.slow

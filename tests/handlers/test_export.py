@@ -193,28 +193,3 @@ def test_sharded_weights_are_gathered(tmp_path: Path) -> None:
         for folder, expected in zip(("out", "ema"), answers, strict=True):
             written = load_file(tmp_path / folder / "model.safetensors")
             assert {name: value.tolist() for name, value in written.items()} == expected
-
-
-def test_wrong_use_is_one_sentence(tmp_path: Path) -> None:
-    for settings, message in {
-        "keep=0": r"keep must be at least 1, got 0: the newest is always kept",
-        "name='a/b'": r"name must be a file's name without its ending, got 'a/b'",
-    }.items():
-        with pytest.raises((TypeError, ValueError), match=message):
-            eval(f"Export('out', {settings})")
-    for options, message in (
-        ({"weights": "ema"}, r"Export\(weights='ema'\) is no average of this run; expected 'raw', as no EMA is attach"),
-        (
-            {"part": "modle"},
-            r"Export\(part='modle'\) found no model 'modle' among what is registered; did you mean",
-        ),
-    ):
-        trainer = trainer_of()
-        Export(tmp_path, **options).attach(trainer)  # type: ignore[arg-type]  # what is tested
-        with pytest.raises(ValueError, match=message):
-            trainer.run(numbers_loader(), max_epochs=1)
-    (tmp_path / "model.safetensors").touch()
-    trainer = trainer_of()
-    Export(tmp_path).attach(trainer)
-    with pytest.raises(ValueError, match=r"model\.safetensors is there and is not the link of an export"):
-        trainer.run(numbers_loader(), max_epochs=1)

@@ -149,14 +149,6 @@ def test_iterations_that_are_skipped_are_not_the_counted_one() -> None:
     )
 
 
-def test_what_has_no_matrix_product_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    trainer = Trainer(lambda engine, batch: batch + 1)
-    Throughput(flops=True).attach(trainer, Events.EPOCH_COMPLETED)
-    trainer.run([torch.ones(2)] * 6)
-    assert caplog.text.count("no matrix product") == 1
-    assert "throughput/tflops_per_s" not in trainer.state.metrics
-
-
 def test_a_run_that_is_paused_or_fails_in_the_counted_iteration_counts_in_a_later_one() -> None:
     fails = [True]
 

@@ -72,34 +72,10 @@ def test_value_of_a_later_iteration_is_of_another_run() -> None:
     assert followed.seen_at is None
 
 
-def test_key_that_is_missing_from_its_group_is_a_warning_at_once() -> None:
-    found, warned = follow(writing({2: {"val/loss": 1.0, "val/accuracy": 1.0}, 4: {"val/loss": 1.0}}), "val/acuracy")
-
-    assert found == []
-    assert warned == [
-        (
-            2,
-            "Thing(metric='val/acuracy') has no effect, as nothing has written that metric "
-            "(written: val/accuracy, val/loss); did you mean 'val/accuracy'?",
-        )
-    ]
-
-
 def evaluated(trainer: Trainer, name: str, iteration: int) -> None:
     evaluator = create_evaluator(linear(), lambda model, batch: batch)
     evaluator.add_event_handler(Events.COMPLETED, lambda: evaluator.state.metrics.update(accuracy=0.5))
     Evaluation(evaluator, [1], name=name).attach(trainer, Events.ITERATION_COMPLETED(once=iteration))
-
-
-@pytest.mark.parametrize("key", ["valid/accuracy", "accuracy"])
-def test_key_of_a_wrong_group_is_a_warning_when_every_evaluation_has_run(key: str) -> None:
-    trainer = writing({1: {"lr": 0.1}})
-    evaluated(trainer, "val", 2)
-    evaluated(trainer, "test", 4)
-    _, warned = follow(trainer, key)
-
-    assert [iteration for iteration, _ in warned] == [4]
-    assert "(written: lr, test/accuracy, val/accuracy); did you mean" in warned[0][1]
 
 
 def test_loss_of_the_update_may_be_written_after_that_of_an_evaluation() -> None:
@@ -109,17 +85,6 @@ def test_loss_of_the_update_may_be_written_after_that_of_an_evaluation() -> None
     found, warned = follow(trainer, "loss")
 
     assert found == [(6, 2.5)] and warned == []
-
-
-def test_key_that_is_never_written_is_a_warning_at_the_end() -> None:
-    _, warned = follow(writing({}), "score")
-
-    assert warned == [
-        (
-            -1,
-            "Thing(metric='score') has no effect, as nothing has written that metric (written: nothing).",
-        )
-    ]
 
 
 @pytest.mark.parametrize(
@@ -139,14 +104,3 @@ def test_improvement_is_finite_and_larger_than_min_delta(
     value: float, best: Any, mode: str, min_delta: float, better: bool
 ) -> None:
     assert improves(value, best, mode, min_delta) is better
-
-
-def test_mode_that_the_name_contradicts_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    for key, mode in (("val/accuracy", "max"), ("val/loss", "min"), ("score", "max"), ("val/accuracy", None)):
-        FollowedMetric(key, "Thing", mode)
-    assert caplog.messages == []
-
-    FollowedMetric("val/accuracy", "Checkpoint(best='val/accuracy')", "min")
-    assert caplog.messages == [
-        "Checkpoint(best='val/accuracy') takes smaller values for better: is that meant? mode='min'."
-    ]

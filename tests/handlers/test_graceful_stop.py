@@ -416,15 +416,6 @@ def test_signal_is_one_line_at_once(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert stop_lines(caplog) == [line]
 
 
-def test_sigusr1_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = stoppable(tmp_path)
-    trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: send(signal.SIGUSR1))
-    with caplog.at_level("INFO"):
-        trainer.run(numbers_loader(), max_epochs=1)
-
-    assert stop_lines(caplog) == ["SIGUSR1 at iteration 2: Checkpoint saves at the next step boundary."]
-
-
 def test_no_thread_is_left(tmp_path: Path) -> None:
     before = threading.active_count()
     trainer = stoppable(tmp_path)

@@ -213,14 +213,6 @@ def test_of_two_trainers_in_a_process_and_beside_another_profiler_a_window_waits
     assert files(tmp_path / "beside") == [] and len(users.function_events or [])
 
 
-def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "profiles").write_text("a file in the folder's place")
-    trainer = trainer_of()
-    Profiler(tmp_path, wait=0, warmup=0, active=1).attach(trainer)
-    trainer.run(numbers_loader(8))
-    assert trainer.state.iteration == 4 and "could not be written" in caplog.text
-
-
 def test_numbers_out_of_range_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for options in ({"active": 0}, {"wait": -1}, {"warmup": 0.5}, {"repeat": 0}):
         with pytest.raises(ValueError, match="must be a whole number of at least"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import io
 import json
@@ -308,30 +307,6 @@ def test_failing_sink_warns_once_and_stops_neither_the_training_nor_the_others(
     ]
 
 
-def test_sink_that_fails_again_after_it_worked_warns_again(caplog: pytest.LogCaptureFixture) -> None:
-    trainer = counting()
-    MetricLogger(sinks=[Broken(RuntimeError("the line is dead."), at=range(2, 5, 2))], console=False).attach(trainer)
-    trainer.run(range(6))
-    assert len(warnings_of(caplog)) == 2
-
-
-class ClosedTerminal(io.StringIO):
-    def write(self, text: str) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-
-def test_console_that_is_gone_when_the_run_ends_is_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The last row is printed when the run has ended, and an error there would replace the exit code of a stop."""
-    trainer = counting()
-    console = ConsoleSink(ClosedTerminal())
-    MetricLogger(tmp_path, sinks=[console], console=False).attach(trainer, Events.ITERATION_COMPLETED(every=6))
-    assert trainer.run(range(6)).status == "completed"
-    (warning,) = warnings_of(caplog)
-    assert warning.startswith("The sink console (ConsoleSink) failed: OSError: [Errno 5] Input/output error.")
-
-
 def test_sink_without_a_state_to_tell_is_saved_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for end in (2, 4):
         trainer = counting()
@@ -376,15 +351,6 @@ def test_full_disk_loses_lines_and_tears_none(tmp_path: Path, caplog: pytest.Log
     assert sizes == [len("".join(json.dumps(line) + "\n" for line in before)) + 7]  # the disk was full indeed
     assert [line["iteration"] for line in lines(path)] == [1, 2, 5, 6]
     assert len(warnings_of(caplog)) == 1 and "free some disk space." in warnings_of(caplog)[0]
-
-
-def test_place_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("no folder")
-    trainer = counting()
-    MetricLogger(tmp_path / "file", console=False).attach(trainer)
-
-    assert trainer.run(range(3)).status == "completed"
-    assert len(warnings_of(caplog)) == 1 and "make the path writable, or remove the sink." in warnings_of(caplog)[0]
 
 
 def test_an_error_of_a_handler_is_raised() -> None:

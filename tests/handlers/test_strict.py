@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from ignite.engine import Events
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from ignite_engine import Trainer, Windows
 from ignite_engine.checkpointing import CheckpointStore, NotExact
-from ignite_engine.cli import main
 from ignite_engine.config import ConfigError, config_from_dict
 from ignite_engine.handlers import Checkpoint
 from tests.builders import Numbers, linear, numbers_loader, trainer_of
@@ -205,18 +203,3 @@ def test_saves_that_it_would_not_resume_are_refused(tmp_path: Path) -> None:
         config_from_dict(
             {"task": "a.py:b", "run": {"max_epochs": 1}, "checkpoint": {"strict": True, "on_exception": True}}
         )
-
-
-def test_config_asks_for_it_and_gets_one_line_and_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    task = Path(__file__).parent.parent / "faults" / "forgetful_task.py"
-    values: dict[str, Any] = {
-        "task": f"{task}:build",
-        "run": {"max_iterations": 3, "directory": str(tmp_path / "run")},
-        "checkpoint": {"strict": True, "exclude": ["rng"]},
-        "logging": {"clearml": False, "progress": False, "report": False},
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
-    assert main(["train", str(tmp_path / "config.yaml")]) == 2
-    (line,) = [each for each in capsys.readouterr().err.splitlines() if each.startswith("error: ")]
-    assert "This run cannot be resumed bit for bit, which checkpoint.strict asks for: rng is not saved." in line
-    assert main(["train", str(tmp_path / "config.yaml"), "checkpoint.exclude=[]"]) == 0

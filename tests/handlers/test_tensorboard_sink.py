@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -146,22 +145,6 @@ def test_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert state.status == "completed" and list((tmp_path / "tensorboard").iterdir()) == []
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warned) == 1 and "free some disk space." in warned[0]
-
-
-def test_missing_package_is_one_warning_when_it_is_attached(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "tensorboard"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    trainer = trainer_of()
-    MetricLogger(sinks=[TensorBoardSink(tmp_path / "other")], console=False).attach(trainer)
-    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warned) == 1 and "install ignite-engine[tensorboard]" in warned[0]
-    assert "The sink tensorboard (TensorBoardSink) failed: ModuleNotFoundError" in warned[0]
-    trainer.run(numbers_loader(24))
-
-    assert trainer.state.status == "completed" and len(caplog.records) == 1
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

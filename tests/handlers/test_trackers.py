@@ -209,21 +209,6 @@ def test_wandb_is_online_where_it_has_a_key_and_never_asks_for_one(
     assert [each["mode"] for each in wandb.inits] == [mode]
 
 
-@pytest.mark.parametrize("sink", [WandBSink, MLflowSink])
-def test_missing_package_is_one_warning_when_it_is_attached(
-    sink: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    package = "wandb" if sink is WandBSink else "mlflow"
-    monkeypatch.setitem(sys.modules, package, None)
-    trainer = built(tmp_path, sink(tmp_path))
-    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    state = trainer.run(numbers_loader(24))
-
-    assert state.status == "completed" and len(warned) == 1
-    assert sum("The sink" in record.getMessage() for record in caplog.records) == 1
-    assert f"install ignite-engine[{package}], or remove the sink." in warned[0]
-
-
 @pytest.mark.parametrize(("sink", "package"), [(WandBSink, WandB), (MLflowSink, MLflow)])
 def test_failure_is_one_warning_and_training_continues(
     sink: Any, package: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

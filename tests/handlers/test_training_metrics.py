@@ -11,7 +11,7 @@ from ignite.engine import Events
 from ignite.metrics import ConfusionMatrix, MeanAbsoluteError, MeanSquaredError
 from torch import Tensor, nn
 
-from ignite_engine import Trainer, Update, create_evaluator, loader
+from ignite_engine import Trainer, Update, create_evaluator
 from ignite_engine.handlers import Checkpoint, Evaluation, TrainingMetrics
 from tests.builders import Numbers, linear, mse, numbers_loader, on_two_ranks, trainer_of, weights
 
@@ -138,14 +138,3 @@ class _Unsized:
 
     def __iter__(self) -> Any:
         return iter(self.batches)
-
-
-def test_wrong_use_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(TypeError, match=r"metrics must be a mapping of names to metrics of Ignite, got"):
-        TrainingMetrics(MeanSquaredError())  # type: ignore[arg-type]  # what is tested
-    with pytest.raises(TypeError, match=r"the trainer's update must be an Update, got"):
-        TrainingMetrics({}).attach(Trainer(lambda engine, batch: mse(linear(), batch)))
-    trainer = trainer_of()
-    TrainingMetrics({"mse": MeanSquaredError()}).attach(trainer)
-    trainer.run(loader(Numbers(4), 2), max_epochs=1)
-    assert [line for line in caplog.messages if "has nothing to measure: call its record(" in line]

@@ -178,14 +178,6 @@ def test_ranks_of_a_tensor_parallel_group_share_data_lengths_and_weights(
     assert sorted(dealt) == list(range(9))
 
 
-def test_mesh_that_does_not_say_who_shares_data_is_one_line(ranks: list[dict[str, Any]]) -> None:
-    for each in ranks:
-        assert each["returned"]
-        assert "got 'pp'" in each["unknown"] and "dp_shard" in each["unknown"] and "tensor" in each["unknown"]
-        assert "got none" in each["nameless"]
-        assert "all 4 ranks" in each["part"] and "\n" not in each["part"]
-
-
 def test_mesh_ends_with_its_process_group(ranks: list[dict[str, Any]]) -> None:
     assert [each["ended"] for each in ranks] == [(0, 1)] * 4
     assert [each["new group"] for each in ranks] == [(rank, 4) for rank in range(4)]

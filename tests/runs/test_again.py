@@ -67,21 +67,6 @@ def read(folder: Path) -> str:
     return str(RunDirectory(folder).read_summary()["weights_sha256"])
 
 
-def test_restart_that_cannot_be_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_of(tmp_path / "run")
-    monkeypatch.chdir(tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"^fit\(\): run\.restart: got true, but .*run holds the working"):
-        run_of(tmp_path / "run", restart=True)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"^fit\(\): run\.restart: got true with run\.must_be_new, which refuses"):
-        run_of(tmp_path / "run", restart=True, run={"must_be_new": True})
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # the launcher starts a rank again: that is no new run
-    assert run_of(tmp_path / "run", restart=True).trainer.state.start.value == "resumed"
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # a job that was requeued goes on
-    assert run_of(tmp_path / "run", restart=True).trainer.state.start.value == "resumed"
-
-
 def test_run_that_another_process_moves_at_the_same_time_is_moved_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

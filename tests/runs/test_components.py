@@ -22,31 +22,6 @@ def config(**sections: Any) -> Config:
     return config_from_dict({"task": "unused.py:build", "run": {"max_epochs": 3}, **sections})
 
 
-@pytest.mark.parametrize(
-    ("sections", "parts", "line"),
-    [
-        ({}, {"val_sets": {"val": Numbers(2)}, "test_sets": {"val": Numbers(2)}}, "task: a set cannot be in val_sets"),
-        ({}, {"val_sets": {"val": iter(())}}, "task: the data 'val' is a tuple_iterator, expected __len__"),
-        ({}, {"val_sets": {"val": Numbers(0)}}, "task: the data 'val' has 0 samples for 1 ranks"),
-        (
-            {"data": {"max_read_errors": 3}, "update": {"global_micro_batches": 2, "accumulation_steps": None}},
-            {},
-            "data.max_read_errors: got 3 with update.global_micro_batches",
-        ),
-        (
-            {"ema": {"decay": 0.9, "evaluate": ["vl"]}},
-            {"val_sets": {"val": Numbers(2)}},
-            "ema.evaluate: got 'vl', ",
-        ),
-        ({"checkpoint": {"best": "val/los"}}, {"val_sets": {"val": Numbers(2)}}, "did you mean 'val/loss'"),
-        ({"checkpoint": {"best": "val/accuracy"}}, {"val_sets": {"val": Numbers(2)}}, "known: loss, val/loss"),
-    ],
-)
-def test_task_that_does_not_fit_is_one_line(sections: dict[str, Any], parts: dict[str, Any], line: str) -> None:
-    with pytest.raises(ConfigError, match=line):
-        components.check_fit(config(**sections), Task(linear(), mse, Numbers(10), **parts))
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_other_config_on_one_rank_is_refused_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,16 +20,13 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
-from torch.utils.data.distributed import DistributedSampler
 
-from ignite_engine import Trainer, Update, Updates, fit
-from ignite_engine.config import ConfigError
+from ignite_engine import Trainer, fit
 from ignite_engine.data import sampler as samplers
 from tests.builders import on_two_ranks
 from tests.runs.test_fit import QUIET, TRAIN, VAL, loss_fn, net, signals_come_back
 
 SAMPLES = TensorDataset(*TRAIN)
-UPDATE = Update(MODEL := net(), torch.optim.SGD(MODEL.parameters(), lr=0.1), loss_fn)
 signals = signals_come_back
 
 
@@ -215,55 +212,6 @@ def test_sampler_with_a_memory_of_its_own_is_named_as_not_exact(tmp_path: Path) 
     assert "the order of Forgetful is not a function of random numbers and the epoch" in run.trainer.reproducibility()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind", "words"),
-    [
-        (
-            {"train_set": (sample for sample in SAMPLES)},
-            ConfigError,
-            "'train_set' is a generator, expected .* DataLoader, or",
-        ),
-        ({"train_set": {"train": SAMPLES}}, TypeError, r"^train_set is a dict of train: give one, \['train'\]\.$"),
-        (
-            {"train_set": DataLoader(SAMPLES), "batch_size": 4},
-            TypeError,
-            "got batch_size=4 with a DataLoader as train_set",
-        ),
-        (
-            {"train_set": TRAIN, "loss_fn": Updates({"one": UPDATE})},
-            TypeError,
-            r"^loss_fn is an Updates, and fit\(\) makes its own Update .*: give yours to Trainer, as examples/gan\.py",
-        ),
-        ({"train_set": TRAIN, "sampler": iter([1])}, TypeError, "sampler must have a length and yield indices, got a"),
-        (
-            {"train_set": TRAIN, "sampler": DistributedSampler(SAMPLES, 2, 0)},
-            TypeError,
-            "sampler is a DistributedSampler: leave it out, the samples are shared out to the ranks anyway",
-        ),
-        ({"train_set": TRAIN, "sampler": ["a"]}, TypeError, "sampler must yield indices, and list yields a str"),
-        (
-            {"train_set": Stream(), "sampler": [1]},
-            ConfigError,
-            r"a sampler, which is of map-style data, .* is a Stream",
-        ),
-        (
-            {"train_set": Stream(), "schedule": "cosine"},
-            ConfigError,
-            r"^fit\(\): schedule\.total: DataLoader does not say how many updates .*: set it, or run\.max_iterations",
-        ),
-        (
-            {"train_set": Stream(), "evaluation": {"every": {"epochs": 0.5}}},
-            ConfigError,
-            "IterableDataset has no known",
-        ),
-    ],
-)
-def test_what_cannot_be_taken_is_one_line(arguments: dict[str, Any], kind: Any, words: str, tmp_path: Path) -> None:
-    with pytest.raises(kind, match=words) as refusal:
-        run_of(tmp_path / "run", **arguments)
-    assert "\n" not in str(refusal.value)
-
-
 SIX = torch.optim.lr_scheduler
 
 
@@ -296,13 +244,6 @@ def test_torch_scheduler_steps_once_per_epoch_unless_it_is_meant_for_updates(
     said = any("steps once per epoch; schedule_per='step' changes that" in line for line in caplog.messages)
     assert said == (schedule is not None and len(set(rates)) > 1 and not arguments)
     assert ("lr" in run.metrics) == (schedule is not None)
-
-
-def test_wrong_use_of_schedulers_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^fit\(\): schedule: got a ReduceLROnPlateau, .* give {'name': 'plateau'"):
-        run_of(tmp_path, TRAIN, schedule=lambda optimizer: SIX.ReduceLROnPlateau(optimizer))
-    with pytest.raises(TypeError, match=r"^fit\(\) got schedule_per='epoch' without a scheduler made by a function"):
-        run_of(tmp_path, TRAIN, schedule="cosine", schedule_per="epoch")
 
 
 @pytest.mark.slow

@@ -129,25 +129,6 @@ def test_frozen_backbone_is_left_out_and_comes_from_its_source_each_time(
     assert measured["val/loss"] == summary["metrics"]["val/loss"]
 
 
-@pytest.mark.parametrize(
-    ("load", "width", "line"),
-    [
-        ({"path": "nowhere"}, 4, "config: checkpoint.load.path: nowhere does not exist"),
-        ({}, 6, r"config: checkpoint.load: .* differ \(3 unexpected: model:backbone.weight \(saved \(4, 2\), "),
-        ({"ignore": ["model:tail.*"]}, 4, "config: checkpoint.load: ignore: 'model:tail.*' matches no name"),
-        ({"weights": "average"}, 4, "config: checkpoint.load: weights='average'"),
-    ],
-)
-def test_what_cannot_be_loaded_is_one_line_about_its_key(
-    build: Build, pretrained: Path, load: dict[str, Any], width: int, line: str
-) -> None:
-    run = build("run", {"checkpoint": {"load": {"path": str(pretrained), **load}}}, width=width)
-    with pytest.raises(ConfigError, match=f"^{line}") as caught:
-        run.train()
-
-    assert "\n" not in str(caught.value) and run.trainer.state.iteration == 0
-
-
 def test_settings_that_are_no_plan_are_refused_when_the_run_is_built(build: Build, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^config: checkpoint.load: parts has 'data' without 'counters'"):
         build("run", {"checkpoint": {"load": {"path": "x", "parts": ["model", "data"]}}})
@@ -174,23 +155,6 @@ def test_a_run_begins_with_several_sources(build: Build, pretrained: Path, tmp_p
     assert torch.equal(began[0]["head.weight"], second["head.weight"])
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["checkpoint"]["load"][1]["which"] == "best"
     assert build("run", {"checkpoint": {"load": load}}).train()["start"] == "restart"
-
-
-@pytest.mark.parametrize(
-    ("load", "line"),
-    [
-        ([{"path": "a"}, {"required": False}], "checkpoint.load.1.path: this is missing, expected what to load"),
-        ([{"path": "a", "pth": 1}], r"checkpoint.load.0.pth: got 1 for a key that is not known; did you mean 'path'\?"),
-        ([{"path": "a", "which": "lats"}], "checkpoint.load.0.which: got 'lats', expected 'last', 'best' or 'newest'"),
-        ([{"path": "a", "metric": "loss"}], "checkpoint.load.0: metric and mode say together"),
-        ({"path": "a", "required": 1}, "checkpoint.load.required: got 1, expected true or false"),
-        ("a", "checkpoint.load: got 'a', expected a mapping of settings"),
-        (["a"], "checkpoint.load.0: got 'a', expected a mapping of settings"),
-    ],
-)
-def test_a_source_that_means_nothing_is_one_line_about_its_key(build: Build, load: Any, line: str) -> None:
-    with pytest.raises(ConfigError, match=f"^config: {line}"):
-        build("run", {"checkpoint": {"load": load}})
 
 
 def test_a_dynamic_source_is_loaded_again(build: Build, pretrained: Path, tmp_path: Path) -> None:

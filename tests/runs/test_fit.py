@@ -247,110 +247,6 @@ def test_optimizer_may_be_made_already_and_handlers_have_events(tmp_path: Path) 
         fitted(tmp_path / "other", handlers=[(steps, Events.EPOCH_COMPLETED)])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"max_epochs": None}, r"^fit\(\): run: expected one of max_iterations and max_epochs, or both, got neither"),
-        ({"batch_size": 0}, r"^fit\(\): data\.batch_size: got 0, expected at least 1\.$"),
-        ({"lr": "fast"}, r"^fit\(\): optimizer\.lr: got 'fast', expected a number\.$"),
-        (
-            {"precision": "bf32"},
-            r"^fit\(\): update\.precision: got 'bf32', expected 'fp32', 'bf16' or 'fp16'; did you mean 'fp32'\?$",
-        ),
-        ({"optimizer": "Adamm"}, r"^fit\(\): optimizer\.name: got 'Adamm', .*did you mean 'Adam"),
-        ({"optimizer": {"name": "SGD", "momentun": 0.9}}, r"^fit\(\): optimizer\.momentun: .*did you mean 'momentum'"),
-        ({"schedule": "cosin"}, r"^fit\(\): schedule\.name: got 'cosin', .*did you mean 'cosine'\?$"),
-        ({"best": "val/acuracy", "mode": "max"}, r"^fit\(\): checkpoint\.best: got 'val/acuracy', expected a metric"),
-        (
-            {"best": "val/entrpy", "metrics": {"entropy": Accuracy()}},
-            r"^fit\(\): best: got 'val/entrpy', expected a metric of this run; did you mean 'val/entropy'\?$",
-        ),
-        (
-            {"best": "val/loss", "metrics": {"entropy": Accuracy()}},
-            r"^fit\(\): checkpoint\.best: got 'val/loss', .*: where metrics are given, .*; known: val/entropy\.$",
-        ),
-        ({"best": "val/score"}, r"^fit\(\): mode: got nothing for best='val/score', expected 'min' or 'max'"),
-        ({"checkpoint": {"keep_lst": 3}}, r"^fit\(\): checkpoint\.keep_lst: got 3 for a key .*mean 'keep_last'\?$"),
-        (
-            {"accumulation_steps": 2, "update": {"global_micro_batches": 2}},
-            r"^fit\(\): update\.global_micro_batches: got 2 with update\.accumulation_steps 2;",
-        ),
-        ({"lr": 0.1, "optimizer": OWN["optimizer"]}, r"^fit\(\): lr: got a value with an optimizer that has its own"),
-        ({"max_epochs": None, "max_iters": 0}, r"^fit\(\): run\.max_iterations: got 0, expected at least 1"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_wrong_value_is_one_line_that_names_the_argument(tmp_path: Path, arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        fitted(tmp_path / "run", **arguments)
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"epochs": 3}, r"^fit\(\) got epochs, which it does not take; did you mean 'max_epochs'\?$"),
-        ({"lr": 0.1, "optimizer": {"name": "sgd", "lr": 0.2}}, r"^fit\(\) got optimizer\.lr twice"),
-        ({"max_epochs": 3, "run": {"max_epochs": 4}}, r"^fit\(\) got run\.max_epochs twice"),
-        ({"checkpoint": 5}, r"^checkpoint must be a mapping of settings, got 5\.$"),
-        ({"schedule": 5}, r"^schedule must be a name, options, or a function of the optimizer, got 5\.$"),
-        ({"handlers": [print]}, r"^handlers\[0\] must be an object with attach\(trainer\), or a pair"),
-        ({"optimizer": torch.optim.SGD}, r"^optimizer is the class SGD: give its name, 'SGD', or lambda model: SGD\("),
-        ({"optimizer": 5}, r"^optimizer must be a name, options, an optimizer, or a function"),
-    ],
-)
-def test_wrong_argument_is_one_sentence(tmp_path: Path, arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(TypeError, match=words):
-        fitted(tmp_path, **arguments)
-
-
-def test_frozen_model_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^fit\(\): the model has no parameter that requires a gradient, .* unfreeze"
-    ):
-        fit(net().requires_grad_(False), loss_fn, TRAIN, directory=tmp_path / "run", max_epochs=1, **QUIET)
-
-
-@pytest.mark.parametrize(
-    ("samples", "collate_fn", "held"),
-    [
-        ([{"x": each, "y": 0} for each in INPUTS], None, "a dict,"),
-        (list(INPUTS), None, "a Tensor,"),
-        ([(each, each, 0) for each in INPUTS], None, "a tuple of 3,"),
-        (list(INPUTS), lambda samples: {"x": torch.stack(samples)}, "a dict,"),
-    ],
-)
-def test_samples_that_are_no_pairs_are_told_what_to_do_before_the_run_trains(
-    samples: Any, collate_fn: Any, held: str, tmp_path: Path
-) -> None:
-    def untrained(model: nn.Module, batch: Any) -> torch.Tensor:
-        raise AssertionError("it trains")
-
-    with pytest.raises(TypeError, match=rf"what 'val' holds is {held} .*give fit\(\) predict, a function predict\(mod"):
-        fit(
-            net(),
-            untrained,
-            samples,
-            samples,
-            collate_fn=collate_fn,
-            directory=tmp_path / "run",
-            max_epochs=1,
-            metrics={"accuracy": Accuracy()},
-            **QUIET,
-        )
-    assert not (tmp_path / "run").exists()
-
-
-def test_part_of_another_kind_is_one_sentence(tmp_path: Path) -> None:
-    for criterion in (nn.CrossEntropyLoss(), nn.functional.cross_entropy):
-        with pytest.raises(TypeError, match=r"loss_fn must be a function .*, got .*ross.?[eE]ntropy"):
-            fit(net(), criterion, TRAIN, directory=tmp_path, max_epochs=1, **QUIET)
-    with pytest.raises(TypeError, match="model must be a module, got a list"):
-        fit([net()], loss_fn, TRAIN, directory=tmp_path, max_epochs=1)  # type: ignore[arg-type]  # what is tested
-    with pytest.raises(ConfigError, match=r"^fit\(\): the data 'train_set' is a generator, expected __len__"):
-        fit(net(), loss_fn, (x for x in [1]), directory=tmp_path, max_epochs=1)  # type: ignore[arg-type]
-
-
 def test_last_epoch_that_is_cut_short_is_evaluated_once_at_its_end(tmp_path: Path) -> None:
     """So that the last checkpoint has a value, and may be the best."""
     seen: list[int] = []
@@ -448,28 +344,6 @@ def test_a_metric_that_is_a_tensor_does_not_end_the_run(tmp_path: Path) -> None:
 
     assert (run.summary["status"], run.metrics["mine"], run.metrics["late"]) == ("completed", 1.5, 2.5)
     assert run.metrics["vector"] == [1.0, 1.0]
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("metrics", "message"),
-    [
-        (
-            Accuracy(),
-            r"^fit\(\) got metrics that are a Accuracy: give them by name, such as {'accuracy': Accuracy\(\)}",
-        ),
-        ([Accuracy()], r"^fit\(\) got metrics that are a list: give them by name"),
-        (
-            {"accuracy": Accuracy},
-            r"^fit\(\) got metrics with 'accuracy': the class Accuracy, expected a name and a metric",
-        ),
-    ],
-)
-def test_metrics_without_names_are_one_line(metrics: Any, message: str, tmp_path: Path) -> None:
-    """A metric of Ignite's can be indexed without an end: iterated over, it never returned."""
-    with pytest.raises(ConfigError, match=message):
-        fitted(tmp_path / "run", metrics=metrics)
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("server", "asked", "there"), [(False, None, False), (True, None, True), (False, True, True)])

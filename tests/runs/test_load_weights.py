@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -111,20 +109,3 @@ def test_a_model_of_another_name(tmp_path: Path) -> None:
         CheckpointError, match=r"iteration_00000000 holds no model; its models: net, head: give part=\."
     ):
         load_weights(head, tmp_path / "one")
-
-
-@pytest.mark.slow
-def test_exported_weights_need_one_line_of_torch(run: tuple[Path, dict[int, torch.Tensor]], tmp_path: Path) -> None:
-    """Where this library cannot be imported."""
-    folder, seen = run
-    assert main(["checkpoints", "export", str(folder / "best"), "-o", str(tmp_path / "best.pt")]) == 0
-    line = 'model.load_state_dict(torch.load("best.pt", weights_only=True))'
-    program = f"""
-import sys, torch
-sys.modules["ignite_engine"] = sys.modules["ignite"] = None
-model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-{line}
-torch.save(torch.cat([each.detach().reshape(-1) for each in model.parameters()]), "loaded.pt")
-"""
-    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
-    assert torch.equal(torch.load(tmp_path / "loaded.pt"), seen[4])

@@ -289,24 +289,6 @@ def test_folder_that_is_deleted_under_the_run_is_whole_at_its_end(
     assert [each for each in caplog.messages if each.startswith(str(run.directory.path))] == [expected]
 
 
-def test_changed_setting_of_the_optimizer_is_one_line(
-    build: Callable[..., Run], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    first = build().train()
-    changed, both = {"optimizer": {"lr": 0.9}}, {"optimizer": {"lr": 0.9, "betas": [0.8, 0.9]}}
-
-    def lines(sections: Any) -> list[str]:
-        caplog.clear()
-        assert build(sections).train()["weights_sha256"] == first["weights_sha256"]
-        return [each for each in caplog.messages if each.startswith("The optimizer was changed")]
-
-    (line,) = lines(changed)
-    assert line.startswith("The optimizer was changed (lr 0.001 to 0.9): no effect on a resumed run, which restores")
-    (line,) = lines(both)
-    assert "betas (0.9, 0.999) to (0.8, 0.9)" in line
-
-
 def test_section_that_went_is_left_out_of_what_is_resumed(build: Callable[..., Run]) -> None:
     build({"ema": {"decay": 0.9}}).train()
     longer = {"run": {"max_iterations": 11}, "ema": {"decay": None}}
@@ -588,34 +570,6 @@ def test_each_nth_checkpoint_is_kept_beside_the_last(build: Callable[..., Run]) 
 
     assert run.checkpoint is not None
     assert [each.iteration for each in run.checkpoint.store.checkpoints()] == [2, 4, 5]
-
-
-@pytest.mark.parametrize(
-    ("sections", "parts", "line"),
-    [
-        ({"checkpoint": {"best": "val/los"}}, {}, "checkpoint.best: got 'val/los', .*; did you mean 'val/loss'"),
-        ({"checkpoint": {"best": "tset/acc"}}, {}, "checkpoint.best: got 'tset/acc', expected a metric of this run"),
-        ({"early_stopping": {"metric": "val/lss"}}, {}, "early_stopping.metric: got 'val/lss', .*mean 'val/loss'"),
-        ({"schedule": {"name": "plateau", "metric": "vl/loss"}}, {}, "schedule.metric: got 'vl/loss', .*'val/loss'"),
-        ({"ema": {"decay": 0.9, "evaluate": ["vall"]}}, {}, "ema.evaluate: got 'vall', .*did you mean 'val'"),
-        (
-            {"schedule": {"name": "wsd", "warmup": 6, "decay": 6}},
-            {},
-            "schedule: warmup .6 updates. and decay .6. must fit",
-        ),
-        ({"optimizer": {"name": "Muon"}}, {}, "optimizer: Muon says: .*2D"),
-        ({"data": {"batch_size": 99, "drop_last": True}}, {}, "data.batch_size: got 99, but a rank has 24 samples"),
-        ({}, {"train_set": iter(())}, "task: the data 'train_set' is a tuple_iterator, expected __len__"),
-        ({}, {"test_sets": {"val": SAMPLES}}, "task: a set cannot be in val_sets and in test_sets: val"),
-    ],
-)
-def test_config_that_does_not_fit_the_task_is_one_line(
-    build: Callable[..., Run], sections: Mapping[str, Any], parts: Mapping[str, Any], line: str
-) -> None:
-    with pytest.raises(ConfigError, match=line) as caught:
-        build(sections, **parts)
-
-    assert "\n" not in str(caught.value)
 
 
 def test_metrics_of_the_task_are_logged_under_their_set(build: Callable[..., Run]) -> None:

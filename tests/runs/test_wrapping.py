@@ -28,24 +28,6 @@ def config(distributed: dict[str, Any] | None = None, **sections: Any) -> Config
     )
 
 
-@pytest.mark.parametrize(
-    ("distributed", "ranks", "line"),
-    [
-        ({"tensor_parallel": 3}, 4, r"distributed.tensor_parallel: got 3 on 4 ranks, expected a divisor"),
-        ({"tensor_parallel": 2}, 1, r"distributed.tensor_parallel: got 2 on 1 ranks, expected a divisor"),
-        ({"tensor_parallel": 2}, 4, r"distributed.strategy: got 'ddp' with tensor_parallel 2 on 4 ranks"),
-        ({"strategy": "hsdp", "shard_ranks": 3}, 4, r"distributed.shard_ranks: got 3 for 4 data-parallel ranks"),
-    ],
-)
-def test_ranks_that_cannot_be_arranged_are_one_line(
-    monkeypatch: pytest.MonkeyPatch, distributed: dict[str, Any], ranks: int, line: str
-) -> None:
-    monkeypatch.setattr(agreement, "world_size", lambda: ranks)
-
-    with pytest.raises(ConfigError, match=line):
-        declare_mesh(config(distributed))
-
-
 def test_rank_invariant_run_is_not_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "world_size", lambda: 2)
     update = {"global_micro_batches": 2, "rank_invariant": True}
@@ -224,13 +206,6 @@ def test_ranks_that_share_data_draw_the_same_random_numbers(ranks: list[dict[str
         drawn = [each[case]["drawn"] for each in ranks]
         assert len(set(drawn)) == len(set(places))
         assert all(drawn[rank] == drawn[places.index(place)] for rank, place in enumerate(places))
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_tensor_parallel_without_a_plan_is_one_line(ranks: list[dict[str, Any]]) -> None:
-    for each in ranks:
-        assert "distributed.tensor_parallel: got 4, but the task gives no parallelize(model, mesh)" in each["no plan"]
 
 
 def test_parameters_that_were_replaced_are_so_in_the_groups_of_each_optimizer() -> None:

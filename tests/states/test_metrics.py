@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ from ignite.metrics import (
     Average,
     ConfusionMatrix,
     EpochMetric,
-    Frequency,
     Loss,
     Metric,
     MetricGroup,
@@ -107,30 +105,6 @@ def test_every_metric_of_an_engine_is_found() -> None:
     engine.add_event_handler(Events.ITERATION_COMPLETED(every=2), by_hand.iteration_completed)
 
     assert metric_state.metrics_of(engine) == {**metrics, "unnamed 0 Accuracy": by_hand}
-
-
-class OwnMetric(Metric):
-    """A user's, without Ignite's list of attributes."""
-
-    def __init__(self, kept: Any) -> None:
-        self.kept = kept
-        super().__init__()
-
-    def reset(self) -> None:
-        self.seen = 0
-
-    def update(self, output: Any) -> None:
-        self.seen += len(output[0])
-
-    def compute(self) -> float:
-        return float(self.seen)
-
-
-def test_what_is_no_plain_data_is_named() -> None:
-    assert metric_state.unsupported_reason(OwnMetric([1.0, "two"])) is None
-    assert metric_state.unsupported_reason(OwnMetric(deque())) == "OwnMetric keeps a collections.deque in kept"
-    assert metric_state.unsupported_reason(OwnMetric(deque()) * 2) == "OwnMetric keeps a collections.deque in kept"
-    assert "ignite.handlers.timing.Timer" in str(metric_state.unsupported_reason(Frequency()))
 
 
 @pytest.mark.cuda

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,26 +163,6 @@ def test_errors_name_the_part_of_one_of_several_optimizers() -> None:
     saved = parts(torch.optim.AdamW)["optimizer/body"].state_dict()
     with pytest.raises(StateMismatch, match=r"leave it out with resume\(ignore=\['optimizer/body'\]\)"):
         parts(torch.optim.Adam)["optimizer/body"].load_state_dict(saved)
-
-
-def test_options_that_were_changed_are_named_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    model = linear()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    state = stepped(model, optimizer)
-    optimizer.param_groups[0]["lr"] = 0.01  # a schedule's, which the same program brings about again
-    saved = state.state_dict()
-    with caplog.at_level(logging.WARNING):
-        OptimizerState(torch.optim.AdamW(model.parameters(), lr=0.1), model).load_state_dict(saved)
-    assert not caplog.records
-    changed = torch.optim.AdamW(model.parameters(), lr=0.2, betas=(0.8, 0.999))
-    with caplog.at_level(logging.WARNING):
-        OptimizerState(changed, model).load_state_dict(saved)
-
-    (record,) = caplog.records
-    assert record.getMessage().startswith(
-        "The optimizer was changed (lr 0.1 to 0.2, betas (0.9, 0.999) to (0.8, 0.999)): no effect on a resumed run"
-    )
-    assert changed.param_groups[0]["lr"] == 0.01 and changed.param_groups[0]["betas"] == (0.9, 0.999)
 
 
 class _Plain(torch.optim.Optimizer):
@@ -445,16 +424,6 @@ def test_names_outside_of_the_model_stay_while_groups_change() -> None:
     assert names[id(third)] == "optimizer.0.5+"
     del optimizer.param_groups[0]["params"][4]
     assert set(state.tensors()) == {"optimizer.0.4", "optimizer.0.5+"}
-
-
-def test_another_loss_function_is_refused_in_one_line() -> None:
-    model = linear()
-    loss_fn = ArcLike(model)
-    saved = ParametersState(model, {}, loss_fn).state_dict()
-    loss_fn.weight = nn.Parameter(torch.ones(5))
-
-    with pytest.raises(StateMismatch, match=r"outside of the model .* \(loss_fn.weight is \(5,\), saved \(3,\)\)"):
-        ParametersState(model, {}, loss_fn).load_state_dict(saved)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])

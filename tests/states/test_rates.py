@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from ignite.engine import Events
 from torch import nn
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import StepLR
 
 from ignite_engine import Trainer, Update, loader
-from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import Checkpoint, LRSchedule, warmup_linear
 from ignite_engine.states.rates import Rates
 from tests.builders import Numbers, linear, mse
@@ -65,25 +62,3 @@ def test_a_schedule_goes_on_from_where_it_is_with_the_new_base(tmp_path: Path, a
 def test_an_optimizer_without_a_schedule_has_the_rate(tmp_path: Path, lr: Rates, rates: list[float]) -> None:
     rates_of(tmp_path, 2)
     assert rates_of(tmp_path, 4, lr) == [rates, rates] and rates_of(tmp_path, 5) == [rates]
-
-
-def test_what_cannot_be_changed_is_one_line(tmp_path: Path) -> None:
-    rates_of(tmp_path / "torch", 2, make=lambda optimizer: StepLR(optimizer, 1))
-    with pytest.raises(StateMismatch, match=r"a StepLR keeps its own: .* resume\(ignore=\['lr_schedule'\]\)"):
-        rates_of(tmp_path / "torch", 4, 0.5, lambda optimizer: StepLR(optimizer, 1))
-    rates_of(tmp_path / "plain", 2)
-    with pytest.raises(StateMismatch, match="is called 'frist'; did you mean 'first'"):
-        rates_of(tmp_path / "plain", 4, {"frist": 0.5})
-
-
-def test_an_option_that_has_no_effect_on_a_resume_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def run(lr: float, stop: int) -> None:
-        model = linear()
-        trainer, checkpoint = Trainer(Update(model, SGD(model.parameters(), lr=lr), mse)), Checkpoint(tmp_path)
-        checkpoint.attach(trainer)
-        checkpoint.resume()
-        trainer.run(loader(torch.utils.data.TensorDataset(torch.ones(8, 3), torch.ones(8, 1)), 2), max_iters=stop)
-
-    run(0.1, 1)
-    run(0.2, 2)
-    assert "The optimizer was changed (lr 0.1 to 0.2): no effect on a resumed run" in caplog.text

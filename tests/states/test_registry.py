@@ -9,12 +9,12 @@ import pytest
 import torch
 from ignite.engine import Events
 
-from ignite_engine import Trainer, Update
+from ignite_engine import Trainer
 from ignite_engine.errors import NotExact
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.states.registry import Registry
 from ignite_engine.states.resume_state import ResumeState
-from tests.builders import linear, mse, trainer_of
+from tests.builders import linear, trainer_of
 
 
 class Kept:
@@ -37,18 +37,6 @@ def test_trainer_registers_its_parts_by_stable_names() -> None:
 
     assert set(shared) == {"model", "optimizer", "scaler"}
     assert set(local) == {"trainer", "data", "rng"}
-
-
-def test_several_optimizers_are_named_by_the_mapping() -> None:
-    model = linear()
-    optimizers = {
-        "first": torch.optim.SGD([next(model.parameters())]),
-        "rest": torch.optim.SGD(list(model.parameters())[1:]),
-    }
-    trainer = Trainer(Update(model, optimizers, mse))
-    shared, _ = trainer.registry.capture()
-
-    assert set(shared) == {"model", "optimizer/first", "optimizer/rest"}
 
 
 def test_shared_objects_are_kept_apart_from_a_ranks_own() -> None:

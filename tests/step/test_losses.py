@@ -26,56 +26,6 @@ def beside(**values: Any) -> Any:
     return lambda model, batch: (mse(model, batch), values)
 
 
-UNUSABLE = {
-    "number": (lambda model, batch: mse(model, batch).item(), "loss_fn returned the number .*without item"),
-    "None": (lambda model, batch: None, "loss_fn returned None: return the mean loss over the micro-batch"),
-    "total among losses": (
-        lambda model, batch: {"loss": mse(model, batch), "kl": mse(model, batch)},
-        r"losses by name, which are summed, with 'loss' among them: return the loss, or \(loss, \{name: detached",
-    ),
-    "no losses": (lambda model, batch: {}, "losses by name, which are summed, with none: return the loss"),
-    "number among losses": (lambda model, batch: {"a": mse(model, batch), "b": 0.5}, "the loss 'b' as the number 0.5"),
-    "vector among losses": (
-        lambda model, batch: {"a": torch.ones(3)},
-        r"the loss 'a' of shape \(3,\): return",
-    ),
-    "detached losses": (lambda model, batch: {"a": torch.ones(())}, "depends on no parameter with requires_grad"),
-    "one name twice": (
-        lambda model, batch: ({"a": mse(model, batch)}, {"loss/a": torch.ones(())}),
-        "'loss/a' beside the loss 'a', which has that name: choose another",
-    ),
-    "list": (lambda model, batch: [mse(model, batch)], "loss_fn returned a list: return the mean"),
-    "vector": (
-        lambda model, batch: (model(batch[0]) - batch[1]).pow(2).squeeze(1),
-        r"a loss of shape \(2,\): return a tensor of one element, such as its mean\(\)",
-    ),
-    "detached": (lambda model, batch: mse(model, batch).detach(), "depends on no parameter with requires_grad"),
-    "triple": (
-        lambda model, batch: (mse(model, batch), 1, 2),
-        r"loss_fn returned a tuple of 3: return the loss, \(loss, \{name: detached",
-    ),
-    "loss and tensor": (lambda model, batch: (mse(model, batch),) * 2, r"returned \(loss, Tensor\): return \(loss, "),
-    "number beside": (beside(accuracy=0.5), r"'accuracy' as the number 0.5: return a tensor, such as torch.tensor"),
-    "number beside a loss without a gradient": (
-        lambda model, batch: ({"a": mse(model, batch), "b": torch.ones(())}, {"accuracy": 0.5}),
-        "'accuracy' as the number 0.5: return a tensor, such as torch.tensor",
-    ),
-    "vector beside": (beside(each=torch.ones(3)), r"'each' of shape \(3,\): return one element, such as its mean\(\)"),
-    "loss beside": (beside(loss=torch.ones(())), "'loss' beside the loss, a name that Update writes: choose another"),
-    "norm beside": (beside(grad_norm=torch.ones(())), "'grad_norm' beside the loss, a name that Update writes"),
-}
-
-
-@pytest.mark.parametrize("steps", [None, 2])
-@pytest.mark.parametrize("name", UNUSABLE)
-def test_what_cannot_be_trained_on_is_one_sentence(name: str, steps: int | None) -> None:
-    loss_fn, message = UNUSABLE[name]
-    with pytest.raises(ValueError, match=message) as caught:
-        trained(loss_fn, steps)
-
-    assert str(caught.value).startswith("loss_fn returned ") and "\n" not in str(caught.value)
-
-
 def test_errors_of_the_users_own_stay_as_they_are() -> None:
     def failing(model: nn.Module, batch: Any) -> Tensor:
         raise KeyError("mine")

@@ -11,7 +11,7 @@ from ignite.engine import Events
 from torch import nn
 
 from ignite_engine import Trainer, Update, accumulation_steps_for, every, gradient_sync
-from ignite_engine.step.micro_batches import check_accumulates, micro_batch_scales, micro_batches_of
+from ignite_engine.step.micro_batches import micro_batch_scales, micro_batches_of
 from tests.builders import Numbers, linear, mse
 
 
@@ -104,12 +104,3 @@ def test_a_batch_that_a_handler_assigns_is_counted_by_what_the_trainer_groups(ki
     state = trainer.run([(data.inputs[at : at + 4], data.targets[at : at + 4]) for at in range(0, 16, 4)])
 
     assert counted == [4 * (steps or 1)] * (4 // (steps or 1)) and state.samples == 16
-
-
-def test_static_graph_is_refused_in_one_line() -> None:
-    model = nn.Linear(1, 1)
-    check_accumulates(model)
-    model.static_graph = True  # type: ignore[assignment]  # what DDP has
-
-    with pytest.raises(ValueError, match=r"DistributedDataParallel\(static_graph=True\) cannot accumulate"):
-        check_accumulates(model)

@@ -14,7 +14,7 @@ from torch import nn
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.step.precision import LossScaler, autocast, check_precision, loss_scaler
-from tests.builders import Numbers, mse, one, trainer_of
+from tests.builders import Numbers, mse, one
 
 
 @pytest.mark.parametrize(
@@ -177,9 +177,3 @@ def test_an_fp8_library_plugs_in_by_its_layers_and_a_context_around_each_forward
     evaluator = create_evaluator(model, lambda model, batch: (model(batch[0]), batch[1]), precision=recipe)
     evaluator.run(loader(data, 4))
     assert recipe.entered == counted + 6
-
-
-def test_a_function_that_returns_no_context_is_refused_in_one_sentence() -> None:
-    trainer = trainer_of(precision=lambda: torch.bfloat16)
-    with pytest.raises(TypeError, match="precision must be a function that returns a context manager, got one that"):
-        trainer.run([(torch.ones(1, 3), torch.ones(1, 1))])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections import UserDict
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,21 +153,6 @@ def test_events_of_micro_batches_come_and_see_the_gradients_so_far() -> None:
     micro_batch = ["FORWARD_STARTED", "FORWARD_COMPLETED", "BACKWARD_COMPLETED"]
     assert seen == [*micro_batch, *micro_batch, "OPTIMIZER_STEP_STARTED"]
     assert len(norms) == 2 and norms[0] != norms[1]
-
-
-def reads_a_value(model: nn.Module, batch: Any) -> Tensor:
-    loss = loss_fn(model, batch)[0]
-    return loss if loss.item() > -1.0 else -loss
-
-
-@pytest.mark.slow
-def test_what_cannot_be_captured_is_one_line_that_names_the_place() -> None:
-    trainer = trainer_of(True)
-    trainer.update.loss_fn = reads_a_value  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="cannot be captured") as refused:
-        outputs_of(trainer)
-    assert str(refused.value).count("\n") == 0 and "test_capture.py" in str(refused.value)
-    assert str(refused.value).startswith("Update(capture=True), but the update cannot be captured: ")
 
 
 @pytest.mark.slow  # compiles
@@ -402,20 +386,6 @@ def other_loss_where_compiled(model: nn.Module, batch: tuple[Tensor, Tensor]) ->
 def test_a_loss_that_is_another_one_when_compiled_is_refused() -> None:
     with pytest.raises(ValueError, match="the loss differs"):
         outputs_of(trainer_with(True, linear_of_8, other_loss_where_compiled))
-
-
-class Keeping(nn.Linear):
-    """Keeps a value of its last forward."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        output = super().forward(inputs)
-        self.last = output.detach().mean()
-        return output
-
-
-def test_the_cause_in_torch_is_named_where_a_graph_cannot_be_compiled() -> None:
-    with pytest.raises(ValueError, match=r"cannot be captured: NotImplementedError: .*TensorWrapper"):
-        outputs_of(trainer_with(True, partial(Keeping, 8, 1), lambda model, batch: loss_fn(model, batch)[0]))
 
 
 def test_a_batch_in_an_object_that_torch_does_not_look_into_is_refused() -> None:

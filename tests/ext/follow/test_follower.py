@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from ignite.engine import Events
 from ignite.metrics import Average
 from torch import Tensor, nn
 
-from ignite_engine import Trainer, Windows, create_evaluator, follow, rng
+from ignite_engine import Trainer, create_evaluator, follow, rng
 from ignite_engine.checkpointing import CheckpointInfo, CheckpointStore, Retention, read_manifest
 from ignite_engine.checkpointing.in_use import in_use
 from ignite_engine.ext.follow.follow import Follower
@@ -223,24 +223,3 @@ def test_a_damaged_checkpoint_is_one_warning(tmp_path: Path, caplog: pytest.LogC
         assert list(followed(tmp_path)) == [6, 2]
     (line,) = [record.getMessage() for record in caplog.records if "is not evaluated" in record.getMessage()]
     assert "iteration_00000004 is not evaluated: " in line and "shared.pt" in line
-
-
-def test_wrong_use_is_one_sentence(tmp_path: Path) -> None:
-    def without() -> Trainer:
-        return trainer_of()
-
-    def of_windows() -> Trainer:
-        trainer = trainer_of()
-        evaluator = create_evaluator(trainer.update.model, noisy, {"loss": Average()})  # type: ignore[attr-defined]
-        Evaluation(evaluator, Windows(["a"], open=lambda name: numbers_loader())).attach(trainer)
-        return trainer
-
-    wrong: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
-        (without, {}, "There is nothing to evaluate: attach an Evaluation to the trainer"),
-        (of_windows, {}, "evaluation/val takes other data each time, such as windows, so it cannot be followed"),
-        (build, {"wait_s": -1}, "wait_s must be at least 0 s, got -1"),
-        (lambda: None, {}, "what build.. returns must be a Trainer, got None"),
-    ]
-    for function, options, message in wrong:
-        with pytest.raises((TypeError, ValueError), match=message):
-            follow(tmp_path, function, **{"wait_s": 1, **options})

@@ -104,16 +104,6 @@ def test_names_in_a_forged_manifest_lead_nowhere(tmp_path: Path, there: Checkpoi
     assert newest is not None and newest.iteration == 100 and not (tmp_path / "x.pt").exists()
 
 
-def test_nothing_is_fetched_or_said_where_the_folder_has_the_newest(
-    tmp_path: Path, there: CheckpointStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    shutil.copytree(there.directory, tmp_path / "here")
-    shutil.rmtree(there.directory / "iteration_00000200")
-
-    assert [one.iteration for one in brought(tmp_path).checkpoints()] == [100, 200]
-    assert caplog.records == []
-
-
 def test_a_newer_one_is_fetched_beside_those_that_are_there(tmp_path: Path, there: CheckpointStore) -> None:
     shutil.copytree(there.directory / "iteration_00000100", tmp_path / "here" / "iteration_00000100")
 
@@ -163,12 +153,6 @@ def test_one_that_is_damaged_here_is_fetched_again(tmp_path: Path, there: Checkp
     newest = here.latest().checkpoint
     assert newest is not None and newest.iteration == 200 and holds(here, newest.path, 200)
     assert sorted(path.name for path in here.directory.iterdir()) == ["iteration_00000100", "iteration_00000200"]
-
-
-def test_a_mirror_that_holds_nothing_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    brought(tmp_path)
-
-    assert [record.message for record in caplog.records] == [f"{tmp_path / 'mirror'} holds no checkpoint."]
 
 
 @pytest.mark.slow

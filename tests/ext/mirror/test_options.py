@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,26 +34,6 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(tmp_path: Path, url: 
 
     for error in (str(raised.value), in_a_config(url)):
         assert "must hold no credentials" in error and "the-secret" not in error and "\n" not in error
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("", "must be a directory or a URL, got an empty text"),
-        ("s3://", "must name a bucket or a folder, got 's3://': give a URL such as s3://bucket/run"),
-        ("s3:/bucket/run", "neither a URL nor a path, got 's3:/bucket/run': a URL begins with s3://"),
-        ("s4://bucket/run", "s4://bucket/run cannot be used: Protocol not known: s4."),
-        ("gs://bucket/run", "gs://bucket/run cannot be used: Please install gcsfs to access Google Storage."),
-    ],
-)
-def test_a_wrong_place_is_one_line_in_python_and_in_a_config(
-    tmp_path: Path, given: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(ValueError, match=re.escape(said)):
-        Checkpoint(tmp_path, mirror=given)
-    error = in_a_config(given)
-    assert "checkpoint.mirror: " in error and said in error
 
 
 def test_another_type_is_refused(tmp_path: Path) -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
 import ignite.metrics as ignite_metrics
 import pytest
 import torch
-from ignite.engine import Engine
-from ignite.metrics import EpochMetric, Loss, Metric, RunningAverage
-from torch.utils.data import DataLoader
+from ignite.metrics import Loss, Metric
 
 from ignite_engine import Trainer, Update, create_evaluator, loader
 from ignite_engine.handlers import Evaluation
-from ignite_engine.handlers.evaluation.invariant import SUMMED, _nothing, dealing_of, unsummed
+from ignite_engine.handlers.evaluation.invariant import SUMMED, _nothing, dealing_of
 from tests.builders import Numbers, linear, mse
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -84,33 +81,6 @@ def test_metric_that_is_used_twice_is_summed_once() -> None:
     expected, found = (evaluated(metrics(), invariant=each) for each in (False, True))
     assert found["loss"] == pytest.approx(expected["loss"], abs=1e-12)
     assert float(found["perplexity"]) == pytest.approx(float(expected["perplexity"]), abs=1e-6)
-
-
-def test_what_is_not_promised_is_said_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
-    model = linear()
-    metrics: dict[str, Metric] = {
-        "loss": Loss(torch.nn.functional.mse_loss),
-        "curve": EpochMetric(lambda y_pred, y: 0.0, check_compute_fn=False),
-    }
-    evaluator = create_evaluator(model, lambda model, batch: (model(batch[0]), batch[1]), metrics)
-    assert unsummed(evaluator) == ["curve"]
-    average = Engine(lambda engine, batch: batch)
-    RunningAverage(Loss(torch.nn.functional.mse_loss)).attach(average, "average")
-    assert unsummed(average) == ["average"]
-
-    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, rank_invariant=True)
-    trainer = Trainer(update, global_micro_batches=2)
-    Evaluation(evaluator, loader(Numbers(8), 2), name="odd", resumes=True).attach(trainer)
-    batches = DataLoader(Numbers(8), batch_sampler=[[0, 1], [2]])
-    Evaluation(create_evaluator(model, lambda model, batch: None), batches, name="own").attach(trainer)
-    with caplog.at_level(logging.WARNING):
-        trainer.run(loader(Numbers(8), 2), max_epochs=1)
-
-    said = [record.getMessage() for record in caplog.records]
-    assert said[0] == "The evaluation of odd always starts at its first batch: the update is rank-invariant."
-    unpromised = "The evaluation of odd may have other bits on another number of ranks: metric 'curve'"
-    assert said[1].startswith(unpromised)
-    assert said[2].endswith("ranks: its DataLoader is not made by loader().") and len(said) == 3
 
 
 def test_shares_are_contiguous_and_complete() -> None:

@@ -418,17 +418,6 @@ def test_without_the_checkpoint_that_it_knew_a_copy_is_not_used(tmp_path: Path) 
     assert said_in(result, "The state in memory is not used: the newest checkpoint that it knew is gone.")
 
 
-def test_a_checkpoint_that_is_newer_than_the_copy_is_taken_and_the_line_says_so(
-    tmp_path: Path, undisturbed: dict[str, Any]
-) -> None:
-    assert in_child(lambda: train(tmp_path, killed_at(10), memory=7))[0] == KILLED
-    _, result = in_child(lambda: train(tmp_path, memory=7))
-
-    assert result["resumed_at"] == 8
-    assert said_in(result, "The state in memory is not used: iteration_00000008 is newer than iteration 7.")
-    assert ends(result) == ends(undisturbed)
-
-
 def test_a_copy_that_was_older_than_a_checkpoint_is_gone_with_the_start_that_saw_it(tmp_path: Path) -> None:
     assert in_child(lambda: train(tmp_path, killed_at(10), memory=7))[0] == KILLED
     assert in_child(lambda: train(tmp_path, killed_at(1, Events.STARTED), memory=7))[0] == KILLED
@@ -488,10 +477,6 @@ def test_a_run_whose_folder_in_memory_a_peer_has_removed_ends_as_ever(
 
     assert ends(train(tmp_path, prepare)) == ends(undisturbed)
     assert list(shared_memory.iterdir()) == []
-
-
-def has_copies(root: Path, directory: Path) -> bool:
-    return (root / str(slots.folder_name(directory / "checkpoints", create=False))).exists()
 
 
 def test_the_next_start_clears_what_nobody_can_go_on_from_and_nothing_else(tmp_path: Path, shared_memory: Path) -> None:
@@ -619,19 +604,6 @@ def test_where_a_state_cannot_be_had_training_goes_on(tmp_path: Path, undisturbe
 
     (warning,) = (line for line in result["warned"] if "in memory" in line)
     assert warning == "No copies of the state in memory, as RuntimeError: not now: checkpoints are on disk alone."
-    assert ends(result) == ends(undisturbed)
-
-
-def test_without_shared_memory_there_is_one_warning(
-    tmp_path: Path, shared_memory: Path, undisturbed: dict[str, Any]
-) -> None:
-    shared_memory.rmdir()
-    _, result = in_child(lambda: train(tmp_path))
-
-    (warning,) = (line for line in result["said"] if "in memory" in line)
-    assert (
-        warning == f"No copies of the state in memory, as there is no {shared_memory}: checkpoints are on disk alone."
-    )
     assert ends(result) == ends(undisturbed)
 
 

@@ -197,31 +197,6 @@ def test_a_copy_that_the_peer_lacks_is_not_taken_for_a_later_one_of_its_number(
     assert [ends(result) for result in results] == [ends(result) for result in undisturbed]
 
 
-def test_a_rank_that_can_copy_no_longer_says_so_itself(
-    tmp_path: Path, shared_memory: Path, undisturbed: list[dict[str, Any]]
-) -> None:
-    def prepare_on(rank: int) -> Prepare:
-        calls, whole = itertools.count(1), Packed.write
-
-        def write(self: Packed, room: memoryview) -> None:
-            if next(calls) == 5:
-                raise OSError(28, "No space left on device")
-            whole(self, room)
-
-        def prepare(trainer: Trainer, checkpoint: Checkpoint) -> None:
-            if rank == 1:
-                Packed.write = write  # type: ignore[method-assign]
-
-        return prepare
-
-    results = [answer for _, answer in run(2, tmp_path / "run", prepare_on)]
-
-    said = [[line for line in result["warned"] if "in memory" in line] for result in results]
-    assert said[0] == [] and len(said[1]) == 1 and "No space left on device" in said[1][0]
-    assert [ends(result) for result in results] == [ends(result) for result in undisturbed]
-    assert list(shared_memory.iterdir()) == []
-
-
 def test_an_exception_of_one_rank_leaves_nothing(tmp_path: Path, shared_memory: Path) -> None:
     def fails(rank: int) -> Prepare:
         def prepare(trainer: Trainer, checkpoint: Checkpoint) -> None:

@@ -16,15 +16,13 @@ from ignite.engine import Events
 from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from ignite_engine import Parallel, Trainer, Update, cli, fit, loader
+from ignite_engine import Parallel, Trainer, Update, fit, loader
 from ignite_engine.config import ConfigError
 from ignite_engine.errors import Interrupted, LaunchError
 from ignite_engine.ext.recovery import forking
 from ignite_engine.handlers import Checkpoint
-from tests.faults.processes import write_config
 
 pytestmark = pytest.mark.faults
-TWO_NODES = {"nnodes": 2, "node_rank": 0, "master_addr": "127.0.0.1", "master_port": 1234}
 
 
 def once(marker: Path) -> bool:
@@ -168,24 +166,6 @@ def test_stopped_fit_raises_interrupted(tmp_path: Path) -> None:
     assert end.value.code == 128 + signal.SIGTERM
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"restarts": 0}, ValueError, "restarts must be at least 1, got 0; leave it out for none."),
-        ({"restarts": 1.5}, TypeError, "restarts must be a whole number, of an hour, got 1.5."),
-        (
-            {"restarts": 1, "nproc_per_node": 2, "start_method": "spawn"},
-            TypeError,
-            "start_method='spawn' with restarts",
-        ),
-        ({"restarts": 1, "nproc_per_node": 2, **TWO_NODES}, TypeError, "nnodes=2 with restarts"),
-    ],
-)
-def test_wrong_arguments_are_one_line(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        Parallel("gloo", **arguments)
-
-
 def test_parent_that_has_used_an_accelerator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forking.devices, "in_use", lambda: torch.device("cuda:1"))
     with pytest.raises(LaunchError, match=r"^restarts forks the ranks, and this process has used cuda:1 already"):
@@ -200,11 +180,3 @@ def test_launcher_restarts_its_ranks_itself(
     assert "restarts has no effect: the launcher that started this rank restarts it." in caplog.text
     with pytest.raises(ConfigError, match=r"^fit\(\): restarts: got a number on ranks that are started elsewhere"):
         fitted(tmp_path / "run", model(), restarts=1)
-
-
-def test_wrong_option_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main(["train", str(write_config(tmp_path)), "--restarts", "0"])
-    assert end.value.code == 2
-    said = "error: argument --restarts: got '0', expected a whole number of at least 1"
-    assert capsys.readouterr().err.startswith(said)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from ignite_engine.cli import main
-from ignite_engine.errors import ReplayError
 from ignite_engine.ext.replay import audit
 from ignite_engine.ext.replay.segments import segments_of
 from tests.builders import on_two_ranks
@@ -91,11 +90,3 @@ def test_damaged_checkpoint_is_named(honest: Path, tmp_path: Path) -> None:
     found = {(part.first, part.last): text for part, text in audit(tmp_path / "run", segments=4).found.items()}
     assert "iteration_00000020 is damaged" in found[10, 20]
     assert "checkpoint of iteration 20 is damaged" in found[20, 30]
-
-
-def test_run_without_a_checkpoint_and_no_segment_are_one_line(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    with pytest.raises(ReplayError, match="has no checkpoint"):
-        audit(tmp_path / "run", segments=1)
-    with pytest.raises(ReplayError, match="segments: got 0"):
-        audit(tmp_path / "run", segments=0)

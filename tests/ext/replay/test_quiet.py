@@ -13,7 +13,6 @@ from ignite.engine import Events
 
 from ignite_engine import Trainer, handlers
 from ignite_engine.ext.replay import bring_to
-from ignite_engine.ext.replay.quiet import _owners
 from tests.builders import linear, numbers_loader, trainer_of
 from tests.ext.replay.test_replay import content, own_script
 from tests.test_architecture import HANDLER_FILES, module_name
@@ -32,19 +31,6 @@ def test_each_handler_says_whether_it_acts_again(name: str) -> None:
     module, _, kind = name.partition(":")
     said = inspect.getattr_static(getattr(importlib.import_module(module), kind), "replayed", None)
     assert isinstance(said, bool), f"{kind}: say replayed = False if it writes, measures time or watches, else True"
-
-
-def test_what_trackers_attach_says_so_too(tmp_path: Path) -> None:
-    trainer = trainer_of()
-    kinds: list[Any] = [handlers.ClearMLLogger, handlers.TensorBoardSink, handlers.WandBSink, handlers.MLflowSink]
-    handlers.MetricLogger(tmp_path, sinks=[kind(tmp_path) for kind in kinds], console=False).attach(trainer)
-    said = {
-        getattr(owner, "__qualname__", type(owner).__name__): getattr(owner, "replayed", None)
-        for owner in _owners(trainer)
-    }
-    assert len(said) > 6 and None not in said.values(), said
-    kept = [name for name, replayed in said.items() if replayed]
-    assert kept == ["MetricLogger"], said
 
 
 class Counter:

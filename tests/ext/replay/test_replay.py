@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bdb
 import gc
 import json
 import multiprocessing
@@ -303,26 +302,6 @@ def test_commands_on_two_ranks_agree_and_end_with_their_codes(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("build", "said"),
-    [
-        (None, "no config.yaml: give the function"),
-        (lambda directory: "a model", "must return the run of fit"),
-        (lambda directory: resumed_script(directory), "has resumed a checkpoint"),
-    ],
-)
-def test_what_cannot_be_built_is_one_line(build: Any, said: str, tmp_path: Path) -> None:
-    train_own(tmp_path / "run")
-    with pytest.raises(ReplayError, match=said), replay(tmp_path / "run", build, at=3):
-        pass
-
-
-def resumed_script(directory: Path) -> Any:
-    trainer, arguments = own_script(directory)
-    next(obj for obj in trainer.registry.objects.values() if isinstance(obj, Checkpoint)).resume()
-    return trainer, arguments
-
-
-@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["nowhere", "--at", "3"], "nowhere does not exist"),
@@ -341,30 +320,6 @@ def test_mistakes_are_one_line_and_code_2(
     assert main(["replay", *arguments]) == 2
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert said in line
-
-
-def test_checkpoint_that_cannot_be_made_is_one_line_and_no_success(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    trained(tmp_path / "run", 6)
-    before = content(tmp_path / "run")
-    (tmp_path / "file").write_text("")
-    command = ["replay", str(tmp_path / "run"), "--at", "3", "--save"]
-    for folder, said in (
-        ("file", "no checkpoint could be written"),
-        ("run/checkpoints", "is in the folder of the run"),
-    ):
-        assert main([*command, str(tmp_path / folder)]) == 2
-        (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
-        assert said in line
-
-    def leave() -> None:
-        raise bdb.BdbQuit  # as by q, and at the end of an input that is no terminal
-
-    monkeypatch.setattr(pdb, "set_trace", leave)
-    assert main([*command[:-1], "--debug"]) == 2
-    assert "error: The debugger was left, or has no terminal: iteration 3" in capfd.readouterr().err
-    assert content(tmp_path / "run") == before
 
 
 def test_task_is_found_where_the_run_has_found_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,8 @@ import pytest
 import yaml
 
 from ignite_engine.config.load import config_from_dict, default_values
-from ignite_engine.ext.report import NotARun, read_run, write_comparison, write_report
+from ignite_engine.ext.report import read_run, write_comparison, write_report
 from ignite_engine.ext.report.charts import BUCKETS
-from ignite_engine.ext.report.panels import panels_of
 from ignite_engine.ext.report.scales import averaged, thin
 from ignite_engine.text import short
 
@@ -201,18 +200,6 @@ def test_failed_run_shows_the_end_of_its_log(tmp_path: Path) -> None:
     assert ("details", {"open": None}) in page.tags
 
 
-def test_run_that_is_still_written_to_or_has_measured_nothing_can_be_shown(tmp_path: Path) -> None:
-    run = run_directory(tmp_path / "run", ROWS[:2])
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('[1]\n{"loss": 1}\n{"iteration": 3, "loss": 0.')
-    (run / "config.yaml").write_text("{broken")
-
-    assert Page(write_report(run)).curves["Loss"] == {"train": [[1, 4], [2, 2]]}
-    empty = run_directory(tmp_path / "empty", [], summary={"status": "running"})
-    assert "there are no curves" in Page(write_report(empty)).text
-    assert "there are no curves" in Page(write_comparison([empty], tmp_path / "c.html")).text
-
-
 def test_what_is_not_finite_is_noted_and_does_not_change_the_axis(tmp_path: Path) -> None:
     rows = [row(n, loss="nan" if n in (2, 3, 4, 6) else 1.0 / n) for n in range(1, 8)]
     rows[4]["grad_norm"] = "inf"
@@ -221,14 +208,6 @@ def test_what_is_not_finite_is_noted_and_does_not_change_the_axis(tmp_path: Path
     assert [point[0] for point in page.curves["Loss"]["train"]] == [1, 5, 7]
     assert "train is not finite at iteration 2, 3, 4 and 1 more" in page.words["p"]
     assert "grad_norm is not finite at iteration 5" in page.words["p"]
-
-
-def test_groups_of_the_same_rate_are_one_line(tmp_path: Path) -> None:
-    rows = [row(n, **{"lr/a": 0.5, "lr/b": 0.05, "lr/c": 0.05}) for n in (1, 2)]
-    run = read_run(run_directory(tmp_path / "run", rows))
-
-    (rates,) = [panel for panel in panels_of(run) if panel.title == "Learning rate"]
-    assert {line.name: line.points[0][1] for line in rates.lines} == {"lr": 0.5, "b": 0.05}
 
 
 @pytest.mark.slow
@@ -354,46 +333,8 @@ def test_numbers_of_any_size_are_written_short(tmp_path: Path) -> None:
     assert Page(path).curves["Loss"]["train"] == [[1, 1e300], [2, 2e300]] and "0" * 50 not in path.read_text()
 
 
-@pytest.mark.parametrize(
-    ("file", "text"),
-    [
-        ("config.yaml", "run: 3\ncheckpoint: [1]\nearly_stopping: x"),
-        ("environment.json", '{"packages": []}'),
-        ("history.jsonl", '{"what": "started", "iteration": 0, "at": "2026-01-01"}\n{"what": 3, "iteration": 1}\n[]\n'),
-        ("checkpoints/a/manifest.json", '{"sequence": "x", "best": [1], "config": 3, "environment": 4}'),
-        ("metrics.jsonl", "".join(json.dumps(row(n, loss=(-1) ** n * 1.7e308)) + "\n" for n in range(1, 5))),
-        ("metrics.jsonl", '{"iteration": "1", "loss": {}}\n{"iteration": 2, "": 1, "/": 2}\n{"iteration": 1, "": 1}\n'),
-    ],
-)
-def test_run_with_a_file_that_is_not_what_it_should_be_is_shown(tmp_path: Path, file: str, text: str) -> None:
-    run = run_directory(tmp_path / "run", ROWS)
-    (run / file).parent.mkdir(parents=True, exist_ok=True)
-    (run / file).write_text(text)
-    page = Page(write_report(run))
-    write_comparison([run, run], tmp_path / "compare.html")
-
-    assert page.words["h1"] == ["run"]
-
-
 def test_page_carries_the_licence_of_what_draws_its_charts(tmp_path: Path) -> None:
     text = write_report(run_directory(tmp_path / "run", ROWS)).read_text()
 
     assert "var uPlot=" in text and "Copyright (c) 2022 Leon Sorokin" in text
     assert "The above copyright notice and this permission notice shall be included" in text
-
-
-def test_comparison_of_equal_configs_says_so(tmp_path: Path) -> None:
-    run = run_directory(tmp_path / "run", ROWS, {"run": {"name": "a"}})
-
-    assert "None." in Page(write_comparison([run, run], tmp_path / "compare.html")).words["p"]
-
-
-@pytest.mark.parametrize("make", [None, "empty", "file"])
-def test_directory_without_a_run_is_named(tmp_path: Path, make: str | None) -> None:
-    path = tmp_path / "wrong"
-    if make == "empty":
-        path.mkdir()
-    elif make == "file":
-        path.write_text("")
-    with pytest.raises(NotARun, match=r"wrong is not (a directory|the directory of a run)\b.*\.$"):
-        write_report(path)

@@ -57,12 +57,6 @@ def test_a_series_of_one_point_and_a_metric_that_never_moves_are_left_out() -> N
     assert titles(panels_of(run(val__accuracy=points(0.5, 0.6)))) == ["accuracy"]
 
 
-def test_groups_with_the_same_rate_are_one_line() -> None:
-    series = {"lr": points(1, 2), "lr__0": points(1, 2), "lr__1": points(2, 4)}
-    (panel,) = panels_of(run(**series))
-    assert [line.name for line in panel.lines] == ["lr", "1"] and panel.exact
-
-
 def test_the_parts_of_the_time_are_stacked_up_to_the_whole() -> None:
     series = {"time__step_ms": points(10, 10), "time__data_wait_ms": points(2, 11), "time__optimizer_ms": points(1, 1)}
     (panel,) = panels_of(run(**series))

@@ -145,14 +145,6 @@ def test_weights_have_the_bits_of_the_loop_written_by_hand(answers: dict[str, li
         assert ours == written != values(Net())
 
 
-def test_table_that_is_sharded_is_refused_in_one_line(answers: dict[str, list[Any]]) -> None:
-    refusal = (
-        "words (Embedding) has sparse gradients, which FSDP2 cannot reduce: "
-        "use sparse=False or DistributedDataParallel."
-    )
-    assert answers["sharded"] == [refusal] * 2
-
-
 def test_resumed_run_ends_with_the_same_bits(answers: dict[str, list[Any]]) -> None:
     for whole, parts in answers["resumed"]:
         assert whole == parts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import time
 from pathlib import Path
@@ -86,11 +85,3 @@ def test_ended_while_it_waits_for_a_window(
     complete(tmp_path)
     assert run(server, config) == 0, (tmp_path / "output.txt").read_text()
     assert summary(tmp_path)["weights_sha256"] == whole["digest"] and lines(tmp_path) == whole["lines"]
-
-
-def test_schedule_that_needs_to_know_the_length_is_one_line(server: ForkServer, tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    config.write_text(config.read_text().replace("constant", "cosine"))
-    assert run(server, config) == 2
-    line = r"schedule\.total: a stream of windows does not say how many updates there will be: set it"
-    assert re.search(line, (tmp_path / "output.txt").read_text())

@@ -146,25 +146,6 @@ def test_empty_windows_at_the_end_of_a_sequence_are_no_end_of_the_run() -> None:
     assert (state.windows, state.reason) == (6, "max_epochs")
 
 
-@pytest.mark.parametrize("counts", [[0, 0], []])
-def test_run_over_empty_windows_ends_without_an_update_in_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, counts: list[int]
-) -> None:
-    windows = Windows(Files(write_windows(tmp_path / "hours", *counts), "hour_*.txt"), open_file)
-    for again in (False, True):
-        trainer = trainer_of()
-        checkpoint = Checkpoint(tmp_path / "run")
-        checkpoint.attach(trainer)
-        checkpoint.resume()
-        if again:  # windows have come since
-            write_windows(tmp_path / "hours", 4, first=len(counts))
-        state = trainer.run(windows, max_epochs=3)
-        expected = (2, 1, "end of data") if again else (0, 0, "end of data")
-        assert (state.iteration, state.epoch, state.reason, state.status) == (*expected, "completed")
-    lines = [line for line in caplog.messages if line.startswith("No window with a batch came from Files(")]
-    assert len(lines) == 1 and lines[0].endswith(": the run ends without an update.")
-
-
 @pytest.mark.parametrize("kind", ["list", "array", "files", "own", "generator", "iterable"])
 @pytest.mark.parametrize("first", [2, 3])
 def test_another_run_of_the_trainer_goes_on_where_the_one_before_was(tmp_path: Path, kind: str, first: int) -> None:
@@ -198,26 +179,6 @@ def test_a_stop_in_a_window_and_another_run_in_the_same_process_change_no_bit() 
         return weights(trainer)
 
     assert torch.equal(run(stop=True), run(stop=False))
-
-
-@pytest.mark.parametrize("kind", ["generator", "iterable", "list"])
-def test_a_stream_that_cannot_go_back_to_a_checkpoint_says_so(tmp_path: Path, kind: str) -> None:
-    """In a run that goes back within the process, as a rollback does; its windows have no names."""
-    stream: Any = [[each] for each in range(5)]
-    stream = {"generator": iter(stream), "iterable": dict(enumerate(stream)).values(), "list": stream}[kind]
-    windows = Windows(stream, lambda numbers: [torch.full((1, 3), float(each)) for each in numbers * 2])
-    seen: list[Any] = []
-    trainer = Trainer(lambda engine, batch: seen.append(int(batch[0, 0])))
-    checkpoint = Checkpoint(tmp_path, save_at_end=False)
-    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(once=2))
-    trainer.run(windows, max_iters=7)
-    checkpoint.resume()
-    if kind == "generator":
-        with pytest.raises(ValueError, match=r"^The stream of windows is 4 windows further than the checkpoint and c"):
-            trainer.run(windows, max_iters=7)
-        return
-    trainer.run(windows, max_iters=7)
-    assert seen == [0, 0, 1, 1, 2, 2, 3, 1, 1, 2, 2, 3]
 
 
 def test_order_of_samples_differs_from_epoch_to_epoch() -> None:
@@ -423,24 +384,6 @@ def test_file_that_comes_too_late_is_left_out_and_named(tmp_path: Path, caplog: 
     ]
 
 
-@pytest.mark.parametrize("at", [3, 4])
-def test_file_that_came_too_late_while_nothing_ran_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, at: int
-) -> None:
-    """It sorts before the window that was open, or was the last one."""
-    folder = write_windows(tmp_path / "hours", 4, first=1)
-    write_windows(folder, 8, 4, first=3)
-    stop = Events.ITERATION_COMPLETED(once=1) if at == 3 else TrainingEvents.WINDOW_COMPLETED(once=2)
-    stop = Events.ITERATION_COMPLETED(once=2) if at == 3 else stop
-    assert run_of(Files(folder, "hour_*"), tmp_path / "run", stop).state.windows == 2
-    write_windows(folder, 4, first=2)
-    with caplog.at_level(logging.WARNING):
-        assert run_of(Files(folder, "hour_*"), tmp_path / "run").state.windows == 3
-    assert [line for line in caplog.messages if "left out:" in line] == [
-        "hour_002.txt came after hour_003.txt was taken, so it is left out: name files in the order in which they come."
-    ]
-
-
 def test_a_folder_that_is_gone_is_no_end_of_the_stream(tmp_path: Path) -> None:
     folder = write_windows(tmp_path / "hours", 2)
     trainer = trainer_of()
@@ -562,18 +505,6 @@ def test_stopped_where_a_window_is_evaluated_before_it_is_trained_on(
     assert len(run(tmp_path, stop=True)[1]) == 1
     rest, found = run(tmp_path)
     assert torch.equal(rest, whole) and found == metrics[1:]
-
-
-def test_settings_of_windows_that_an_evaluation_does_not_follow_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    evaluator = create_evaluator(linear(), lambda model, batch: batch)
-    Evaluation(evaluator, Windows([1, 2], lambda name: [torch.ones(1)]))
-    assert caplog.messages == []
-
-    Evaluation(evaluator, Windows([1, 2], lambda name: [torch.ones(1)], wait_s=2.0), name="late")
-    assert caplog.messages == [
-        f"Windows({setting}) has no effect in the Evaluation of 'late': it takes the next window that is there."
-        for setting in ("wait_s=2.0",)
-    ]
 
 
 def test_an_evaluation_of_windows_takes_the_next_each_time_and_resumes_there(tmp_path: Path) -> None:
@@ -699,35 +630,6 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         Windows([1], open_numbers).again()
     with pytest.raises(TypeError, match=r"^Windows are iterated by Trainer\.run\(\) and Evaluation"):
         iter(Windows([1], open_numbers))
-
-
-@pytest.mark.parametrize("kind", ["file", "folder"])
-def test_resume_where_a_window_of_that_name_has_other_bytes_is_one_line(tmp_path: Path, kind: str) -> None:
-    folder = write_windows(tmp_path / "hours", 5, 7)
-    path = folder / "hour_000.txt"
-    if kind == "folder":
-        path.rename(tmp_path / "part")
-        path.mkdir()
-        (tmp_path / "part").rename(path := path / "part")
-
-    def run(stop: bool) -> Trainer:
-        trainer = trainer_of()
-        checkpoint = Checkpoint(tmp_path / "run")
-        checkpoint.attach(trainer)
-        checkpoint.resume()
-        if stop:
-            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: trainer.request_stop("here"))
-        trainer.run(Windows(Files(folder, "hour_*"), lambda name: open_numbers(5)), max_epochs=1)
-        return trainer
-
-    run(stop=True)
-    path.write_text("6")
-    with pytest.raises(
-        ValueError, match=r"^The window hour_000\.txt has other bytes than where the checkpoint was made"
-    ):
-        run(stop=False)
-    path.write_text("5")
-    assert run(stop=False).state.windows == 2
 
 
 def test_a_run_that_goes_on_in_its_process_does_not_ask_whether_the_bytes_are_the_same(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from ignite.metrics import Average, Loss
 from torch import nn
 
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, load_weights
-from ignite_engine.checkpointing import CheckpointError, CheckpointStore, StateMismatch
+from ignite_engine.checkpointing import CheckpointStore, StateMismatch
 from ignite_engine.handlers import EMA, Checkpoint, Evaluation
 from tests.builders import linear, mse, numbers_loader, one, trainer_of, weights
 
@@ -285,19 +285,6 @@ def test_a_value_that_comes_while_its_checkpoint_is_written_is_that_ones(
     trainer.add_event_handler(Events.EPOCH_STARTED(once=3), end)
     trainer.run(numbers_loader(), max_epochs=4)
     assert [each.manifest.metrics for each in checkpoint.store.checkpoints()] == [{"score": 1.0}, {"score": 9.0}]
-
-
-def test_without_a_best_one_line_says_why(tmp_path: Path) -> None:
-    for options, line in (
-        ({"best": None}, "follows no metric, so no checkpoint is the best"),
-        ({}, "no valid checkpoint of"),
-    ):
-        _, checkpoint = run_of(tmp_path, **options)
-        with pytest.raises(CheckpointError, match=line) as caught:
-            checkpoint.restore_best()
-        assert "\n" not in str(caught.value) and checkpoint.best is None
-    with pytest.raises(RuntimeError, match="needs a trainer"):
-        Checkpoint(tmp_path, best="val/loss").restore_best()
 
 
 def test_a_damaged_best_one_is_skipped_and_another_model_refused(

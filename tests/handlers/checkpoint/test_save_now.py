@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from ignite_engine.checkpointing import CheckpointError, CheckpointStore, filesy
 from ignite_engine.cli import main
 from ignite_engine.handlers import Checkpoint
 from tests.builders import linear, numbers_loader, on_two_ranks, trainer_of, weights
-from tests.checkpointing.file_faults import in_child, start_child, wait_for
+from tests.checkpointing.file_faults import in_child
 
 
 def run_of(folder: Path, **options: Any) -> tuple[Trainer, Checkpoint]:
@@ -63,42 +62,6 @@ def test_into_its_own_folder(tmp_path: Path) -> None:
     assert names(tmp_path) == ["iteration_00000003", "iteration_00000005"]
     trainer.run(numbers_loader(), max_iters=7)  # continues, and may save again
     assert checkpoint.save() == tmp_path / "iteration_00000007"
-
-
-def test_what_cannot_be_saved_is_one_line(tmp_path: Path) -> None:
-    trainer, checkpoint = run_of(tmp_path / "run")
-    with pytest.raises(RuntimeError, match="needs a trainer"):
-        Checkpoint(tmp_path).save()
-    holder = start_child(lambda: _hold(tmp_path / "run"))
-    lock = tmp_path / "run" / filesystem.LOCK_NAME
-    while not (lock.exists() and lock.read_text()):  # its number is written after the file is made
-        time.sleep(0.01)
-    with pytest.raises(CheckpointError, match=r"run is in use by process \d+"):
-        checkpoint.save()
-    (tmp_path / "done").touch()
-    wait_for(holder)
-
-    checkpoint.save()
-    its = run_of(tmp_path / "run")[1]
-    its.resume()
-    with pytest.raises(CheckpointError, match="its place in the data is known when"):
-        its.save()
-
-    def fail() -> None:
-        raise ValueError("a handler's")
-
-    trainer.add_event_handler(Events.ITERATION_STARTED(once=3), fail)
-    with pytest.raises(ValueError, match="a handler's"):
-        trainer.run(numbers_loader(), max_iters=5)
-    path = checkpoint.save()
-    assert path is not None and path.name == "iteration_00000002"
-    assert not CheckpointStore(path.parent).checkpoints()[-1].manifest.exact
-
-
-def _hold(folder: Path) -> None:
-    with filesystem.held(folder):
-        while not (folder.parent / "done").exists():
-            pass
 
 
 def test_a_folder_that_must_be_new(tmp_path: Path) -> None:

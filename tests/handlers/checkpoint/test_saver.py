@@ -49,23 +49,6 @@ def test_a_leftover_that_cannot_be_deleted_does_not_stop_a_run(
     assert caplog.text.count("cannot be deleted") == 2
 
 
-def test_a_checkpoint_that_cannot_be_pruned_is_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rename = os.rename
-
-    def refuse(old: Any, new: Any) -> None:
-        if Path(old).name == "iteration_00000001":
-            raise PermissionError(errno.EACCES, "Permission denied", str(old))
-        rename(old, new)
-
-    monkeypatch.setattr(os, "rename", refuse)
-    trainer = trainer_of()
-    Checkpoint(tmp_path, keep_last=1).attach(trainer, EVERY)
-    trainer.run(numbers_loader(), max_iters=6)
-    assert iterations(tmp_path) == [1, 6] and caplog.text.count("Permission denied") == 1
-
-
 def test_old_checkpoints_are_deleted_beside_training_and_before_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,31 +159,6 @@ def test_a_folder_that_is_deleted_under_the_run_is_made_again(tmp_path: Path) ->
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: shutil.rmtree(tmp_path / "run"))
     trainer.run(numbers_loader(), max_iters=4)
     assert iterations(folder) == [3, 4]
-
-
-def test_a_resume_is_one_line_and_so_is_a_fresh_start_beside_other_checkpoints(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As warnings: a script that sets up no logging shows nothing else."""
-
-    def run(*, resume: bool, max_iters: int) -> list[str]:
-        caplog.clear()
-        trainer = trainer_of()
-        checkpoint = Checkpoint(tmp_path)
-        checkpoint.attach(trainer, EVERY)
-        if resume:
-            checkpoint.resume()
-        trainer.run(numbers_loader(), max_iters=max_iters)
-        trainer.run(numbers_loader(), max_iters=max_iters + 1)  # its own checkpoints are not an earlier run's
-        return [each.getMessage() for each in caplog.records if "checkpoint" in each.name]
-
-    assert run(resume=False, max_iters=3) == []
-    assert run(resume=False, max_iters=1) == [
-        f"{tmp_path} holds 2 checkpoints of an earlier run, which are deleted as this one saves its own; to continue "
-        "from iteration_00000004, call checkpoint.resume() before run()."
-    ]
-    (resumed,) = run(resume=True, max_iters=3)
-    assert resumed.startswith(f"Resumed from {tmp_path / 'iteration_00000002'} at iteration 2: ")
 
 
 class Batches:

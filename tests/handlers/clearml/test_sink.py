@@ -319,16 +319,6 @@ def test_session_that_fails_is_one_warning_and_training_continues(
     assert "ended: ValueError: wrong key; see " in reported[0]
 
 
-def test_folder_that_cannot_be_made_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("no folder")
-    trainer = trainer_of()
-    ClearMLLogger(tmp_path / "file").attach(trainer)
-    trainer.run(numbers_loader())
-
-    assert trainer.state.status == "completed"
-    assert len(warnings_of(caplog)) == 1 and "make the path writable" in warnings_of(caplog)[0]
-
-
 def test_other_ranks_start_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ignite.distributed.get_rank", lambda: 1)
     trainer, sink = trainer_of(), ClearMLLogger(tmp_path)

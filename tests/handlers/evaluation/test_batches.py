@@ -49,30 +49,12 @@ def test_training_loader_can_be_evaluated_in_the_middle_of_its_pass(workers: int
     assert evaluated == [*range(24)] * 6
 
 
-def test_plain_loader_is_rebuilt_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    trainer, indices = trainer_of(), list[float]()
-    evaluator = create_evaluator(model_of(trainer), lambda model, batch: indices.extend(batch.flatten().tolist()))
-    Evaluation(evaluator, DataLoader(Seen(), batch_size=4)).attach(trainer)
-    with caplog.at_level("INFO"):
-        trainer.run(numbers_loader(), max_epochs=2)
-
-    assert indices == [*range(24)] * 2
-    assert len([record for record in caplog.records if "DataLoader rebuilt" in record.getMessage()]) == 1
-
-
 def test_loader_without_a_batch_is_refused_before_training() -> None:
     trainer = trainer_of()
     Evaluation(evaluator_of(model_of(trainer)), DataLoader(Subset(Numbers(4), []), batch_size=2)).attach(trainer)
     with pytest.raises(ValueError, match=r"^The evaluation of 'val' needs a batch, got 0: give"):
         trainer.run(numbers_loader())
     assert trainer.state.iteration == 0
-
-
-def test_data_without_a_length_and_without_a_batch_is_one_line() -> None:
-    trainer = trainer_of()
-    Evaluation(averaging(), Batches(0)).attach(trainer)
-    with pytest.raises(ValueError, match=r"^The evaluation of 'val' needs a batch, got 0: give"):
-        trainer.run(numbers_loader())
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------

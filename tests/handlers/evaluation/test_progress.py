@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -165,30 +164,6 @@ def test_stream_without_a_state_is_replayed(tmp_path: Path, caplog: pytest.LogCa
         assert resumed.train() == expected
     assert resumed.batches == [6] * 2 + [12] * 9
     assert "the 7 batches that were consumed are loaded again and skipped" in caplog.text
-
-
-def test_metric_that_cannot_be_saved_is_a_warning_when_attached(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Window(Metric):
-        def reset(self) -> None:
-            self.last = deque[int](maxlen=3)
-
-        def update(self, output: Any) -> None:
-            self.last.append(1)
-
-        def compute(self) -> float:
-            return float(len(self.last))
-
-    with caplog.at_level(logging.WARNING):
-        run = Run(tmp_path, metrics={"window": Window()})
-        assert [record.getMessage() for record in caplog.records] == [
-            "The evaluation of val always starts at its first batch: its metric 'window' cannot be saved: Window keeps "
-            "a collections.deque in last, which is not plain data."
-        ]
-        assert run.train() == [{"val/window": 3.0}] * 2
-    assert len([record for record in caplog.records if "window" in record.getMessage()]) == 1
-    assert len(run.batches) == 20
 
 
 # -- evaluations that the resumed run has to repeat -------------------------------------------------------------------

@@ -7,7 +7,6 @@ import json
 import random
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +104,6 @@ def test_error_of_predict_is_raised_as_it_was_and_says_what_it_must_return(tmp_p
     notes = refusal.value.__notes__
     assert "The batch: [Tensor [4, 4] float32, Tensor [4] int64]." in notes
     assert any("sanity check of 'val', before training: predict(model, batch) must return" in note for note in notes)
-
-
-@pytest.mark.parametrize("result", [lambda loss: loss.item(), lambda loss: loss.expand(4), lambda loss: None])
-def test_loss_that_cannot_be_trained_on_is_said_as_in_training(tmp_path: Path, result: Callable[[Tensor], Any]) -> None:
-    with pytest.raises(ValueError, match=r"^loss_fn returned .*: return "):
-        trained(tmp_path, loss_fn=lambda model, batch: result(loss_fn(model, batch)), handlers=UNTRAINED)
 
 
 class Counting(Dataset[Any]):
