@@ -6,12 +6,14 @@ import argparse
 import os
 import re
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ignite_engine import __version__
 from ignite_engine.cli import checkpoints, commands, doctor, pages, time_travel, verify_resume
+from ignite_engine.config import ConfigWarning
 from ignite_engine.errors import did_you_mean
 from ignite_engine.ranks import signals
 
@@ -38,18 +40,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Any other exception is raised unchanged (Python prints it and exits with 1).
     """
     options = parse(arguments)
-    try:
-        with signals.ending_the_process():
-            return commands.COMMANDS[options.command](options) or 0
-    except (*commands.USER_ERRORS, *commands.RUN_ERRORS, FileNotFoundError) as error:
-        if options.traceback or not commands.one_line_is_enough(error, options.command):
-            raise
-        _print_line(f"error: {error}")
-        return commands.code_of(error, options.command)
-    except KeyboardInterrupt:  # before the run handled signals
-        return 130
-    except BrokenPipeError:  # such as: describe ... | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", ConfigWarning)
+        warnings.showwarning = _show_warning
+        try:
+            with signals.ending_the_process():
+                return commands.COMMANDS[options.command](options) or 0
+        except (*commands.USER_ERRORS, *commands.RUN_ERRORS, FileNotFoundError) as error:
+            if options.traceback or not commands.one_line_is_enough(error, options.command):
+                raise
+            _print_line(f"error: {error}")
+            return commands.code_of(error, options.command)
+        except KeyboardInterrupt:  # before the run handled signals
+            return 130
+        except BrokenPipeError:  # such as: describe ... | head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -163,6 +168,13 @@ def _seconds(text: str) -> float:
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of seconds of at least 0")
     return number
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+    if issubclass(category, ConfigWarning):
+        _print_line(f"warning: {message}")
+    else:
+        sys.stderr.write(warnings.formatwarning(message, category, *place[:2]))
 
 
 def _print_line(line: str) -> None:

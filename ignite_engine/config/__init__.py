@@ -1,6 +1,6 @@
 """A run's settings: YAML files and overrides to typed sections. Imports pydantic, so the core never imports it."""
 
-from ignite_engine.config.load import Config, ConfigError, Every, config_from_dict, load_config
+from ignite_engine.config.load import Config, ConfigError, ConfigWarning, Every, config_from_dict, load_config
 from ignite_engine.config.sections import (
     CheckpointSection,
     DataSection,
@@ -21,6 +21,7 @@ __all__ = [
     "CheckpointSection",
     "Config",
     "ConfigError",
+    "ConfigWarning",
     "DataSection",
     "DistributedSection",
     "EarlyStoppingSection",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -27,10 +28,10 @@ from ignite_engine.config.sections import (
     Section,
     UpdateSection,
 )
-from ignite_engine.config.yaml_file import ConfigError, ConfigSource, display, read_config_source
+from ignite_engine.config.yaml_file import ConfigError, ConfigSource, ConfigWarning, display, read_config_source
 from ignite_engine.errors import did_you_mean
 
-__all__ = ["Config", "ConfigError", "Every", "load_config"]
+__all__ = ["Config", "ConfigError", "ConfigWarning", "Every", "load_config"]
 
 
 class Config(Section):
@@ -103,6 +104,51 @@ class Config(Section):
         """A one-line error about ``key``, for checks made after loading."""
         return ConfigError(self._source.say(key, complaint))
 
+    def warn(self, key: str, complaint: str) -> None:
+        """Warn about ``key``, which ``complaint`` names."""
+        warnings.warn(self._source.say_of(key, complaint), ConfigWarning, stacklevel=4)
+
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        """The dotted key of each setting that has no effect with the others as they are, and what it would need."""
+        data, update, ranks = self.data, self.update, self.distributed
+        rules: list[tuple[str, Section, set[str] | None, bool, str]] = [
+            ("optimizer", self.optimizer, None, not self.optimizers, "optimizers left out"),
+            ("data", data, {"prefetch_factor", "persistent_workers"}, data.num_workers > 0, "data.num_workers"),
+            ("update", update, {"grad_scaler"}, update.precision == "fp16", "update.precision=fp16"),
+            ("early_stopping", self.early_stopping, None, self.early_stopping.metric is not None, "a metric"),
+            ("ema", self.ema, None, self.ema.decay is not None, "ema.decay"),
+            ("profiler", self.profiler, None, self.profiler.active is not None, "profiler.active"),
+            ("checkpoint", self.checkpoint, {"keep_best", "mode"}, self.checkpoint.best is not None, "checkpoint.best"),
+            ("distributed", ranks, {"shard_ranks"}, ranks.strategy == "hsdp", "strategy=hsdp"),
+            ("distributed", ranks, {"param_dtype"}, ranks.strategy != "ddp", "strategy=fsdp or hsdp"),
+            ("distributed", ranks, {"sync_bn", "ddp_options"}, ranks.strategy == "ddp", "strategy=ddp"),
+            ("distributed", ranks, {"loss_parallel"}, ranks.tensor_parallel > 1, "distributed.tensor_parallel"),
+        ]
+        for key, schedule in dict(self.schedules.values()).items():
+            for name, own in _OF_A_SCHEDULE.items():
+                rules.append((key, schedule, own, schedule.name == name, f"{key}.name={name}"))
+        for key, section, names, has_effect, needs in rules:
+            for name in [] if has_effect else _changed(section):
+                if names is None or name in names:
+                    yield f"{key}.{name}", needs
+
+
+_OF_A_SCHEDULE = {
+    "wsd": {"decay", "decay_shape"},
+    "polynomial": {"power"},
+    "plateau": {"metric", "mode", "factor", "patience", "min_delta"},
+}
+"""Settings that one schedule alone has."""
+
+
+def _changed(section: Section) -> list[str]:
+    """The keys whose value is not the default (``model_fields_set`` has every key of a resolved config)."""
+    return [
+        key
+        for key, field in type(section).model_fields.items()
+        if getattr(section, key) != field.get_default(call_default_factory=True)
+    ]
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read, merge and validate.
@@ -114,6 +160,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: for each mistake one line with the file and line (or "command line"), the dotted key, what was
             given, what is expected, and what was possibly meant.
+
+    Warns:
+        ConfigWarning: a setting has no effect.
     """
     return validated(read_config_source(Path(path), overrides))
 
@@ -154,6 +203,8 @@ def validated(source: ConfigSource) -> Config:
         keys = sorted(of_keys, key=lambda parts: source.lines.get(".".join(parts), 0))
         raise ConfigError("\n".join(_one_line(of_keys[key], source) for key in keys)) from None
     config._source = source
+    for key, needs in config.without_effect():
+        config.warn(key, f"{key} has no effect without {needs}.")
     return config
 
 

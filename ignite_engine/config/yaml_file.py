@@ -20,6 +20,10 @@ class ConfigError(ValueError):
     """A mistake in a config, its overrides or its task: one line with file, key, value and expectation."""
 
 
+class ConfigWarning(UserWarning):
+    """A setting that has no effect with the others as they are."""
+
+
 class Loader(yaml.SafeLoader):
     """YAML's safe subset, in which ``1e-3`` is a number."""
 
@@ -63,6 +67,10 @@ class ConfigSource:
         """
         key = "" if key == "task" and self.name != "config" else key
         return f"{self.place(key)}: {key}: {complaint}" if key else f"{self.place(key)}: {complaint}"
+
+    def say_of(self, key: str, sentence: str) -> str:
+        """A line about ``key``, which the sentence names."""
+        return f"{self.place(key)}: {sentence}"
 
 
 def read_config_source(path: Path, overrides: Sequence[str] = ()) -> ConfigSource:

@@ -121,6 +121,9 @@ def check_fit(config: Config, task: Task) -> None:
         raise config.error(
             "task", f"a set cannot be in val_sets and in test_sets: {', '.join(sorted(both))}; rename one."
         )
+    evaluation = config.evaluation  # in a resolved config every key is given
+    if not task.val_sets and evaluation != type(evaluation)(progressive=evaluation.progressive):
+        config.warn("evaluation", "evaluation has no effect: the task has no val_sets.")
     for unknown in set(config.ema.evaluate or ()) - {*task.val_sets, *task.test_sets}:
         near = did_you_mean(unknown, [*task.val_sets, *task.test_sets])
         raise config.error("ema.evaluate", f"got {unknown!r}, expected names of the task's sets{near}")
@@ -135,6 +138,12 @@ def check_fit(config: Config, task: Task) -> None:
     ):
         kind = type(task.train_set).__name__
         raise config.error("task", f"it gives a sampler, which is of map-style data, and the train_set is a {kind}.")
+    own = {
+        "optimizer": task.optimizer is not None and (config.optimizer != OptimizerSection() or bool(config.optimizers)),
+        "schedule": task.schedule is not None and config.schedule != ScheduleSection(),
+    }
+    for key in (key for key, has_no_effect in own.items() if has_no_effect):
+        config.warn(key, f"{key} has no effect: the task makes its own.")
     for key, metric in followed_metrics(config).items():
         if metric is None or metric in known or task.handlers:  # a user's handler may write any key
             continue

@@ -8,6 +8,7 @@ import inspect
 import logging
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -22,7 +23,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from ignite_engine import every, handlers
 from ignite_engine.checkpointing import CheckpointError, LoadSource, SaveOptions
-from ignite_engine.config import Config, Every
+from ignite_engine.config import Config, ConfigWarning, Every
 from ignite_engine.config.sections import LoadSection, ScheduleSection
 from ignite_engine.errors import check_type, one_line
 from ignite_engine.evaluator import create_evaluator
@@ -179,6 +180,8 @@ def logged(config: Config, *, console: bool = True) -> Iterator[None]:
                 logger.info("The run that was in %s is now in %s.", config.directory, aside)
             if status.attempt.reason is not None:
                 logger.warning("%s", status.attempt.reason, extra={"console": False})  # the parent has shown it
+            if status.attempt.is_known:
+                warnings.simplefilter("ignore", ConfigWarning)
             yield
     except BaseException as error:
         named = error.filename if isinstance(error, OSError) and not directory.path.exists() else None

@@ -221,6 +221,13 @@ def test_options_and_overrides_stand_in_any_order(folder: Path) -> None:
     assert summary(folder)["iteration"] == 2
 
 
+def test_setting_without_effect_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["describe", "my_config.yaml", "schedule.power=2.0"]) == 0
+
+    line = "warning: command line: schedule.power has no effect without schedule.name=polynomial.\n"
+    assert capsys.readouterr().err == line
+
+
 @pytest.mark.row("E4")
 def test_describe_shows_the_curve_and_the_bus_and_runs_nothing(
     folder: Path, capsys: pytest.CaptureFixture[str]

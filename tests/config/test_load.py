@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import re
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from ignite_engine.config import ConfigError, config_from_dict, load_config
+from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict, load_config
 from ignite_engine.ext.sparse import RowwiseAdagrad
 
 MINIMAL = "task: tasks.py:build\nrun:\n  max_iterations: 10\n"
@@ -273,3 +274,27 @@ def test_several_optimizers_go_by_name_with_a_schedule_each(tmp_path: Path) -> N
         "dense": ("schedule", "cosine"),
     }
     assert config_from_dict(config.to_dict()).to_dict() == config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("schedule.decay=3", "schedule.decay has no effect without schedule.name=wsd"),
+        ("early_stopping.patience=3", "early_stopping.patience has no effect without a metric"),
+        ("data.prefetch_factor=2", "data.prefetch_factor has no effect without data.num_workers"),
+        ("update.grad_scaler={init_scale: 8}", "update.grad_scaler has no effect without update.precision=fp16"),
+        ("checkpoint.keep_best=2", "checkpoint.keep_best has no effect without checkpoint.best"),
+        ("distributed.param_dtype=bf16", "distributed.param_dtype has no effect without strategy=fsdp or hsdp"),
+        ("optimizers={x: {schedule: {power: 3}}}", "optimizers.x.schedule.power has no effect without"),
+    ],
+)
+def test_setting_without_effect_is_a_warning(tmp_path: Path, override: str, line: str) -> None:
+    with pytest.warns(ConfigWarning, match=re.escape(line)):
+        load_config(written(tmp_path), [override])
+
+
+def test_settings_with_effect_are_silent(tmp_path: Path) -> None:
+    overrides = ["schedule={name: wsd, decay: 0.2, total: 5}", "data.num_workers=2", "data.prefetch_factor=2"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_config(written(tmp_path), overrides)

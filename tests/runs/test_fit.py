@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 import ignite_engine
 import ignite_engine.runs.fit as fit_module
 from ignite_engine import Interrupted, Task, Trainer, TrainingEvents, fit, load_model, load_weights, seed_everything
-from ignite_engine.config import ConfigError, config_from_dict
+from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
 from ignite_engine.handlers import ClearMLLogger, LRSchedule, warmup_cosine
 from ignite_engine.run_directory import weights_sha256
 from ignite_engine.runs import recipe
@@ -289,6 +289,11 @@ def test_model_of_a_run_of_python_is_loaded_into_one_that_is_made_there(tmp_path
     load_weights(model, tmp_path, which="last")
 
     assert weights_sha256(model) == run.summary["weights_sha256"]
+
+
+def test_setting_without_effect_is_a_warning_about_the_argument(tmp_path: Path) -> None:
+    with pytest.warns(ConfigWarning, match=r"^fit\(\): checkpoint\.mode has no effect without checkpoint\.best\.$"):
+        fitted(tmp_path, mode="max", max_epochs=None, max_iters=1)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import Task, seed_everything
-from ignite_engine.config import Config, ConfigError, config_from_dict
+from ignite_engine.config import Config, ConfigError, ConfigWarning, config_from_dict
 from ignite_engine.ranks import agreement, data_rank
 from ignite_engine.runs import recipe
 from ignite_engine.runs.wrapping import _renewed, declare_mesh, wrap
@@ -72,6 +72,20 @@ def test_sync_bn_is_refused_where_torch_lacks_it(monkeypatch: pytest.MonkeyPatch
 def test_ddp_options_are_those_of_torch(options: Any, line: str) -> None:
     with pytest.raises(ConfigError, match=rf"distributed\.ddp_options{line}"):
         config({"ddp_options": options})
+
+
+@pytest.mark.parametrize(
+    ("distributed", "key"),
+    [
+        ({"strategy": "fsdp", "ddp_options": {"static_graph": True}}, "ddp_options"),
+        ({"strategy": "fsdp", "shard_ranks": 2}, "shard_ranks"),
+        ({"param_dtype": "bf16"}, "param_dtype"),
+        ({"loss_parallel": True}, "loss_parallel"),
+    ],
+)
+def test_setting_of_another_strategy_has_no_effect(distributed: dict[str, Any], key: str) -> None:
+    with pytest.warns(ConfigWarning, match=rf"distributed.{key} has no effect without "):
+        config(distributed)
 
 
 # -- on four ranks ----------------------------------------------------------------------------------------------------
