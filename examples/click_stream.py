@@ -26,7 +26,6 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from ignite_engine import Task, Windows
-from ignite_engine.data import Arrays
 from ignite_engine.ext.sparse import hash_ids
 from ignite_engine.ext.windows import Files
 
@@ -237,7 +236,7 @@ def stream(options: Options) -> tuple[Windows, Callable[[int], Any]]:
 
     @lru_cache(maxsize=1)  # a window is opened to be evaluated, and again to be trained on
     def opened(window: int | Path) -> Clicks:
-        return Clicks(generator(window) if isinstance(window, int) else Arrays.of_npz(window).columns)
+        return Clicks(generator(window) if isinstance(window, int) else np.load(window))
 
     def open_window(window: int | Path) -> Any:
         return opened(window)

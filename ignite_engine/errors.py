@@ -6,7 +6,6 @@ import difflib
 import errno
 import shutil
 import signal as signals
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -88,13 +87,7 @@ def is_number(value: object) -> bool:
 
 def leave_out(*parts: str) -> str:
     """How to resume without a part that does not fit."""
-    of_fit = f", or checkpoint={{'ignore': {list(parts)}}} to fit()" if _fit_is_known() else ""
-    return f"resume(ignore={list(parts)}), {'' if of_fit else 'or '}checkpoint.ignore in a config{of_fit}"
-
-
-def _fit_is_known() -> bool:
-    """One who has never imported ``fit`` has no call of it to change."""
-    return "ignite_engine.runs.fit" in sys.modules
+    return f"resume(ignore={list(parts)}), or checkpoint={{'ignore': {list(parts)}}} in fit() or in a config"
 
 
 def require_exact(what: str, reasons: Sequence[str]) -> None:

@@ -384,11 +384,8 @@ def objects_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
     """Nested mappings as one mapping with dotted keys; an empty one is a value."""
-    return {dotted(path): value for path, value in walk(values, whole=_is_value)} if values else {}
-
-
-def _is_value(value: Any) -> bool:
-    return not isinstance(value, Mapping) or not value
+    leaves = walk(values, whole=lambda value: not isinstance(value, Mapping) or not value)
+    return {dotted(path): value for path, value in leaves} if values else {}
 
 
 def as_float(what: str, value: SupportsFloat) -> float:

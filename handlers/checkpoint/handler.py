@@ -28,7 +28,7 @@ from ignite_engine.checkpointing.load_sources import Found, load_sources
 from ignite_engine.checkpointing.retention import of_one_run, ranked
 from ignite_engine.checkpointing.save_options import SaveKeywords
 from ignite_engine.checkpointing.store import Checkpoints
-from ignite_engine.errors import check_type
+from ignite_engine.errors import check_type, is_number
 from ignite_engine.ext.recovery.status import follow
 from ignite_engine.handlers.checkpoint.places import places_of
 from ignite_engine.handlers.checkpoint.saver import Saver
@@ -407,7 +407,7 @@ class Checkpoint:
             # the kind of their data is known when they are opened
             trainer.add_event_handler(TrainingEvents.WINDOW_STARTED, self._require_exact)
         if (digests := trainer.registry.rank_digests) is not None:
-            digests.call_when_they_differ(self._require_exact)
+            digests.listeners.append(self._require_exact)
         self._saver.start(trainer)
         trainer.call_at_end(self._end)
         for place in self.places:
@@ -450,7 +450,7 @@ class Checkpoint:
     def _measure(self, trainer: Trainer) -> None:
         stale, self._stale = self._stale, set()
         fresh = {key: value for key, value in trainer.state.metrics.fresh.items() if key not in stale}
-        values = {key: float(value) for key, value in fresh.items() if _is_number(value)}
+        values = {key: float(value) for key, value in fresh.items() if is_number(value)}
         score = None if self._followed is None else self._followed.new_value(trainer)
         if self._followed is not None and self._followed.key in stale:
             score = None
@@ -511,7 +511,3 @@ class Checkpoint:
 
 
 _AFTER_EXCEPTION = "saved after an exception, random numbers as it left them"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -132,9 +132,6 @@ class ClearMLLogger:
         self.task_id, self._written = state["task_id"], dict(state["written"])
         self._run = state.get("run")
 
-    def _is_stopping(self) -> bool:
-        return self._trainer is not None and self._trainer.stop_requested
-
     @contextlib.contextmanager
     def _limited(self, within_s: float) -> Iterator[float]:
         """How long to wait at most."""
@@ -187,7 +184,9 @@ class ClearMLLogger:
 
     def _read_id(self, within_s: float) -> None:
         if self._session is not None:
-            self.task_id = self._session.task_id(within_s, self._is_stopping) or self.task_id
+            trainer = self._trainer
+            known = self._session.task_id(within_s, lambda: trainer is not None and trainer.stop_requested)
+            self.task_id = known or self.task_id
 
 
 class _Session:

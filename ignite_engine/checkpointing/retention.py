@@ -94,15 +94,13 @@ class Retention:
         current = [checkpoint for checkpoint in checkpoints if checkpoint.path not in old]
         healthy = [checkpoint for checkpoint in current if checkpoint.manifest.healthy]
         kept = {checkpoint.path for checkpoint in (*current[-self.keep_last :], *self.best_of(healthy), *healthy[-1:])}
-        kept |= {checkpoint.path for checkpoint in current if self._is_nth(checkpoint)}
+        if self.keep_every is not None:
+            kept |= {checkpoint.path for checkpoint in current if checkpoint.iteration % self.keep_every == 0}
         return [checkpoint for checkpoint in checkpoints if checkpoint.path in kept]
 
     def best_of(self, checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
         """The best ones of the run that saved the last of ``checkpoints``, the best first."""
         return [] if self.best is None else ranked(of_one_run(checkpoints), self.best, self.mode)[: self.keep_best]
-
-    def _is_nth(self, checkpoint: CheckpointInfo) -> bool:
-        return self.keep_every is not None and checkpoint.iteration % self.keep_every == 0
 
 
 def ranked(checkpoints: Iterable[CheckpointInfo], metric: str, mode: str) -> list[CheckpointInfo]:

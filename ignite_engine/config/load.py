@@ -227,14 +227,11 @@ def _one_line(faults: Sequence[ErrorDetails], source: ConfigSource) -> str:
         faults: of one key, one for each form that it may have.
     """
     parts, complaint = _key_parts(faults[0]), _complaint(faults[0], _key_parts(faults[0]))
-    if len(faults) > 1 and all(_is_of_a_value(fault) for fault in faults):
+    of_no_value = ("extra_forbidden", "missing", "setting", "value_error")
+    if len(faults) > 1 and all(fault["type"] not in of_no_value for fault in faults):
         forms = [_expectation(fault["type"], fault.get("ctx", {})) for fault in faults]
         complaint = f"got {display(faults[0]['input'])}, expected {' or '.join(dict.fromkeys(forms))}."
     return source.say(".".join(parts), complaint)
-
-
-def _is_of_a_value(fault: ErrorDetails) -> bool:
-    return fault["type"] not in ("extra_forbidden", "missing", "setting", "value_error")
 
 
 def _complaint(fault: ErrorDetails, parts: list[str]) -> str:

@@ -325,10 +325,6 @@ class LoadSection(Section):
     strict: bool = True  # a name missing on either side is an error
 
 
-def _form_of_load(value: object) -> str:
-    return "<several>" if isinstance(value, list) else "<one>"
-
-
 class ResumeSection(Section):
     """What a resume changes."""
 
@@ -356,7 +352,7 @@ class CheckpointSection(Section):
     resume: ResumeSection = ResumeSection()
     load: Annotated[  # what a run starts from; if several sources contain a name, the last one wins
         Annotated[LoadSection, Tag("<one>")] | Annotated[list[LoadSection], Tag("<several>")],
-        Discriminator(_form_of_load),
+        Discriminator(lambda value: "<several>" if isinstance(value, list) else "<one>"),
     ] = LoadSection()
     mirror: Mirror | None = None  # second place of all: a directory or an fsspec URL
     reload_every: Every = Every(epochs=1)  # when to look whether a dynamic source has a newer state

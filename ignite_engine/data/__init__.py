@@ -1,6 +1,5 @@
 """Batches that resume: loaders, their order, and the source that a Trainer iterates."""
 
-from ignite_engine.data.arrays import Arrays
 from ignite_engine.data.loader import loader, resumable
 from ignite_engine.data.readers import length_of
 from ignite_engine.data.sampler import ResumableSampler, SeededDataset
@@ -8,7 +7,6 @@ from ignite_engine.data.source import DataSource
 from ignite_engine.data.workers import end_workers
 
 __all__ = [
-    "Arrays",
     "DataSource",
     "ResumableSampler",
     "SeededDataset",

@@ -69,7 +69,9 @@ class AgreedSource(DataSource):
             iter(()) if held.exhausted or repeated is not None else self._open(),
             repeated=repeated,
             steps=self.steps if self.grouped else None,
-            position=None if self.sampler is not None else self._before_the_next_fetch,
+            position=None
+            if self.sampler is not None
+            else lambda: replace(self._loader_before_the_fetch(), rng=rng.capture()),
             weigh=self._weigh,
             waiting=self._waiting,
             read_errors=self.read_errors,
@@ -90,9 +92,6 @@ class AgreedSource(DataSource):
         batches = self._open()
         self.place = self.place._replace(batch=place.batch)
         return batches
-
-    def _before_the_next_fetch(self) -> Held:
-        return replace(self._loader_before_the_fetch(), rng=rng.capture())
 
     def padded(self, count: int) -> tuple[int, int]:
         assert self._ahead is not None

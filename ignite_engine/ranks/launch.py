@@ -384,10 +384,3 @@ def _is_stopped(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except OSError:
         return False
-
-
-def free_port() -> int:
-    """A TCP port of this machine that is free now, for a launcher that needs one in advance."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

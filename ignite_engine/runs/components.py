@@ -262,7 +262,8 @@ def settings_of(
         made = {name: _options_of(optimizer) for name, optimizer in optimizers.items()}
         values |= made if set(made) == {"optimizer"} else {"optimizers": made}
     if task.schedule is not None:
-        values["schedule"] = {"name": ", ".join(dict.fromkeys(_name_of(schedule) for schedule in schedules.values()))}
+        names = [str(it) if isinstance(it, Schedule) else type(it).__name__ for it in schedules.values()]
+        values["schedule"] = {"name": ", ".join(dict.fromkeys(names))}
     return values
 
 
@@ -273,10 +274,6 @@ def _options_of(optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(value, bool | int | float | str | tuple | None)
     }
     return {"name": type(optimizer).__name__, **options}
-
-
-def _name_of(scheduler: Any) -> str:
-    return str(scheduler) if isinstance(scheduler, Schedule) else type(scheduler).__name__
 
 
 def make_schedule(

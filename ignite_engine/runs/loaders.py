@@ -104,17 +104,14 @@ def say_how_it_resumes(train_loader: Any) -> None:
         kind = type(order.drawn).__name__
         logger.info("The order of %s is drawn for each epoch from (seed, epoch), so it is resumed exactly.", kind)
     elif isinstance(reader := reader_of(train_loader), WithState):
-        logger.info("%s is resumed by its own state%s.", type(train_loader).__name__, _but(reader.inexact))
+        but = "" if reader.inexact is None else f", but {reader.inexact}"
+        logger.info("%s is resumed by its own state%s.", type(train_loader).__name__, but)
     elif not isinstance(order, ResumableSampler):
         how = "" if isinstance(stream, IterableDataset) else ", in an order that may be another one"
         remedy = "; with torchdata installed its state is used" if hasattr(stream, "state_dict") else ""
         logger.info(
             "%s: a resume reads what was consumed of the epoch again and drops it%s%s.", *(reader.inexact, how, remedy)
         )
-
-
-def _but(inexact: str | None) -> str:
-    return "" if inexact is None else f", but {inexact}"
 
 
 def updates_of(config: Config, train_loader: Any) -> int | None:
@@ -179,9 +176,6 @@ def _updates_of(config: Config, batches: int) -> int:
     """The updates of a run with ``batches`` micro-batches per epoch: of this rank, or with
     ``update.global_micro_batches`` of all ranks."""
     epochs = config.run.max_epochs
-    limits = (config.run.max_iterations, None if epochs is None else epochs * _per_epoch(config, batches))
+    per_epoch = -(-batches // (config.update.global_micro_batches or config.update.accumulation_steps or 1))
+    limits = (config.run.max_iterations, None if epochs is None else epochs * per_epoch)
     return min(limit for limit in limits if limit is not None)
-
-
-def _per_epoch(config: Config, batches: int) -> int:
-    return -(-batches // (config.update.global_micro_batches or config.update.accumulation_steps or 1))

@@ -299,7 +299,9 @@ def _attach(
         state = trainer.state
         return state.start is not Start.FRESH and 0 < state.iteration == run.first_iteration
 
-    log_point = interval_event(logging.every or _log_interval(run.total), task)
+    # or as often as gives a short run ten points
+    usual = Every(iterations=50 if run.total is None else max(1, min(50, run.total // 10)))
+    log_point = interval_event(logging.every or usual, task)
     trainer.add_event_handler(Events.STARTED, run.log_length)
     trainer.add_event_handler(Events.STARTED, run.keep_record)
     say_how_it_resumes(run.loader)
@@ -478,15 +480,6 @@ def _metric_logger(config: Config, task: Task, run: Run) -> handlers.MetricLogge
     assert metric_logger.history is not None, "it was given a folder"
     metric_logger.history.config = run.config
     return metric_logger
-
-
-def _log_interval(total: int | None) -> Every:
-    """50 iterations, or as many as give a short run ten points.
-
-    Args:
-        total: updates of the run; None: unknown.
-    """
-    return Every(iterations=50 if total is None else max(1, min(50, total // 10)))
 
 
 def interval_event(interval: Every, task: Task) -> Any:

@@ -66,10 +66,7 @@ class ModelGenerators:
 def undrawn(objects: Mapping[str, Any]) -> Iterator[None]:
     """Restore the generators of a registry after the body, which may draw from them."""
     with ExitStack() as stack:
-        for part in _saved_parts(objects):
-            stack.enter_context(part.undrawn())
+        for part in objects.values():
+            if isinstance(part, ModelGenerators):
+                stack.enter_context(part.undrawn())
         yield
-
-
-def _saved_parts(objects: Mapping[str, Any]) -> list[ModelGenerators]:
-    return [obj for obj in objects.values() if isinstance(obj, ModelGenerators)]

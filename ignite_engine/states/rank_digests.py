@@ -36,7 +36,7 @@ class RankDigests:
         self._begun = 0
         self._watches = False
         self._first: str | None = None
-        self._listeners: list[Callable[[Any], Any]] = []
+        self.listeners: list[Callable[[Any], Any]] = []
 
     def watch(self, engine: Engine, *, boundary: Any) -> None:
         """A run has its position: compare within it.
@@ -44,15 +44,11 @@ class RankDigests:
         Args:
             boundary: the event of step boundaries, whose last one is that of the run.
         """
-        self._begun, self._first, self._listeners = engine.state.iteration, None, []
+        self._begun, self._first, self.listeners = engine.state.iteration, None, []
         if not self._watches and mesh.data_size() > 1:
             self._watches = True
             engine.add_event_handler(Events.ITERATION_COMPLETED(event_filter=self._is_compared), self._compare)
             engine.add_event_handler(boundary, self._compare_at_end)
-
-    def call_when_they_differ(self, listener: Callable[[Any], Any]) -> None:
-        """Call ``listener(engine)`` once in the run, on all ranks, if they do."""
-        self._listeners.append(listener)
 
     def reasons(self) -> list[str]:
         """Why a resumed run would have other bits."""
@@ -80,7 +76,7 @@ class RankDigests:
                 "trainer.register() with shared=False what each rank is to have of its own.",
                 *(engine.state.iteration, self._first, len(found)),
             )
-        for listener in self._listeners:
+        for listener in self.listeners:
             listener(engine)
 
     def tensors(self) -> dict[str, Tensor]:

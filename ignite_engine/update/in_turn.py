@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from ignite.engine import Engine
@@ -108,13 +107,10 @@ class Updates:
         """
         for name, update in self.updates.items():
             if which == name or any(which is optimizer for optimizer in update.optimizers.values()):
-                return TrainingEvents.OPTIMIZER_STEP_COMPLETED(event_filter=partial(self._is_turn_of, name))
+                return TrainingEvents.OPTIMIZER_STEP_COMPLETED(event_filter=lambda *_, own=name: self.turn == own)
         raise ValueError(
             f"got {which!r}, expected an update's name or its optimizer; known: {', '.join(self.updates)}."
         )
-
-    def _is_turn_of(self, name: str, engine: Engine, count: int) -> bool:
-        return self.turn == name
 
     @property
     def scaler(self) -> LossScaler | None:

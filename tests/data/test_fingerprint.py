@@ -15,10 +15,14 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, S
 
 from ignite_engine import Trainer, Windows, loader
 from ignite_engine.checkpointing import NotExact
-from ignite_engine.data.arrays import Arrays
 from ignite_engine.data.fingerprint import fingerprint
 from ignite_engine.handlers import Checkpoint
 from tests.builders import Numbers, linear, trainer_of
+
+
+class Arrays(Dataset[Any]):
+    def __init__(self, columns: dict[str, Any]) -> None:
+        self.columns = columns
 
 
 class Files(Dataset[Any]):

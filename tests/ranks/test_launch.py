@@ -30,11 +30,10 @@ from ignite_engine import Parallel
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.errors import LaunchError
 from ignite_engine.ranks import agreement, joining, launch, rank_process, signals
-from ignite_engine.ranks.launch import free_port
 from tests.checkpointing.file_faults import start_child, wait_for
 from tests.faults import processes
 from tests.faults.commands import Command, program
-from tests.faults.processes import group_is_gone, start, write_config
+from tests.faults.processes import free_port, group_is_gone, start, write_config
 from tests.ranks.forkserver import PRELOADED
 
 ROOT = Path(__file__).resolve().parents[2]

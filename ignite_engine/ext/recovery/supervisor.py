@@ -151,7 +151,8 @@ class Supervisor:
                 _give_up(death, ", where it died before. The run ends, as it would end there again.")
         now = time.monotonic()
         if len(self._restarted_at) == self._allowed and now - self._restarted_at[0] < _HOUR_S:
-            _give_up(deaths[0], f". The run ends: it was started again {_times(self._allowed)} within an hour.")
+            times = "once" if self._allowed == 1 else f"{self._allowed} times"
+            _give_up(deaths[0], f". The run ends: it was started again {times} within an hour.")
         self._restarted_at.append(now)
         self._restarts += 1
         for rank, row in enumerate(self._rows):
@@ -185,7 +186,3 @@ def _first_stop(received: socket.socket | None) -> int | None:
             if number in signals.STOPS:
                 return number
     return None
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 
 from s3fs import S3FileSystem
 
+from tests.faults.processes import free_port
+
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "the-key-id",
     "AWS_SECRET_ACCESS_KEY": "the-secret-key",
@@ -21,11 +23,6 @@ CREDENTIALS = {
     # as little patience as a test has
     "AWS_MAX_ATTEMPTS": "1",
 }
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -25,12 +25,11 @@ from ignite_engine.ext.recovery.packing import Packed
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.ranks import watch
 from ignite_engine.ranks.heartbeats import Failure
-from ignite_engine.ranks.launch import free_port
 from tests.builders import linear
 from tests.checkpointing.file_faults import kill_this_process, start_child, wait_for
 from tests.ext.recovery.test_memory import Prepare, ends, said_in, train
 from tests.faults import processes
-from tests.faults.processes import write_config
+from tests.faults.processes import free_port, write_config
 from tests.ranks.test_launch import ROOT, environment, rank_pids
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]

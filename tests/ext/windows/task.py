@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from ignite.engine import Events
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from ignite_engine import Task, Trainer, TrainingEvents, Windows
-from ignite_engine.data import Arrays
 from ignite_engine.ext.windows import Files
 
 
@@ -45,16 +45,21 @@ class KillsOnce:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def open_hour(path: Path) -> TensorDataset:
+    columns = np.load(path)
+    return TensorDataset(torch.from_numpy(columns["x"]), torch.from_numpy(columns["y"]))
+
+
 def build(options: Mapping[str, Any]) -> Task:
     folder = Path(options["directory"])
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 3))
 
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-        return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
     return Task(
         model=model,
         loss_fn=loss_fn,
-        train_set=Windows(Files(folder / "hours", "hour_*.npz", end="end"), Arrays.of_npz, wait_s=60, poll_s=0.02),
+        train_set=Windows(Files(folder / "hours", "hour_*.npz", end="end"), open_hour, wait_s=60, poll_s=0.02),
         handlers=[KillsOnce(folder, *options["kill"])] if options.get("kill") else [],
     )
