@@ -87,7 +87,8 @@ def is_number(value: object) -> bool:
 
 def leave_out(*parts: str) -> str:
     """How to resume without a part that does not fit."""
-    return f"resume(ignore={list(parts)}), checkpoint={{'ignore': {list(parts)}}} in fit(), or checkpoint.ignore in a config"
+    names = list(parts)
+    return f"resume(ignore={names}), checkpoint={{'ignore': {names}}} in fit(), or checkpoint.ignore in a config"
 
 
 def require_exact(what: str, reasons: Sequence[str]) -> None:
