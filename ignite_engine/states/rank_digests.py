@@ -1,4 +1,4 @@
-"""Digests of the weights over ranks: what all ranks should have alike and have not."""
+"""Digests of weights and optimizer states over ranks: what all ranks should have alike and have not."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from ignite_engine.checkpointing.digests import hashes
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.ranks.ddp_buffers import data_parallel, shared_buffers
-from ignite_engine.states.model_and_optimizer import ModelState, ParametersState
+from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, ParametersState
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +24,9 @@ logger = logging.getLogger(__name__)
 class RankDigests:
     """Compares after iterations 1, 2, 4, 8, ... of a run and its last one what rank 0 saves for all.
 
-    Compared are 64 bits of each parameter and buffer of what is registered as shared, but for DTensors and the buffers
-    that DDP broadcasts. What nothing reduces differs after its first step.
+    Compared are 64 bits of each parameter and buffer of what is registered as shared, and of each tensor of its
+    optimizers' states, but for DTensors and the buffers that DDP broadcasts. What nothing reduces differs after its
+    first step; at a rate of 0, as a warmup may begin, only in the optimizer's state.
 
     Args:
         objects: those of the registry, by name.
@@ -65,7 +67,7 @@ class RankDigests:
     _compare_at_end.phase = -1  # type: ignore[attr-defined]  # before a save, whose report has what is found
 
     def _compare(self, engine: Engine) -> None:
-        if self._first is not None or not (found := different_names(self.tensors())):
+        if self._first is not None or not (found := different_names(self.tensors() | self._moments())):
             return
         self._first = found[0]
         if agreement.rank() == 0:
@@ -80,7 +82,7 @@ class RankDigests:
             listener(engine)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is compared, by part and name."""
+        """The weights that are compared, by part and name."""
         found: dict[str, Tensor] = {}
         for label in (label for label in self._objects if label in self._shared):
             obj = self._objects[label]
@@ -92,6 +94,21 @@ class RankDigests:
                     for name, value in obj.state_dict().items()
                     if isinstance(value, Tensor) and _id_of(value) not in broadcast
                 }
+        return found
+
+    def _moments(self) -> dict[str, Tensor]:
+        """Tensors that the optimizers hold of parameters; numbers may be a rank's own, as the loss that LBFGS keeps."""
+        found: dict[str, Tensor] = {}
+        for label in (label for label in self._objects if label in self._shared):
+            obj = self._objects[label]
+            optimizer = obj.optimizer if isinstance(obj, OptimizerState) else obj
+            if isinstance(optimizer, Optimizer):
+                held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+                named = obj.parameters() if isinstance(obj, OptimizerState) else dict(enumerate(held))
+                for name, parameter in named.items():
+                    state = optimizer.state.get(parameter)
+                    if isinstance(state, Mapping):  # one around another may hold what it likes
+                        found |= {f"{label}.{name}.{k}": value for k, value in state.items() if torch.is_tensor(value)}
         return found
 
 

@@ -64,6 +64,11 @@ def compared(rank: int, folder: str) -> None:
         run(strict)
     assert strict.state.iteration == 1
 
+    apart = linear()
+    warming_up = Trainer(Update(apart, torch.optim.Adam(apart.parameters(), lr=0.0), mse))
+    (reason,) = run(warming_up, 1)  # a rate of 0 leaves the weights alike
+    assert "optimizer.0.weight.exp_avg" in reason
+
     late = trainer_of(DistributedDataParallel(linear()))
     spoil_on_rank_1(rank, late, 5)
     (reason,) = run(late)  # by the comparison after the last iteration
