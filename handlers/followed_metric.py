@@ -55,7 +55,7 @@ class FollowedMetric:
                 f"{self.setting}: {self.key} is a list, expected a metric that is one number: give the metric an "
                 "average, or follow another one."
             )
-        return agreement.mean_floats([float(value)])[0]
+        return agreement.mean_of([row[0] for row in agreement.gather_floats([float(value)])])
 
     def begin(self, trainer: Engine) -> None:
         """At the start of a run: forget a value of a later iteration, which belongs to another run."""

@@ -143,12 +143,9 @@ def _used() -> tuple[str, Any] | None:
         return None
     module = _module(accelerator.type)
     is_initialized = getattr(module, "is_initialized", module.is_available)
-    return (accelerator.type, module) if is_initialized() and not _in_fork_of_user(module) else None
-
-
-def _in_fork_of_user(module: Any) -> bool:
-    """In a process that was forked by one that uses the device it cannot be used."""
-    return bool(getattr(module, "_is_in_bad_fork", bool)())
+    # a process that was forked by one that uses the device cannot use it
+    in_bad_fork = getattr(module, "_is_in_bad_fork", bool)()
+    return (accelerator.type, module) if is_initialized() and not in_bad_fork else None
 
 
 def generator_states() -> dict[str, list[Tensor]]:

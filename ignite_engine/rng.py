@@ -59,11 +59,6 @@ def plain(generators: tuple[Any, ...]) -> dict[str, Any]:
     return state
 
 
-def restore_snapshot(generators: tuple[Any, ...]) -> None:
-    """Restore what :func:`snapshot` returned."""
-    _restore_generators(generators)
-
-
 def restore(state: dict[str, Any]) -> None:
     """Restore what :func:`capture` returned. Devices that no longer exist are ignored.
 
@@ -108,7 +103,7 @@ def isolated() -> Iterator[None]:
     try:
         yield
     finally:
-        _restore_generators(outside)
+        restore_snapshot(outside)
 
 
 def undisturbed(function: Callable[[bytes | None], T], *, numpy_rests: bool = False) -> T:
@@ -128,9 +123,9 @@ def undisturbed(function: Callable[[bytes | None], T], *, numpy_rests: bool = Fa
         return function(place)
     finally:
         try:
-            _restore_generators(outside, place)
+            restore_snapshot(outside, place)
         except BaseException:
-            _restore_generators(outside, place)
+            restore_snapshot(outside, place)
             raise
 
 
@@ -215,7 +210,7 @@ def _generators(numpy: Any) -> tuple[Any, ...]:
     return random.getstate(), numpy, torch.get_rng_state(), devices.generator_states()
 
 
-def _restore_generators(generators: tuple[Any, ...], numpy_place_before: bytes | None = None) -> None:
+def restore_snapshot(generators: tuple[Any, ...], numpy_place_before: bytes | None = None) -> None:
     python, numpy, cpu, of_devices = generators
     random.setstate(python)
     if numpy_place_before is None or (memory := numpy_place()) is None or memory.raw != numpy_place_before:

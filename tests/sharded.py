@@ -98,7 +98,9 @@ def train(trainer: Trainer, data: DataLoader[Any], epochs: int = 2) -> dict[str,
     losses: dict[int, float] = {}
 
     def keep(engine: Any) -> None:
-        losses[engine.state.iteration] = agreement.mean_floats([float(engine.state.output["loss"])])[0]
+        losses[engine.state.iteration] = agreement.mean_of(
+            [row[0] for row in agreement.gather_floats([float(engine.state.output["loss"])])]
+        )
 
     trainer.add_event_handler(Events.ITERATION_COMPLETED, keep)
     trainer.run(data, max_epochs=epochs)

@@ -69,7 +69,7 @@ def _compare_part(part: str, first: Any, second: Any) -> PartDifference:
                 found.equal += 1
             else:
                 found.values[name] = _largest_difference(one, other)
-        elif _same_values(one, other):
+        elif type(one) is type(other) and (one == other or (one != one and other != other)):  # both are NaN
             found.equal += 1
         else:
             found.kinds[name] = f"{_short_text(one)} -> {_short_text(other)}"
@@ -98,10 +98,6 @@ def _largest_difference(first: Tensor, second: Tensor) -> float:
     apart = (one - other).abs()
     apart[(one == other) | (one.isnan() & other.isnan())] = 0.0  # inf - inf, and NaNs at the same place
     return float(apart.max())
-
-
-def _same_values(first: Any, second: Any) -> bool:
-    return type(first) is type(second) and (first == second or (first != first and second != second))
 
 
 def _type_and_shape_text(tensor: Tensor) -> str:

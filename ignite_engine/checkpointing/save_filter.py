@@ -50,7 +50,9 @@ class SaveFilter:
                 left_out[part] = []
                 continue
             entries = part_names.named(state, kind) or {}
-            staying = {name: value for name, value in entries.items() if self._keeps(part, name, value)}
+            staying = {name: value for name, value in entries.items() if not self._exclude.has_name(part, name)}
+            if self._keep is not None:
+                staying = {name: value for name, value in staying.items() if self._keep(part, name, value)}
             if len(staying) < len(entries):
                 state = part_names.with_entries(state, staying, kind)
                 left_out[part] = [name for name in entries if name not in staying]
@@ -85,6 +87,3 @@ class SaveFilter:
     @property
     def _active(self) -> bool:
         return self._keep is not None or bool(self._exclude.texts)
-
-    def _keeps(self, part: str, name: str, value: Any) -> bool:
-        return not self._exclude.has_name(part, name) and (self._keep is None or bool(self._keep(part, name, value)))

@@ -111,7 +111,8 @@ def begin(
         if source is not None:
             source.close()  # the loader is the user's again
         raise
-    if start is Start.RESET and plan.epoch_length is not None and _is_set_by_hand(progress):
+    was_terminated = progress.left is not None and progress.left.ending is Ending.TERMINATED
+    if start is Start.RESET and plan.epoch_length is not None and not was_terminated:
         # as Ignite after its load_state_dict()
         position = replace(position, epoch_iteration=state.iteration % plan.epoch_length)
     saved_with = resume.saved_grouping if start is Start.RESUMED else grouping
@@ -173,10 +174,6 @@ def _position(start: Start, state: TrainingState, progress: Progress, resume: Re
     if start is Start.RESUMED:
         return replace(progress.counted, data=resume.data or {})
     return progress.position
-
-
-def _is_set_by_hand(progress: Progress) -> bool:
-    return progress.left is None or progress.left.ending is not Ending.TERMINATED
 
 
 def _regrouped(position: Position, plan: Plan, source: DataSource) -> Position:

@@ -139,11 +139,6 @@ def start_gather(values: Sequence[float]) -> Callable[[], list[list[float]]]:
     return rows
 
 
-def mean_floats(values: Sequence[float]) -> list[float]:
-    """Mean over ranks of each of ``values``, the same bits on every rank."""
-    return [mean_of(column) for column in zip(*gather_floats(values), strict=True)]
-
-
 def mean_of(column: Sequence[float]) -> float:
     """Mean of one value per rank; of equal ones it is exactly that value, which the rounded sum of three may miss."""
     first = column[0]

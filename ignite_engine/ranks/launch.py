@@ -220,7 +220,9 @@ class Ranks:
             with one_line_where_they_cannot_meet(address, port):
                 store = STORES.TCPStore(address, port, is_master=True, wait_for_workers=False)
             port = store.port
-        start_method = params.get("start_method", _start_method())
+        start_method = params.get(
+            "start_method", "fork" if "__IPYTHON__" in builtins.__dict__ else "spawn"
+        )  # as Ignite
         context: Any = multiprocessing.get_context(start_method)
         starter = None if start_method == "forkserver" else os.getpid()
         resource_tracker.ensure_running()  # its start lets signals in again
@@ -371,11 +373,6 @@ def receiving_signals() -> Iterator[socket.socket | None]:
             signal.signal(number, handler)
         sender.close()
         received.close()
-
-
-def _start_method() -> str:
-    """As Ignite: in a notebook a function cannot be imported by a process that is spawned."""
-    return "fork" if "__IPYTHON__" in builtins.__dict__ else "spawn"
 
 
 def _is_stopped(pid: int) -> bool:

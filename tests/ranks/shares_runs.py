@@ -68,7 +68,10 @@ def learn(folder: Path) -> dict[str, Any]:
     losses: list[torch.Tensor] = []
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output["loss"]))
     trainer.run(loader(Numbers(23, dtype=torch.float64), 2, shuffle=True), max_epochs=2)
-    return {"model": model.state_dict(), "losses": agreement.mean_floats([float(each) for each in losses])}
+    return {
+        "model": model.state_dict(),
+        "losses": [agreement.mean_of(column) for column in zip(*agreement.gather_floats(list(map(float, losses))))],
+    }
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {"see": see, "learn": learn}

@@ -58,10 +58,6 @@ class GradientBuffers:
         self._all: list[Sum] = []
         self._free: list[Sum] = []
 
-    def are_for(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether they were made for these parameters."""
-        return list(map(id, parameters)) == list(map(id, self.parameters))
-
     def reset(self) -> None:
         """Every sum is free again."""
         self._free = list(self._all)

@@ -103,17 +103,18 @@ class RankInvariance:
         self._own = self._leaves[agreement.rank()]
         assert len(self._own) == len(micro_batches)
         parameters = [parameter for parameter in self._all_parameters.all() if parameter.requires_grad]
-        if self._gradient_buffers is None or not self._gradient_buffers.are_for(parameters):
+        buffers = self._gradient_buffers
+        if buffers is None or list(map(id, buffers.parameters)) != list(map(id, parameters)):
             self._gradient_buffers, self._exchange = GradientBuffers(parameters, ranks), None
         self._scales = [1.0 / total] * len(micro_batches)
         if weight_fn is None:
             return self._scales
         weights = [check_weight(weight_fn(batch)) for batch in micro_batches]
         rows = agreement.gather_floats(weights + [0.0] * (max(map(len, self._leaves)) - len(weights)))
-        # exactly rounded: it has the same bits in any order
-        summed = math.fsum(weight for row in rows for weight in row) if _finite(rows) else math.inf
-        if summed == math.inf:
+        everyones = [weight for row in rows for weight in row]
+        if sum(everyones) == math.inf:
             raise ValueError(f"The weights of one update sum up to infinity, got {weights} here: return smaller ones.")
+        summed = math.fsum(everyones)  # exactly rounded: it has the same bits in any order
         self._scales = [weight / summed for weight in weights] if summed else []
         return self._scales if summed else None
 
@@ -245,10 +246,6 @@ class RankInvariance:
         gradients = [gradient if has else None for gradient, has in zip(summed, anywhere, strict=True)]
         rows = [row[:, : len(leaves)] for row, leaves in zip(everyones_products, self._leaves, strict=True)]
         return gradients, torch.cat(rows, dim=1).to(self._device)
-
-
-def _finite(rows: Sequence[Sequence[float]]) -> bool:
-    return sum(weight for row in rows for weight in row) < math.inf  # fsum raises on an overflow
 
 
 def _take_rank_0s(tensor: Tensor) -> None:

@@ -33,7 +33,8 @@ def check_model(model: nn.Module, parameters: Sequence[Tensor] = (), loss_fn: An
         ValueError: it does, and how to change it.
     """
     reason = _reason(model, parameters)
-    if reason is None and (owner := _generator_of(loss_fn)) is not None:
+    owners = (name for name, value in getattr(loss_fn, "__dict__", {}).items() if is_generator(value))
+    if reason is None and (owner := next(owners, None)) is not None:
         reason = f"the loss function has {_OWN_GENERATOR.format(owner)}"
     if reason is not None:
         raise ValueError(f"rank_invariant cannot give the same bits on any number of ranks: {reason}.")
@@ -71,7 +72,3 @@ _OWN_GENERATOR = (
     "a generator of its own ({}), which goes on with each micro-batch of this rank; draw from torch's global "
     "generator, which belongs to the micro-batch"
 )
-
-
-def _generator_of(loss_fn: Any) -> str | None:
-    return next((name for name, value in getattr(loss_fn, "__dict__", {}).items() if is_generator(value)), None)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from ignite_engine.ext.report.panels import COLOURS, Line, Panel
-from ignite_engine.ext.report.scales import Point, averaged, thin
+from ignite_engine.ext.report.panels import COLOURS, Panel
+from ignite_engine.ext.report.scales import averaged, thin
 
 BUCKETS = 500
 LOG_FROM = 30.0
@@ -27,6 +27,7 @@ def chart(panel: Panel, number: int) -> tuple[str, dict[str, Any]]:
         f'<figure data-chart="{number}"><figcaption><h3>{escape(panel.title)}</h3>'
         f'<span class="unit">{escape(panel.unit)}</span></figcaption><div class="plot"></div>{notes}</figure>'
     )
+    thinned = averaged if panel.stacked else thin
     data = {
         "title": panel.title,
         "log": is_log(panel),
@@ -39,7 +40,7 @@ def chart(panel: Panel, number: int) -> tuple[str, dict[str, Any]]:
                 "mark": line.mark % COLOURS,
                 "dashed": line.dashed,
                 "run": line.run,
-                "points": [[_short_number(x), _short_number(y)] for x, y in _thinned(line, panel.stacked)],
+                "points": [[_short_number(x), _short_number(y)] for x, y in thinned(line.points, BUCKETS)],
             }
             for line in panel.lines
         ],
@@ -50,10 +51,6 @@ def chart(panel: Panel, number: int) -> tuple[str, dict[str, Any]]:
 def script_data(values: Sequence[Mapping[str, Any]]) -> str:
     """JSON that is safe inside a ``<script>``."""
     return json.dumps(values, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _thinned(line: Line, stacked: bool) -> Sequence[Point]:
-    return averaged(line.points, BUCKETS) if stacked else thin(line.points, BUCKETS)
 
 
 def _short_number(value: float) -> float | int:

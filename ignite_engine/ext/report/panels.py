@@ -212,7 +212,9 @@ def compared_panels(runs: Sequence[Record], names: Sequence[str]) -> list[Panel]
     for key in sorted(keys, key=_order_on_page):  # stable: otherwise in the order of the files
         logged = {n: run.series[key] for n, run in enumerate(runs) if len(run.series.get(key, ())) > 1}
         lines = [Line(names[n], points, n, dashed=n >= COLOURS, run=n) for n, points in logged.items()]
-        if not lines or _is_a_copy(key, runs) or (_is_evaluated(key) and not any(_moves(run, key) for run in runs)):
+        # a group's LR that always equals that of the first group
+        is_copy = key.startswith("lr/") and all(run.series.get(key) in (None, run.series.get("lr")) for run in runs)
+        if not lines or is_copy or (_is_evaluated(key) and not any(_moves(run, key) for run in runs)):
             continue
         notes = [_not_finite(names[n], runs[n].not_finite[key]) for n in logged if key in runs[n].not_finite]
         may_be_log = key == "grad_norm" or key.rpartition("/")[2] == "loss"
@@ -238,8 +240,3 @@ def _order_on_page(key: str) -> int:
         key.startswith("memory/"),
     )
     return tests.index(True) if any(tests) else 2
-
-
-def _is_a_copy(key: str, runs: Sequence[Record]) -> bool:
-    """A group's LR that always equals that of the first group."""
-    return key.startswith("lr/") and all(run.series.get(key) in (None, run.series.get("lr")) for run in runs)

@@ -227,17 +227,6 @@ def test_overflow_skips_optimizer_and_scheduler(flushed: bool) -> None:
     assert scheduler.get_last_lr() == [0.025] and optimizer.optimizer_steps == 2
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_forward_runs_in_the_precision_that_was_asked_for(precision: str) -> None:
-    model = linear()
-    optimizer = GradientAccumulationOptimizer(SGD(model.parameters(), lr=0.1), model, 2, precision=precision)
-    with optimizer.autocast():
-        seen = model(torch.ones(1, 3)).dtype
-
-    assert seen == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    assert (optimizer.scaler is not None) == (precision == "fp16")
-
-
 def test_states_go_to_and_from_the_bare_ones() -> None:
     batches = micro_batches(4)
     model, optimizer, scheduler = made(2)
@@ -408,9 +397,3 @@ def test_a_wrong_argument_is_one_clear_sentence(case: int) -> None:
     with pytest.raises(kind, match=message) as error:
         make()
     assert "\n" not in str(error.value) and str(error.value).endswith(".")
-
-
-def test_what_cannot_accumulate_is_fine_without() -> None:
-    context = HoldsBackInAContext(1, 1)
-
-    assert GradientAccumulationOptimizer(SGD(context.parameters()), context, 1).accumulation_boundary()
