@@ -87,8 +87,7 @@ def is_number(value: object) -> bool:
 
 def leave_out(*parts: str) -> str:
     """How to resume without a part that does not fit."""
-    names = list(parts)
-    return f"resume(ignore={names}), checkpoint={{'ignore': {names}}} in fit(), or checkpoint.ignore in a config"
+    return f"resume(ignore={[*parts]}), checkpoint={{'ignore': {[*parts]}}} in fit(), or checkpoint.ignore in a config"
 
 
 def require_exact(what: str, reasons: Sequence[str]) -> None:

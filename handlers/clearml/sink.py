@@ -184,8 +184,7 @@ class ClearMLLogger:
 
     def _read_id(self, within_s: float) -> None:
         if self._session is not None:
-            trainer = self._trainer
-            known = self._session.task_id(within_s, lambda: trainer is not None and trainer.stop_requested)
+            known = self._session.task_id(within_s, lambda: getattr(self._trainer, "stop_requested", False))
             self.task_id = known or self.task_id
 
 

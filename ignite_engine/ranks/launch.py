@@ -381,3 +381,8 @@ def _is_stopped(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except OSError:
         return False
+
+
+def _start_method() -> str:
+    """As Ignite: in a notebook a function cannot be imported by a process that is spawned."""
+    return "fork" if "__IPYTHON__" in builtins.__dict__ else "spawn"
