@@ -220,9 +220,7 @@ class Ranks:
             with one_line_where_they_cannot_meet(address, port):
                 store = STORES.TCPStore(address, port, is_master=True, wait_for_workers=False)
             port = store.port
-        start_method = params.get(
-            "start_method", "fork" if "__IPYTHON__" in builtins.__dict__ else "spawn"
-        )  # as Ignite
+        start_method = params.get("start_method", _start_method())
         context: Any = multiprocessing.get_context(start_method)
         starter = None if start_method == "forkserver" else os.getpid()
         resource_tracker.ensure_running()  # its start lets signals in again
@@ -375,14 +373,14 @@ def receiving_signals() -> Iterator[socket.socket | None]:
         received.close()
 
 
+def _start_method() -> str:
+    """As Ignite: in a notebook a function cannot be imported by a process that is spawned."""
+    return "fork" if "__IPYTHON__" in builtins.__dict__ else "spawn"
+
+
 def _is_stopped(pid: int) -> bool:
     """Whether a process is stopped (SIGSTOP, Ctrl-Z): it would not receive SIGTERM. False where it is not known."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except OSError:
         return False
-
-
-def _start_method() -> str:
-    """As Ignite: in a notebook a function cannot be imported by a process that is spawned."""
-    return "fork" if "__IPYTHON__" in builtins.__dict__ else "spawn"
