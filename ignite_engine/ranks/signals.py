@@ -65,7 +65,15 @@ def ending_the_process() -> Iterator[Callable[[], bool]]:
     """
     end = _End()
     with _default_handlers_are(end):
-        yield lambda: end.raised_at is not None
+        try:
+            yield lambda: end.raised_at is not None
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, Interrupted):
+                cause = cause.__cause__
+            if cause is not None:  # compiled code, such as pydantic's, wraps what is raised within it
+                raise cause from None
+            raise
 
 
 @contextmanager

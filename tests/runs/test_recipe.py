@@ -13,8 +13,9 @@ import signal
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import pydantic
 import pytest
 import torch
 import yaml
@@ -326,6 +327,14 @@ def test_signal_after_a_failure_does_not_make_it_an_interruption(build: Callable
 
     summary = run.directory.read_summary()
     assert (summary["status"], summary["reason"]) == ("failed", "KeyError: 'lost'")
+
+
+def test_signal_within_compiled_code_is_an_interruption() -> None:
+    """Pydantic makes another exception of what a serializer raises."""
+    within = pydantic.TypeAdapter(Annotated[int, pydantic.PlainSerializer(lambda _: signal_this_process())])
+
+    with pytest.raises(Interrupted), signals.ending_the_process():
+        within.dump_python(1)
 
 
 def test_launchers_signal_after_another_rank_failed_is_no_interruption(
