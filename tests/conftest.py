@@ -1,12 +1,9 @@
 """For every test: one thread per process, tests of a device skipped where there is none, a record of all skips."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 # Before anything imports torch, and inherited by the processes that tests start: ranks share few cores, and a sum over
@@ -34,8 +31,11 @@ if KIND:  # before torch is imported
 import pytest  # noqa: E402  # after a fake device, as torch
 import torch  # noqa: E402
 
+from tests.kit import processes  # noqa: E402
+from tests.kit.clock import clock  # noqa: E402, F401
 
-def _forked() -> None:
+
+def _forked():
     """A process that a test forks has none of this one's threads."""
     # were it to collect a process group that an earlier test has left in a cycle, the group's destructor would wait for
     # them, or crash
@@ -49,21 +49,23 @@ os.register_at_fork(after_in_child=_forked)
 SKIPPED = pytest.StashKey[list[dict[str, str]]]()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption("--skipped-to", metavar="FILE", help="write the skipped tests and their reasons as JSON lines")
 
 
 ROWS = Path(__file__).parent  # rows.txt, and one of each folder that may be deleted with its tests
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     config.addinivalue_line("markers", "row(*ids): proves these rows of the feature table, which rows.txt lists")
     config.stash[SKIPPED] = []
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        processes.serve()  # all processes that test share its fork server
     config.pluginmanager.register(SkipRecorder(config.stash[SKIPPED]))
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are left out by their markers
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     rows = {line.split()[0] for path in ROWS.rglob("rows.txt") for line in path.read_text().splitlines()}
     proved = {row for item in items for mark in item.iter_markers("row") for row in mark.args}
     if unknown := proved - rows:
@@ -77,7 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def streams_wait_for_each_other() -> Iterator[None]:
+def streams_wait_for_each_other():
     """A fake device knows when an operation uses memory that another stream has not done with."""
     yield
     if KIND and torch.accelerator.is_available():
@@ -86,7 +88,7 @@ def streams_wait_for_each_other() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def signals_as_before() -> Iterator[None]:
+def signals_as_before():
     """A stopped run leaves signals ignored, and the processes that later tests start would inherit that."""
     before = {
         number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -97,7 +99,7 @@ def signals_as_before() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def threads_as_before() -> Iterator[None]:
+def threads_as_before():
     """A run sets how many threads compute; with more than one a process that a later test forks waits for ever."""
     before = torch.get_num_threads()
     yield
@@ -108,23 +110,23 @@ def threads_as_before() -> Iterator[None]:
 class SkipRecorder:
     """Remembers every skipped test and every module skipped as a whole; an expected failure is no skip."""
 
-    def __init__(self, skipped: list[dict[str, str]]) -> None:
+    def __init__(self, skipped):
         self.skipped = skipped
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report):
         if report.skipped and not hasattr(report, "wasxfail"):
             self._record(report.nodeid, report.longrepr)
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+    def pytest_collectreport(self, report):
         if report.skipped:
             self._record(report.nodeid, report.longrepr)
 
-    def _record(self, nodeid: str, longrepr: object) -> None:
+    def _record(self, nodeid, longrepr):
         reason = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
         self.skipped.append({"test": nodeid, "reason": str(reason).removeprefix("Skipped: ")})
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish(session):
     target = session.config.getoption("--skipped-to")
     if target and not hasattr(session.config, "workerinput"):  # one process of several that test: the others report
         # the last line tells a run without skips from one that never got here

@@ -8,8 +8,6 @@ one more is a row there. Any other failure, a test that hangs, and with the inst
 does not exist, is an error.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -53,12 +51,12 @@ def pytest_collection_modifyitems(items):
 """
 
 
-def left_out() -> set[str]:
+def left_out():
     """Names of the tests in the table of the page, without their parameters."""
     return set(re.findall(r"^\| `(test_\w+)` \|", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE))
 
 
-def download(version: str, folder: Path) -> Path:
+def download(version, folder):
     """The source distribution of pytorch-ignite ``version``, from the package index that pip uses."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
     subprocess.run([*command, "--dest", folder, f"pytorch-ignite=={version}"], check=True)
@@ -66,7 +64,7 @@ def download(version: str, folder: Path) -> Path:
     return archive
 
 
-def unpack(archive: Path, folder: Path) -> Path:
+def unpack(archive, folder):
     """The folder of the sources in a source distribution, unpacked into ``folder``."""
     with tarfile.open(archive) as source:
         source.extractall(folder / "source", filter="data")
@@ -74,24 +72,24 @@ def unpack(archive: Path, folder: Path) -> Path:
     return sources
 
 
-def installed_checkout() -> Path | None:
+def installed_checkout():
     """The checkout that the installed Ignite is imported from (``pip install -e``), if it is one."""
     checkout = Path(ignite.__file__).resolve().parent.parent
     return checkout if is_checkout(checkout) else None
 
 
-def is_checkout(path: Path) -> bool:
+def is_checkout(path):
     """Whether it holds Ignite's package and its tests."""
     return (path / "ignite" / "__init__.py").is_file() and (path / FOLDERS[0]).is_dir()
 
 
-def version_of(checkout: Path) -> str:
+def version_of(checkout):
     """The version that a checkout's package states."""
     text = (checkout / "ignite" / "__init__.py").read_text(encoding="utf-8")
     return str(dict(re.findall(r'^(__version__) = "(.+)"$', text, flags=re.MULTILINE)).get("__version__", "unknown"))
 
 
-def outcomes(folder: Path, plugin: str, paths: list[str], package: Path | None) -> dict[tuple[str, str], str]:
+def outcomes(folder, plugin, paths, package):
     """``passed``, ``failed`` or ``skipped`` for each test, by its module and name.
 
     Args:
@@ -116,7 +114,7 @@ def outcomes(folder: Path, plugin: str, paths: list[str], package: Path | None) 
     return found
 
 
-def parse() -> argparse.Namespace:
+def parse():
     """The options; ``checkout`` is the one to test with, or None."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -146,10 +144,10 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def main() -> int:
+def main():
     options, listed = parse(), left_out()
     folders = [path for path in FOLDERS if options.only in (None, path.rpartition("/")[2])]
-    checkout: Path | None = options.checkout.resolve() if options.checkout is not None else None
+    checkout = options.checkout.resolve() if options.checkout is not None else None
     version = ignite.__version__ if checkout is None else version_of(checkout)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -180,13 +178,13 @@ def main() -> int:
     return int(bool(unlisted or gone or (passing and checkout is None) or not passed))
 
 
-def _node(test: tuple[str, str]) -> str:
+def _node(test):
     """The function as pytest selects it: ``tests/test_engine.py::TestEngine::test_run``."""
     module, _, of_class = test[0].partition(".Test")
     return "::".join([module.replace(".", "/") + ".py", *(["Test" + of_class] if of_class else []), _function(test)])
 
 
-def _function(test: tuple[str, str]) -> str:
+def _function(test):
     return test[1].partition("[")[0]
 
 

@@ -1,13 +1,7 @@
 """A model of two sparse tables and a dense layer, its three optimizers, and the loop written by hand."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
-
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from ignite_engine.ext.sparse import RowwiseAdagrad
 from ignite_engine.step.gradients import clip_gradients
@@ -18,25 +12,25 @@ WORDS, ROWS = 20, 30
 class Net(nn.Module):
     """A word and a bag of three ids, each with rows of its own; the weights are always the same."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype=torch.float32):
         super().__init__()
         torch.manual_seed(5)
         self.words = nn.Embedding(WORDS, 4, sparse=True, dtype=dtype)
         self.bags = nn.EmbeddingBag(ROWS, 4, sparse=True, mode="sum", dtype=dtype)
         self.head = nn.Linear(8, 1, dtype=dtype)
 
-    def forward(self, words: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, words, ids):
         bags = self.bags(ids.flatten(), torch.arange(len(ids)) * ids.shape[1])
-        found: Tensor = self.head(torch.cat([self.words(words), bags], dim=1))
+        found = self.head(torch.cat([self.words(words), bags], dim=1))
         return found
 
 
-def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+def loss_fn(model, batch):
     words, ids, targets = batch
     return (model(words, ids) - targets).square().mean()
 
 
-def optimizers_of(model: Any) -> dict[str, Optimizer]:
+def optimizers_of(model):
     return {
         "sparse": torch.optim.SparseAdam(list(model.words.parameters()), lr=0.05),
         "tables": RowwiseAdagrad(model.bags.parameters(), lr=0.1),
@@ -44,7 +38,7 @@ def optimizers_of(model: Any) -> dict[str, Optimizer]:
     }
 
 
-def samples(count: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+def samples(count, dtype=torch.float32):
     """Functions of the count; many ids occur more than once."""
     generator = torch.Generator().manual_seed(count)
     words = torch.randint(0, WORDS, (count,), generator=generator)
@@ -52,7 +46,7 @@ def samples(count: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
     return words, ids, torch.randn(count, 1, generator=generator, dtype=dtype)
 
 
-def batches(count: int, size: int, dtype: torch.dtype = torch.float32) -> list[Any]:
+def batches(count, size, dtype=torch.float32):
     whole = samples(count * size, dtype)
     return list(zip(*(part.split(size) for part in whole), strict=True))
 
@@ -60,19 +54,17 @@ def batches(count: int, size: int, dtype: torch.dtype = torch.float32) -> list[A
 class Sized:
     """Batches with a length."""
 
-    def __init__(self, batches: Sequence[Any]) -> None:
+    def __init__(self, batches):
         self.batches = batches
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.batches)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return iter(self.batches)
 
 
-def by_hand(
-    model: nn.Module, groups: Iterable[Sequence[Any]], *, clip_norm: float, scaler: Any = None, passes: int = 1
-) -> None:
+def by_hand(model, groups, *, clip_norm, scaler=None, passes=1):
     """Train ``model``, which may be a DistributedDataParallel, as one would without an engine."""
     optimizers = optimizers_of(getattr(model, "module", model))
     parameters = [p for each in optimizers.values() for group in each.param_groups for p in group["params"]]
@@ -96,6 +88,6 @@ def by_hand(
             scaler.update()
 
 
-def values(model: nn.Module) -> list[Any]:
+def values(model):
     """All weights as plain values, which compare bit for bit."""
     return [parameter.detach().tolist() for parameter in model.parameters()]

@@ -1,12 +1,9 @@
 """Who may import whom: the core knows no handler and nothing of ``ext/``, and no handler knows another."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -33,7 +30,7 @@ SHARED_HANDLER_MODULES = {"columns", "followed_metric", "history", "meters", "me
 HEAVY = {"clearml", "tensorboard", "matplotlib", "pydantic"}
 
 
-def module_name(path: Path) -> str:
+def module_name(path):
     """The dotted name a file is imported by, e.g. ``ignite_engine.handlers.sinks``."""
     if path.is_relative_to(HANDLERS):
         parts = ("ignite_engine", "handlers", *path.relative_to(HANDLERS).with_suffix("").parts)
@@ -42,7 +39,7 @@ def module_name(path: Path) -> str:
     return ".".join(part for part in parts if part != "__init__")
 
 
-def files_of(folder: Path) -> list[Path]:
+def files_of(folder):
     # rglob does not follow the symlink ignite_engine/handlers, so each file is seen once
     return sorted(path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
 
@@ -52,7 +49,7 @@ SOURCES = files_of(ROOT / "ignite_engine") + HANDLER_FILES
 
 
 @cache
-def imports(path: Path, *, at_import_time: bool = False) -> list[tuple[str, int]]:
+def imports(path, *, at_import_time=False):
     """The absolute dotted names that a file imports, each with its line; of ``from a import b`` both a and a.b.
 
     Args:
@@ -76,12 +73,12 @@ def imports(path: Path, *, at_import_time: bool = False) -> list[tuple[str, int]
     return found
 
 
-def _imports_by_name(call: ast.Call) -> bool:
+def _imports_by_name(call):
     name = getattr(call.func, "attr", getattr(call.func, "id", None))
     return bool(call.args) and name in ("import_module", "__import__")
 
 
-def _nodes(tree: ast.AST, at_import_time: bool) -> Iterator[ast.AST]:
+def _nodes(tree, at_import_time):
     waiting = [tree]
     while waiting:
         for child in ast.iter_child_nodes(waiting.pop()):
@@ -93,14 +90,14 @@ def _nodes(tree: ast.AST, at_import_time: bool) -> Iterator[ast.AST]:
             waiting.append(child)
 
 
-def room_of(module: str) -> str:
+def room_of(module):
     """The package or module right below ``ignite_engine``, or ``ext/NAME``; ``""`` for the package itself."""
     parts = module.split(".")[1:]
     return "/".join(parts[: 2 if parts[:1] == ["ext"] else 1])
 
 
 @cache
-def home_of_public_names() -> dict[str, str]:
+def home_of_public_names():
     """The room of each name of ``ignite_engine/__init__``."""
     tree = ast.parse((ROOT / "ignite_engine" / "__init__.py").read_text())
     return {
@@ -111,7 +108,7 @@ def home_of_public_names() -> dict[str, str]:
     }
 
 
-def rooms_imported_by(path: Path) -> Iterator[tuple[str, int]]:
+def rooms_imported_by(path):
     """The other rooms that a file imports, a public name of the package counting as its home."""
     for name, line in imports(path):
         if name.startswith("ignite_engine."):
@@ -121,9 +118,9 @@ def rooms_imported_by(path: Path) -> Iterator[tuple[str, int]]:
 
 
 @cache
-def arrows() -> dict[str, dict[str, str]]:
+def arrows():
     """For each room the rooms that it imports, each with one ``file:line``; annotations count."""
-    found: dict[str, dict[str, str]] = defaultdict(dict)
+    found = defaultdict(dict)
     for path in SOURCES:
         if room := room_of(module_name(path)):
             for other, line in rooms_imported_by(path):
@@ -131,7 +128,7 @@ def arrows() -> dict[str, dict[str, str]]:
     return found
 
 
-def breaches(is_breach: Callable[[str, str], bool]) -> list[str]:
+def breaches(is_breach):
     """``room -> other, file:line`` of each arrow that must not be."""
     return [
         f"{room} -> {other}, {where}"
@@ -141,8 +138,8 @@ def breaches(is_breach: Callable[[str, str], bool]) -> list[str]:
     ]
 
 
-def test_no_circle_of_rooms() -> None:
-    reached: dict[str, set[str]] = {}
+def test_no_circle_of_rooms():
+    reached = {}
     leads_to = {room: {other for other in others if (room, other) not in STANDING} for room, others in arrows().items()}
     for room in leads_to:
         reached[room], waiting = set(), [room]
@@ -155,14 +152,14 @@ def test_no_circle_of_rooms() -> None:
     assert {room: others for room, others in circles.items() if others} == {}, "move what both need into a third room"
 
 
-def test_core_knows_no_handler_config_or_recipe() -> None:
-    def is_breach(room: str, other: str) -> bool:
+def test_core_knows_no_handler_config_or_recipe():
+    def is_breach(room, other):
         return room not in ON_TOP and not room.startswith("ext/") and other in ON_TOP
 
     assert breaches(is_breach) == [], "let them meet on the bus: an event, or a value in state.metrics"
 
 
-def test_core_does_not_import_ext() -> None:
+def test_core_does_not_import_ext():
     """What ``ext/`` adds is named in a table by its module and name, so that it can be deleted."""
     standing = {
         (room, other)
@@ -175,7 +172,7 @@ def test_core_does_not_import_ext() -> None:
     assert STANDING - standing == set(), "it is gone: take it out of STANDING"
 
 
-def kinds_named_in(path: Path) -> Iterator[str]:
+def kinds_named_in(path):
     """``line: expression`` of each use of torch's modules for devices, generic ones too, and of each kind's name."""
     kinds = {"cuda", "mps", "xpu", "cudnn"}
     modules = kinds | {"accelerator", "get_device_module"}
@@ -185,21 +182,21 @@ def kinds_named_in(path: Path) -> Iterator[str]:
             yield f"{node.lineno}: {ast.unparse(node)}"
 
 
-def test_one_module_names_kinds_of_devices() -> None:
+def test_one_module_names_kinds_of_devices():
     named = {str(path.relative_to(ROOT)): found for path in SOURCES if (found := list(kinds_named_in(path)))}
 
     assert len(named.pop("ignite_engine/devices.py")) > 3
     assert named == {}, "ask ignite_engine/devices.py, so that it works on every kind"
 
 
-def test_checkpoint_store_knows_no_ignite() -> None:
+def test_checkpoint_store_knows_no_ignite():
     store = [path for path in SOURCES if room_of(module_name(path)) == "checkpointing"]
 
     assert store
     assert [str(path) for path in store for name, _ in imports(path) if name.split(".")[0] == "ignite"] == []
 
 
-def test_handler_imports_no_other_handler() -> None:
+def test_handler_imports_no_other_handler():
     found = []
     for path in HANDLER_FILES:
         if path != HANDLERS / "__init__.py":  # it names them all
@@ -212,7 +209,7 @@ def test_handler_imports_no_other_handler() -> None:
 
 
 @pytest.mark.parametrize("folder", ["ignite_engine", "handlers", "examples", "benchmarks", "tests"])
-def test_bare_name_handlers_is_never_imported(folder: str) -> None:
+def test_bare_name_handlers_is_never_imported(folder):
     """A user's own ``handlers.py`` would shadow it."""
     bare = [
         f"{path.relative_to(ROOT)}:{line}"
@@ -224,8 +221,8 @@ def test_bare_name_handlers_is_never_imported(folder: str) -> None:
     assert bare == []
 
 
-def test_heavy_packages_are_imported_where_they_are_used() -> None:
-    def is_heavy(name: str, path: Path) -> bool:
+def test_heavy_packages_are_imported_where_they_are_used():
+    def is_heavy(name, path):
         # the next test shows that these are imported only when used
         allowed = {"pydantic"} if room_of(module_name(path)) == "config" else set()
         return (name.split(".")[0] in HEAVY - allowed) or name.startswith("torch.utils.tensorboard")
@@ -240,7 +237,7 @@ def test_heavy_packages_are_imported_where_they_are_used() -> None:
     assert eager == [], f"import {', '.join(sorted(HEAVY))} within the function that needs it"
 
 
-def test_importing_the_package_and_the_handlers_stays_light() -> None:
+def test_importing_the_package_and_the_handlers_stays_light():
     """A fresh interpreter: what is in ``sys.modules`` after the import beyond what torch and ignite brought."""
     script = f"""
 import sys, torch, ignite.engine, ignite.handlers, ignite.metrics, ignite.distributed

@@ -1,9 +1,5 @@
 """The errors and the pieces of their messages."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -21,11 +17,11 @@ from ignite_engine.errors import did_you_mean, shapes_of, shortened
         ("x", [f"name{i}" for i in range(22)], f"; known: {', '.join(f'name{i}' for i in range(20))} and 2 more."),
     ],
 )
-def test_an_unknown_name_is_answered_with_the_nearest_or_all(given: str, known: list[str], told: str) -> None:
+def test_an_unknown_name_is_answered_with_the_nearest_or_all(given, known, told):
     assert did_you_mean(given, known) == told
 
 
-def test_many_names_are_shortened() -> None:
+def test_many_names_are_shortened():
     assert shortened(["a", "b", "c"]) == "a, b, c"
     assert shortened((name for name in "abcde"), limit=2) == "a, b and 3 more"
 
@@ -42,5 +38,5 @@ def test_many_names_are_shortened() -> None:
         ([[[[1]]]], "[[[list]]]"),
     ],
 )
-def test_shapes_of_nested_values_are_one_short_line(value: Any, text: str) -> None:
+def test_shapes_of_nested_values_are_one_short_line(value, text):
     assert shapes_of(value) == text

@@ -1,9 +1,6 @@
 """An evaluation has no side effect on the model, its modes or its data, and its engine runs again after an error."""
 
-from __future__ import annotations
-
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,19 +8,19 @@ import torch
 from ignite.engine import Engine, Events
 from ignite.metrics import Accuracy, Loss, Metric, RunningAverage
 from ignite.metrics.metric import BatchFiltered, BatchWise
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from ignite_engine import create_evaluator, loader
 from ignite_engine.evaluator import eval_mode, whole_pass
-from tests.builders import Numbers, linear, on_two_ranks
+from tests.kit.tiny import Numbers, linear, on_two_ranks
 
 
-def test_predictions_are_made_without_gradients_in_the_precision_asked_for() -> None:
-    seen: list[Any] = []
+def test_predictions_are_made_without_gradients_in_the_precision_asked_for():
+    seen = []
 
-    def predict(model: nn.Module, batch: Any) -> Any:
+    def predict(model, batch):
         output = model(batch[0])
         seen.append((output.requires_grad, output.dtype))
         return output
@@ -35,20 +32,20 @@ def test_predictions_are_made_without_gradients_in_the_precision_asked_for() -> 
         create_evaluator(linear(), predict, precision="half")
 
 
-def test_metrics_are_attached_under_their_names() -> None:
+def test_metrics_are_attached_under_their_names():
     evaluator = create_evaluator(linear(), lambda model, batch: batch, {"accuracy": Accuracy()})
 
     assert evaluator.run([(torch.tensor([1, 0]), torch.tensor([1, 1]))]).metrics == {"accuracy": 0.5}
 
 
-def pairs(batches: int = 4) -> list[tuple[Tensor, Tensor]]:
+def pairs(batches=4):
     generator = torch.Generator().manual_seed(0)
     return [
         (torch.randn(8, 3, generator=generator), torch.randint(3, (8,), generator=generator)) for _ in range(batches)
     ]
 
 
-def of_all_kinds() -> dict[str, Metric]:
+def of_all_kinds():
     accuracy = Accuracy()
     return {
         "accuracy": accuracy,
@@ -62,7 +59,7 @@ def of_all_kinds() -> dict[str, Metric]:
 
 
 @pytest.mark.parametrize("only", [("accuracy", "loss"), ("accuracy", "error", "first", "named", "listed"), None])
-def test_metrics_have_the_bits_that_they_have_in_an_engine_of_ignites(only: tuple[str, ...] | None) -> None:
+def test_metrics_have_the_bits_that_they_have_in_an_engine_of_ignites(only):
     found = []
     for make in (
         lambda: Engine(lambda engine, batch: batch),
@@ -77,7 +74,7 @@ def test_metrics_have_the_bits_that_they_have_in_an_engine_of_ignites(only: tupl
     assert found[0] == found[1] and len(found[0]) >= 2
 
 
-def test_metrics_of_batches_and_handlers_between_metrics_keep_their_order() -> None:
+def test_metrics_of_batches_and_handlers_between_metrics_keep_their_order():
     evaluator = create_evaluator(linear(), lambda _, batch: batch, {"accuracy": Accuracy()})
     of_batch, every_second, order = Accuracy(), Accuracy(), list[Any]()
     evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: order.append(torch.is_grad_enabled()))
@@ -92,11 +89,11 @@ def test_metrics_of_batches_and_handlers_between_metrics_keep_their_order() -> N
     assert metrics["every_second"] == pytest.approx((right[1] + right[3]) / 2)
 
 
-def test_a_batch_enters_no_grad_twice_however_many_metrics_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    entered: list[None] = []
+def test_a_batch_enters_no_grad_twice_however_many_metrics_there_are(monkeypatch):
+    entered = []
     enter = torch.no_grad.__enter__
 
-    def counted(context: Any) -> None:
+    def counted(context):
         entered.append(None)
         enter(context)
 
@@ -112,12 +109,12 @@ def test_a_batch_enters_no_grad_twice_however_many_metrics_there_are(monkeypatch
     assert counts[1] - counts[0] == 2 * (6 - 2)
 
 
-def test_a_metric_with_an_update_of_its_own_keeps_it() -> None:
+def test_a_metric_with_an_update_of_its_own_keeps_it():
     assert hasattr(Accuracy(), "_output_transform"), "else each metric is updated by Ignite's handler, which is slower"
-    seen: list[int] = []
+    seen = []
 
     class Counted(Accuracy):
-        def iteration_completed(self, engine: Engine) -> None:
+        def iteration_completed(self, engine):
             seen.append(engine.state.iteration)
             super().iteration_completed(engine)
 
@@ -129,17 +126,17 @@ def test_a_metric_with_an_update_of_its_own_keeps_it() -> None:
 class Sums(Metric):
     required_output_keys = ("first", "second")
 
-    def reset(self) -> None:
-        self.seen: list[Any] = []
+    def reset(self):
+        self.seen = []
 
-    def update(self, output: Any) -> None:
+    def update(self, output):
         self.seen.append(output)
 
-    def compute(self) -> str:
+    def compute(self):
         return repr(self.seen)
 
 
-TRANSFORMS: dict[str, Any] = {
+TRANSFORMS = {
     "tuple": lambda pair: pair,
     "mapping": lambda pair: {"first": pair[0], "second": pair[1]},
     "lists": lambda pair: ([*pair[0]], [*pair[1]]),
@@ -150,10 +147,10 @@ TRANSFORMS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", TRANSFORMS)
-def test_an_output_transform_is_called_once_a_batch(kind: str) -> None:
+def test_an_output_transform_is_called_once_a_batch(kind):
     """It may count, draw or take from an iterator; Ignite calls it once."""
 
-    def outcome(engine: Engine) -> Any:
+    def outcome(engine):
         numbers = iter(range(1, 100))
         metric = Sums(output_transform=lambda pair: TRANSFORMS[kind]((pair[0] * next(numbers), pair[1])))
         before = metric._output_transform
@@ -170,7 +167,7 @@ def test_an_output_transform_is_called_once_a_batch(kind: str) -> None:
     )
 
 
-def test_an_error_of_a_metric_names_it() -> None:
+def test_an_error_of_a_metric_names_it():
     evaluator = create_evaluator(linear(), lambda _, batch: (batch[0], batch[1][:, None, None]), {"a": Accuracy()})
     with pytest.raises(ValueError, match="y must have shape") as raised:
         evaluator.run(pairs())
@@ -178,24 +175,24 @@ def test_an_error_of_a_metric_names_it() -> None:
     assert raised.value.__notes__ == ["Raised by handler Accuracy.iteration_completed on ITERATION_COMPLETED."]
 
 
-def test_a_model_that_has_moved_is_evaluated_where_it_is() -> None:
+def test_a_model_that_has_moved_is_evaluated_where_it_is():
     model, seen = linear(), list[str]()
     evaluator = create_evaluator(model, lambda _, batch: seen.append(batch[0].device.type))
     evaluator.run(pairs(1))
     model.to("meta")
     evaluator.run(pairs(1))
-    evaluator.step(evaluator, pairs(1)[0])  # type: ignore[attr-defined]
+    evaluator.step(evaluator, pairs(1)[0])
 
     assert seen == ["cpu", "meta", "meta"]
 
 
-def test_ddp_is_evaluated_by_the_module_inside() -> None:
+def test_ddp_is_evaluated_by_the_module_inside():
     class Wrapper(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
+        def __init__(self, module):
             super().__init__()
             self.module = module
 
-        def no_sync(self) -> Any: ...
+        def no_sync(self): ...
 
     model, seen = linear(), list[nn.Module]()
     create_evaluator(Wrapper(model), lambda model, batch: seen.append(model)).run([1])
@@ -203,8 +200,8 @@ def test_ddp_is_evaluated_by_the_module_inside() -> None:
     assert seen[0] is model
 
 
-def test_an_engine_runs_again_after_an_error() -> None:
-    def predict(model: nn.Module, batch: int) -> int:
+def test_an_engine_runs_again_after_an_error():
+    def predict(model, batch):
         if batch == 2:
             raise OSError("no data")
         return batch
@@ -217,7 +214,7 @@ def test_an_engine_runs_again_after_an_error() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_modes_are_restored_module_by_module(fails: bool) -> None:
+def test_modes_are_restored_module_by_module(fails):
     model = nn.Sequential(nn.Dropout(), nn.Dropout())
     model[1].eval()
     try:
@@ -231,7 +228,7 @@ def test_modes_are_restored_module_by_module(fails: bool) -> None:
     assert [module.training for module in model.modules()] == [True, True, False]
 
 
-def test_a_pass_over_the_training_loader_restores_its_position() -> None:
+def test_a_pass_over_the_training_loader_restores_its_position():
     data = loader(Numbers(6), 2)
     data.sampler.start = 4
     with whole_pass(data):
@@ -242,12 +239,12 @@ def test_a_pass_over_the_training_loader_restores_its_position() -> None:
         pass
 
 
-def test_evaluator_that_is_run_by_hand_says_that_each_rank_evaluates_everything(tmp_path: Path) -> None:
-    def cases(rank: int) -> dict[str, Any]:
-        lines: list[str] = []
+def test_evaluator_that_is_run_by_hand_says_that_each_rank_evaluates_everything(tmp_path):
+    def cases(rank):
+        lines = []
         logger = logging.getLogger("ignite_engine.evaluator")
-        logger.addFilter(lambda record: lines.append(record.getMessage()) or False)  # type: ignore[func-returns-value]
-        seen: list[int] = []
+        logger.addFilter(lambda record: lines.append(record.getMessage()) or False)
+        seen = []
         for data in (DataLoader(Numbers(6), 2), loader(Numbers(6), 2)):
             count = 0
             evaluator = create_evaluator(linear(), lambda model, batch: (model(batch[0]), batch[1]))

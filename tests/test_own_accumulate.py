@@ -1,20 +1,14 @@
 """An update of one's own through ``Update.accumulate``: the bits of the loop written by hand, and exact resume."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from ignite.engine import Engine, Events
-from torch import Tensor, nn
+from ignite.engine import Events
+from torch import nn
 
 from ignite_engine import Trainer, TrainingEvents, Update, loader
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.handlers import Checkpoint
-from tests.builders import Numbers, linear, mse, one, weights
+from tests.kit.tiny import Numbers, linear, mse, one, weights
 
 EPOCHS, BATCH, STEPS = 3, 4, 2
 RHO = 0.05
@@ -23,14 +17,14 @@ RHO = 0.05
 class SharpnessAwareUpdate(Update):
     """Two passes over the group: the gradient is taken where the loss is highest near the weights."""
 
-    def accumulate(self, engine: Engine, micro_batches: Sequence[Any], scales: list[float]) -> dict[str, Tensor]:
+    def accumulate(self, engine, micro_batches, scales):
         output = super().accumulate(engine, micro_batches, scales)
         parameters = list(self.model.parameters())
         weights = [parameter.detach().clone() for parameter in parameters]
-        norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()  # type: ignore[union-attr]
+        norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
         with torch.no_grad():
             for parameter in parameters:
-                parameter.add_(parameter.grad * (RHO / (norm + 1e-12)))  # type: ignore[operator]  # it has one
+                parameter.add_(parameter.grad * (RHO / (norm + 1e-12)))
         nearby = super().accumulate(engine, micro_batches, scales)
         with torch.no_grad():
             for parameter, value in zip(parameters, weights, strict=True):
@@ -38,12 +32,12 @@ class SharpnessAwareUpdate(Update):
         return output | {"loss/nearby": nearby["loss"]}
 
 
-def by_hand(model: nn.Module, batches: list[Any], *, precision: str, clip_norm: float) -> Tensor:
+def by_hand(model, batches, *, precision, clip_norm):
     """As in the paper: climb by the norm of the group's gradient, and step from the weights with the gradient there."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     parameters = list(model.parameters())
 
-    def gradients(group: list[Any]) -> None:
+    def gradients(group):
         optimizer.zero_grad()
         for batch in group:
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
@@ -55,10 +49,10 @@ def by_hand(model: nn.Module, batches: list[Any], *, precision: str, clip_norm: 
             group = batches[start : start + STEPS]
             gradients(group)
             held = [parameter.detach().clone() for parameter in parameters]
-            norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()  # type: ignore[union-attr]
+            norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
             with torch.no_grad():
                 for parameter in parameters:
-                    parameter.add_(parameter.grad * (RHO / (norm + 1e-12)))  # type: ignore[operator]  # it has one
+                    parameter.add_(parameter.grad * (RHO / (norm + 1e-12)))
             gradients(group)
             with torch.no_grad():
                 for parameter, value in zip(parameters, held, strict=True):
@@ -69,7 +63,7 @@ def by_hand(model: nn.Module, batches: list[Any], *, precision: str, clip_norm: 
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_weights_have_the_bits_of_the_loop_written_by_hand(precision: str) -> None:
+def test_weights_have_the_bits_of_the_loop_written_by_hand(precision):
     data = Numbers(20)
     batches = [(data.inputs[at : at + BATCH], data.targets[at : at + BATCH]) for at in range(0, 20, BATCH)]
     model = linear()
@@ -81,7 +75,7 @@ def test_weights_have_the_bits_of_the_loop_written_by_hand(precision: str) -> No
     assert state.output["loss/nearby"] > state.output["loss"] and state.optimizer_steps == 3 * EPOCHS
 
 
-def test_two_passes_are_the_same_with_rank_invariant_sums() -> None:
+def test_two_passes_are_the_same_with_rank_invariant_sums():
     ends = []
     for options in ({"rank_invariant": True}, {}):
         model = linear(dtype=torch.float64)
@@ -97,7 +91,7 @@ def test_two_passes_are_the_same_with_rank_invariant_sums() -> None:
 class NoisyUpdate(Update):
     """Noise on the gradients (Neelakantan et al. 2015, arXiv 1511.06807)."""
 
-    def accumulate(self, engine: Engine, micro_batches: Sequence[Any], scales: list[float]) -> dict[str, Tensor]:
+    def accumulate(self, engine, micro_batches, scales):
         output = super().accumulate(engine, micro_batches, scales)
         for parameter in self.model.parameters():
             if parameter.grad is not None:
@@ -105,7 +99,7 @@ class NoisyUpdate(Update):
         return output
 
 
-def noisy(directory: Path, update_class: type[Update] = NoisyUpdate, *, stop_at: int = 0) -> Trainer:
+def noisy(directory, update_class=NoisyUpdate, *, stop_at=0):
     torch.manual_seed(3)
     model = linear(dropout=True)
     trainer = Trainer(update_class(model, torch.optim.SGD(model.parameters(), lr=0.1), mse), accumulation_steps=2)
@@ -119,7 +113,7 @@ def noisy(directory: Path, update_class: type[Update] = NoisyUpdate, *, stop_at:
     return trainer
 
 
-def test_gradient_noise_is_resumed_exactly(tmp_path: Path) -> None:
+def test_gradient_noise_is_resumed_exactly(tmp_path):
     whole = noisy(tmp_path / "whole")
     noisy(tmp_path / "cut", stop_at=4)
     assert CheckpointStore(tmp_path / "cut").checkpoints()[-1].iteration == 4
@@ -129,9 +123,9 @@ def test_gradient_noise_is_resumed_exactly(tmp_path: Path) -> None:
     assert not torch.equal(weights(noisy(tmp_path / "plain", Update)), weights(whole))
 
 
-def test_what_accumulate_returns_has_a_loss() -> None:
+def test_what_accumulate_returns_has_a_loss():
     class Silent(Update):
-        def accumulate(self, engine: Engine, micro_batches: Sequence[Any], scales: list[float]) -> dict[str, Tensor]:
+        def accumulate(self, engine, micro_batches, scales):
             super().accumulate(engine, micro_batches, scales)
             return {}
 

@@ -1,7 +1,5 @@
 """What leaves the repository: the wheel and the sdist, and a user's own training from the wheel, elsewhere."""
 
-from __future__ import annotations
-
 import configparser
 import json
 import os
@@ -72,7 +70,7 @@ logging: {every: 10}
 """
 
 
-def run(*command: str | Path, cwd: Path) -> str:
+def run(*command, cwd):
     """The command's standard output; nothing of the caller's Python paths reaches it."""
     unset = {"PYTHONPATH", "PYTHONHOME", "COVERAGE_PROCESS_START"}
     environment = {name: value for name, value in os.environ.items() if name not in unset}
@@ -83,7 +81,7 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-def build(kind: str, source: Path, target: Path) -> Path:
+def build(kind, source, target):
     """Builds the "wheel" or "sdist" of ``source`` with the setuptools at hand; its path."""
     target.mkdir(parents=True, exist_ok=True)
     script = f"from setuptools import build_meta; build_meta.build_{kind}({str(target)!r})"
@@ -93,7 +91,7 @@ def build(kind: str, source: Path, target: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     """A copy of what a build reads, so that the build leaves nothing behind in the repository."""
     copy = tmp_path_factory.mktemp("source")
     for name in BUILT_FROM:
@@ -105,12 +103,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(source, tmp_path_factory):
     return build("wheel", source, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
-def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def environment(wheel, tmp_path_factory):
     """The bin folder of a new environment that has the wheel, and torch and the rest from the one we run in."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False)
@@ -124,12 +122,12 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin"
 
 
-def contents(wheel: Path) -> set[str]:
+def contents(wheel):
     with zipfile.ZipFile(wheel) as archive:
         return {name for name in archive.namelist() if ".dist-info/" not in name}
 
 
-def test_wheel_holds_every_module_and_the_handlers_inside_the_package(wheel: Path) -> None:
+def test_wheel_holds_every_module_and_the_handlers_inside_the_package(wheel):
     core = {path.relative_to(ROOT) for path in (ROOT / "ignite_engine").rglob("*.py")}
     handlers = {Path("ignite_engine") / path.relative_to(ROOT) for path in (ROOT / "handlers").rglob("*.py")}
 
@@ -140,7 +138,7 @@ def test_wheel_holds_every_module_and_the_handlers_inside_the_package(wheel: Pat
     assert contents(wheel) == {path.as_posix() for path in core | handlers | pages} | {"ignite_engine/py.typed"}
 
 
-def test_pinned_versions_install_on_the_lowest_python_that_is_promised() -> None:
+def test_pinned_versions_install_on_the_lowest_python_that_is_promised():
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")
     lowest = settings["options"]["python_requires"].removeprefix(">=") + ".0"
@@ -149,7 +147,7 @@ def test_pinned_versions_install_on_the_lowest_python_that_is_promised() -> None
 
 
 @pytest.mark.slow
-def test_sdist_is_enough_to_build_the_same_wheel(source: Path, wheel: Path, tmp_path: Path) -> None:
+def test_sdist_is_enough_to_build_the_same_wheel(source, wheel, tmp_path):
     sdist = build("sdist", source, tmp_path / "sdist")
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
@@ -160,7 +158,7 @@ def test_sdist_is_enough_to_build_the_same_wheel(source: Path, wheel: Path, tmp_
 
 
 @pytest.mark.slow
-def test_installed_wheel_trains_a_users_own_task(environment: Path, tmp_path: Path) -> None:
+def test_installed_wheel_trains_a_users_own_task(environment, tmp_path):
     """Outside the repository: own task file, own config, nothing imported from the sources."""
     (tmp_path / "my_task.py").write_text(TASK)
     (tmp_path / "my_config.yaml").write_text(CONFIG)
@@ -183,7 +181,7 @@ def test_installed_wheel_trains_a_users_own_task(environment: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_console_script_is_the_same_command_line(environment: Path, tmp_path: Path) -> None:
+def test_console_script_is_the_same_command_line(environment, tmp_path):
     (tmp_path / "my_task.py").write_text(TASK)
     (tmp_path / "my_config.yaml").write_text(CONFIG)
 
@@ -195,7 +193,7 @@ def test_console_script_is_the_same_command_line(environment: Path, tmp_path: Pa
 
 
 @pytest.mark.long
-def test_examples_and_a_users_program_are_typed_against_the_wheel(environment: Path, tmp_path: Path) -> None:
+def test_examples_and_a_users_program_are_typed_against_the_wheel(environment, tmp_path):
     for path in (*(ROOT / "examples").glob("*.py"), ROOT / "tests" / "typed_program.py"):
         shutil.copy2(path, tmp_path / path.name)
     (tmp_path / "mypy.ini").write_text(
@@ -206,6 +204,6 @@ def test_examples_and_a_users_program_are_typed_against_the_wheel(environment: P
     run(sys.executable, "-m", "mypy", "--python-executable", environment / "python", ".", cwd=tmp_path)
 
 
-def test_public_names_are_completed() -> None:
+def test_public_names_are_completed():
     for module in (ignite_engine, ignite_engine.handlers):
         assert set(module.__all__) <= set(dir(module))

@@ -1,11 +1,7 @@
 """Every generator of the process, put back as it was."""
 
-from __future__ import annotations
-
 import copy
 import random
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,11 +14,11 @@ from ignite_engine import devices, loader, rng
 from ignite_engine.errors import StateMismatch
 
 
-def draw() -> tuple[float, ...]:
+def draw():
     return random.random(), random.gauss(0, 1), float(np.random.randn()), torch.randn(()).item()
 
 
-def test_captured_generators_go_on_the_same_after_a_file(tmp_path: Path) -> None:
+def test_captured_generators_go_on_the_same_after_a_file(tmp_path):
     draw()  # both gauss functions have a second number in store now
     torch.save(rng.capture(), tmp_path / "rng")
     expected = [draw() for _ in range(3)]
@@ -33,13 +29,13 @@ def test_captured_generators_go_on_the_same_after_a_file(tmp_path: Path) -> None
 
 
 @pytest.fixture
-def numpys_own() -> Iterator[None]:
+def numpys_own():
     yield
     np.random.set_bit_generator(np.random.MT19937(0))
 
 
 @pytest.mark.parametrize("kind", ["PCG64", "PCG64DXSM", "Philox", "SFC64"])
-def test_another_bit_generator_of_numpy_goes_on_the_same_too(tmp_path: Path, numpys_own: None, kind: str) -> None:
+def test_another_bit_generator_of_numpy_goes_on_the_same_too(tmp_path, numpys_own, kind):
     np.random.set_bit_generator(getattr(np.random, kind)(1))
     test_captured_generators_go_on_the_same_after_a_file(tmp_path)
     test_isolated_draws_leave_no_trace_on_an_error_too()
@@ -54,14 +50,14 @@ def test_another_bit_generator_of_numpy_goes_on_the_same_too(tmp_path: Path, num
 
 
 class NumPysNumbers(Dataset[Any]):
-    def __len__(self) -> int:
+    def __len__(self):
         return 90
 
-    def __getitem__(self, index: int) -> float:
+    def __getitem__(self, index):
         return float(np.random.rand())
 
 
-def test_isolated_draws_leave_no_trace_on_an_error_too() -> None:
+def test_isolated_draws_leave_no_trace_on_an_error_too():
     state = rng.capture()
     expected = draw()
     rng.restore(state)
@@ -74,7 +70,7 @@ def test_isolated_draws_leave_no_trace_on_an_error_too() -> None:
     assert draw() == expected
 
 
-def test_one_seed_sets_every_generator_of_the_host() -> None:
+def test_one_seed_sets_every_generator_of_the_host():
     with rng.isolated():
         rng.seed_host(5)
         first = draw()
@@ -86,8 +82,8 @@ def test_one_seed_sets_every_generator_of_the_host() -> None:
         assert (first[0], first[3]) != (other[0], other[3])
 
 
-def test_a_device_gets_the_seed_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    seeded: list[Any] = []
+def test_a_device_gets_the_seed_of_the_host(monkeypatch):
+    seeded = []
     monkeypatch.setattr(devices, "seed_generator", lambda device, seed: seeded.append((device, seed)))
     with rng.isolated():
         rng.seed_host(5)
@@ -98,7 +94,7 @@ def test_a_device_gets_the_seed_of_the_host(monkeypatch: pytest.MonkeyPatch) -> 
     assert seeded == [(torch.device("meta"), 5)]
 
 
-def test_mixed_seeds_are_spread_and_fixed() -> None:
+def test_mixed_seeds_are_spread_and_fixed():
     seeds = {rng.mix(a, b, c) for a in range(10) for b in range(10) for c in range(10)}
 
     assert len(seeds) == 1000 and rng.mix(1, 2) != rng.mix(2, 1) and rng.mix(0) != rng.mix(0, 0)
@@ -107,7 +103,7 @@ def test_mixed_seeds_are_spread_and_fixed() -> None:
     assert rng.mix(0, 1, 2) == 17650578182555822980
 
 
-def test_derived_state_is_a_function_of_a_state_and_its_keys() -> None:
+def test_derived_state_is_a_function_of_a_state_and_its_keys():
     state = rng.capture()
     expected = draw()
     rng.restore(state)
@@ -121,7 +117,7 @@ def test_derived_state_is_a_function_of_a_state_and_its_keys() -> None:
     assert draw() == first != expected
 
 
-def test_a_number_that_was_drawn_is_seen_of_each_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_that_was_drawn_is_seen_of_each_generator(monkeypatch):
     states = {"cuda": [torch.zeros(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)]}
     monkeypatch.setattr(devices, "generator_states", lambda: copy.deepcopy(states))
     before = rng.capture()
@@ -134,7 +130,7 @@ def test_a_number_that_was_drawn_is_seen_of_each_generator(monkeypatch: pytest.M
         assert not rng.is_at(before) and rng.is_at(rng.capture())
 
 
-def test_seed_everything_seeds_all_of_them() -> None:
+def test_seed_everything_seeds_all_of_them():
     ignite_engine.seed_everything(3)
     first = draw()
     ignite_engine.seed_everything(3)
@@ -144,4 +140,4 @@ def test_seed_everything_seeds_all_of_them() -> None:
     with pytest.raises(ValueError, match=r"seed must be at least 0, got -1\."):
         ignite_engine.seed_everything(-1)
     with pytest.raises(TypeError, match=r"seed must be a whole number, got 0\.5\."):
-        ignite_engine.seed_everything(0.5)  # type: ignore[arg-type]  # what is tested
+        ignite_engine.seed_everything(0.5)

@@ -1,13 +1,10 @@
 """The files of a run's folder: whole or not there, readable by every JSON reader, held by one process."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging
 import math
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,15 +17,15 @@ from ignite_engine.run_directory import (
     weights_sha256,
     write_whole,
 )
-from tests.builders import linear
 from tests.faults.commands import program
+from tests.kit.tiny import linear
 
 
-def test_numbers_that_json_lacks_are_strings_that_float_reads_back(tmp_path: Path) -> None:
+def test_numbers_that_json_lacks_are_strings_that_float_reads_back(tmp_path):
     directory = RunDirectory(tmp_path / "run")
     directory.write_summary({"metrics": {"loss": math.nan, "peak": -math.inf, "lr": 0.1}, "times": [1, math.inf]})
 
-    def refuse(constant: str) -> None:
+    def refuse(constant):
         raise AssertionError(f"{constant} is not JSON")
 
     values = json.loads(directory.summary.read_text(), parse_constant=refuse)
@@ -37,11 +34,11 @@ def test_numbers_that_json_lacks_are_strings_that_float_reads_back(tmp_path: Pat
     assert directory.read_summary() == values
 
 
-def test_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "file"
     write_whole(path, "old")
 
-    def full(descriptor: int) -> None:
+    def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left")
 
     monkeypatch.setattr(os, "fsync", full)
@@ -51,7 +48,7 @@ def test_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: 
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_folder_is_held_by_one_process_until_it_ends(tmp_path: Path) -> None:
+def test_folder_is_held_by_one_process_until_it_ends(tmp_path):
     script = f"from ignite_engine.run_directory import *\nwith RunDirectory({str(tmp_path)!r}).held(): pass"
     with RunDirectory(tmp_path).held():
         _, refused = program(tmp_path, script).communicate()
@@ -62,7 +59,7 @@ def test_folder_is_held_by_one_process_until_it_ends(tmp_path: Path) -> None:
     assert free.returncode == 0, errors
 
 
-def test_each_rank_logs_to_its_file_and_rank_0_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_rank_logs_to_its_file_and_rank_0_to_stderr(tmp_path, capsys):
     logger = logging.getLogger("ignite_engine.some_module")
     with RunDirectory(tmp_path).logging_to(1):
         logger.info("of rank 1")
@@ -76,27 +73,27 @@ def test_each_rank_logs_to_its_file_and_rank_0_to_stderr(tmp_path: Path, capsys:
     assert "Engine run starting" in (tmp_path / "logs" / "rank_0.log").read_text()
 
 
-def test_differences_of_configs_are_by_dotted_key() -> None:
+def test_differences_of_configs_are_by_dotted_key():
     before, now = {"run": {"seed": 0}, "a": {}}, {"run": {"seed": 1, "name": "x"}, "a": {}}
 
     assert config_differences(before, now) == ["run.name: not set -> x", "run.seed: 0 -> 1"]
     assert flat(now) == {"run.seed": 1, "run.name": "x", "a": {}}
 
 
-def test_config_that_is_damaged_is_compared_with_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_config_that_is_damaged_is_compared_with_nothing(tmp_path, caplog):
     directory = RunDirectory(tmp_path)
     directory.config.write_bytes(b"run: \xff\xfe")
     assert directory.differences({"run": {"seed": 1}}) == []
     assert "config.yaml cannot be compared with this run's config: 'utf-8' codec" in caplog.text
 
 
-def test_digest_of_weights_depends_on_each_bit_and_not_on_the_wrapping() -> None:
+def test_digest_of_weights_depends_on_each_bit_and_not_on_the_wrapping():
     model = linear()
     digest = weights_sha256(model)
 
-    assert weights_sha256(torch.compile(model)) == digest  # type: ignore[arg-type]  # a module
+    assert weights_sha256(torch.compile(model)) == digest
     with torch.no_grad():
-        model[0].bias[0] = -model[0].bias[0]  # type: ignore[index]
+        model[0].bias[0] = -model[0].bias[0]
     assert weights_sha256(model) != digest
 
 
@@ -112,7 +109,7 @@ def test_digest_of_weights_depends_on_each_bit_and_not_on_the_wrapping() -> None
         ("rank 1 gave no sign of life for 3.0 s. Last heartbeat: iteration 3", None),
     ],
 )
-def test_reason_of_a_killed_rank_keeps_what_its_peers_know(tmp_path: Path, written: str, expected: str | None) -> None:
+def test_reason_of_a_killed_rank_keeps_what_its_peers_know(tmp_path, written, expected):
     directory = RunDirectory(tmp_path)
     directory.write_summary({"status": "failed", "reason": written})
     directory.note_failure("Rank 1 (process 7) was killed by SIGKILL.", 1, killed=True)

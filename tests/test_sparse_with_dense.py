@@ -1,15 +1,10 @@
 """Sparse tables and dense layers under one update: one accumulation, one scaler, one clip, one decision to step."""
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from ignite.engine import Events
-from torch import Tensor
 
 from ignite_engine import Trainer, TrainingEvents, Update
 from ignite_engine.handlers import Checkpoint, LRSchedule, warmup_constant, warmup_linear
@@ -18,16 +13,16 @@ from tests.sparse_and_dense import Net, Sized, batches, by_hand, loss_fn, optimi
 SCALER = {"init_scale": 256.0, "growth_interval": 3}
 
 
-def trainer_of(model: Net, steps: int | None = None, **options: Any) -> Trainer:
+def trainer_of(model, steps=None, **options):
     return Trainer(Update(model, optimizers_of(model), loss_fn, **options), steps)
 
 
-def dense_gradients(model: Net) -> list[Tensor]:
+def dense_gradients(model):
     return [each.grad.to_dense() for each in model.parameters() if each.grad is not None]
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
-def test_gradient_of_5_micro_batches_of_2_is_that_of_one_of_10(clip_norm: float | None) -> None:
+def test_gradient_of_5_micro_batches_of_2_is_that_of_one_of_10(clip_norm):
     small, big = Net(), Net()
     accumulated = trainer_of(small, 5, clip_norm=clip_norm, log_grad_norm=True).run(batches(5, 2))
     whole = trainer_of(big, clip_norm=clip_norm, log_grad_norm=True).run([samples(10)])
@@ -41,12 +36,12 @@ def test_gradient_of_5_micro_batches_of_2_is_that_of_one_of_10(clip_norm: float 
     torch.testing.assert_close(accumulated.output["grad_norm"], whole.output["grad_norm"], rtol=1e-6, atol=0)
 
 
-def test_no_optimizer_steps_within_a_group() -> None:
+def test_no_optimizer_steps_within_a_group():
     model = Net()
     trainer = trainer_of(model, 5)
-    optimizers, seen = trainer.update.optimizers, []  # type: ignore[attr-defined]  # an Update
+    optimizers, seen = trainer.update.optimizers, []
 
-    def look() -> None:
+    def look():
         seen.append((trainer.state.micro_batches, values(model), copy.deepcopy([o.state for o in optimizers.values()])))
 
     trainer.add_event_handler(TrainingEvents.BACKWARD_COMPLETED, look)
@@ -59,11 +54,11 @@ def test_no_optimizer_steps_within_a_group() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_weights_have_the_bits_of_the_loop_written_by_hand(precision: str) -> None:
+def test_weights_have_the_bits_of_the_loop_written_by_hand(precision):
     data, model, written = batches(12, 2), Net(), Net()
-    options: dict[str, Any] = {"grad_scaler": SCALER} if precision == "fp16" else {}
+    options = {"grad_scaler": SCALER} if precision == "fp16" else {}
     state = trainer_of(model, 3, precision=precision, clip_norm=0.5, **options).run(data, max_epochs=3)
-    scaler = torch.amp.GradScaler("cpu", **SCALER) if precision == "fp16" else None  # type: ignore[arg-type]
+    scaler = torch.amp.GradScaler("cpu", **SCALER) if precision == "fp16" else None
     by_hand(written, [data[i : i + 3] for i in range(0, 12, 3)], clip_norm=0.5, scaler=scaler, passes=3)
 
     assert values(model) == values(written) != values(Net())
@@ -71,7 +66,7 @@ def test_weights_have_the_bits_of_the_loop_written_by_hand(precision: str) -> No
 
 
 @pytest.mark.parametrize("part", ["a table", "the dense layer"])
-def test_overflow_of_either_kind_of_gradient_stops_all_optimizers(part: str) -> None:
+def test_overflow_of_either_kind_of_gradient_stops_all_optimizers(part):
     model = Net()
     with torch.no_grad():  # backward of a table is scaled by the head's weights, and that of the head by the rows
         (model.head.weight if part == "a table" else model.words.weight).fill_(60.0)
@@ -88,11 +83,11 @@ def test_overflow_of_either_kind_of_gradient_stops_all_optimizers(part: str) -> 
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_iteration_that_touches_no_row_leaves_the_table_alone(precision: str) -> None:
+def test_iteration_that_touches_no_row_leaves_the_table_alone(precision):
     """An EmbeddingBag over empty bags has a gradient without entries."""
     model, before = Net(), Net()
     words, ids, targets = samples(4)
-    options: dict[str, Any] = {"grad_scaler": SCALER} if precision == "fp16" else {}
+    options = {"grad_scaler": SCALER} if precision == "fp16" else {}
     state = trainer_of(model, precision=precision, clip_norm=0.01, **options).run([(words, ids[:, :0], targets)])
 
     assert model.bags.weight.grad is not None and model.bags.weight.grad._nnz() == 0
@@ -102,13 +97,13 @@ def test_iteration_that_touches_no_row_leaves_the_table_alone(precision: str) ->
     assert torch.isfinite(state.output["grad_norm"]) and state.optimizer_steps == 1
 
 
-def test_each_optimizer_has_a_schedule_of_its_own(tmp_path: Path) -> None:
+def test_each_optimizer_has_a_schedule_of_its_own(tmp_path):
     model = Net()
     trainer = trainer_of(model)
-    optimizers = trainer.update.optimizers  # type: ignore[attr-defined]  # an Update
+    optimizers = trainer.update.optimizers
     LRSchedule(warmup_linear(optimizers["sparse"], total=4), name="sparse").attach(trainer)
     LRSchedule(warmup_constant(optimizers["tables"], 2), name="tables").attach(trainer)
-    rates: list[list[float]] = []
+    rates = []
     trainer.add_event_handler(
         Events.ITERATION_STARTED, lambda: rates.append([o.param_groups[0]["lr"] for o in optimizers.values()])
     )
@@ -120,12 +115,12 @@ def test_each_optimizer_has_a_schedule_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_resumed_run_ends_with_the_same_bits(tmp_path: Path, precision: str) -> None:
-    def trained(folder: str, iterations: int) -> tuple[Net, Trainer]:
+def test_resumed_run_ends_with_the_same_bits(tmp_path, precision):
+    def trained(folder, iterations):
         model = Net()
-        options: dict[str, Any] = {"grad_scaler": SCALER} if precision == "fp16" else {}
+        options = {"grad_scaler": SCALER} if precision == "fp16" else {}
         trainer = trainer_of(model, 2, precision=precision, clip_norm=0.5, **options)
-        optimizers = trainer.update.optimizers  # type: ignore[attr-defined]  # an Update
+        optimizers = trainer.update.optimizers
         for name, optimizer in optimizers.items():
             LRSchedule(warmup_linear(optimizer, 2, total=20), name=name).attach(trainer)
         checkpoint = Checkpoint(tmp_path / folder)

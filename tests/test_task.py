@@ -1,16 +1,12 @@
 """A task is found by file or module, executed once, and its errors are one line with the user's own line."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from ignite.metrics import Average
 
 from ignite_engine.task import Task, TaskError, build_task, find_task
-from tests.builders import Numbers, linear, mse
+from tests.kit.tiny import Numbers, linear, mse
 
 TASK = """
 import neighbour
@@ -28,7 +24,7 @@ def fails(options):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)
     (tmp_path / "my_task.py").write_text(TASK)
@@ -39,27 +35,27 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def test_file_is_found_above_the_config_and_imports_its_neighbours(folder: Path) -> None:
+def test_file_is_found_above_the_config_and_imports_its_neighbours(folder):
     build = find_task("my_task.py:build", folder / "configs" / "deep")
 
-    assert build({"width": 3}) == 3  # type: ignore[comparison-op]  # not a Task
+    assert build({"width": 3}) == 3
     assert find_task(f"{folder / 'my_task.py'}:build") is build  # not executed again
 
 
-def test_module_is_found_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_is_found_by_name(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
 
     assert find_task("my_task:build").__name__ == "build"
 
 
-def test_error_of_a_task_names_its_own_line_and_is_the_cause(folder: Path) -> None:
+def test_error_of_a_task_names_its_own_line_and_is_the_cause(folder):
     with pytest.raises(TaskError, match=r"fails\(\) raised KeyError: 'gone' \(at .*my_task.py:12\)") as caught:
         build_task(find_task("my_task.py:fails", folder), {})
 
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_only_a_whole_task_is_taken() -> None:
+def test_only_a_whole_task_is_taken():
     task = Task(linear(), mse, Numbers(4))
 
     assert build_task(lambda options: task, {}) is task

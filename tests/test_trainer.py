@@ -1,10 +1,7 @@
 """The loop: exactly as long as asked, event by event as Ignite's, whole again after a resume."""
 
-from __future__ import annotations
-
 import logging
 import random
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,32 +11,32 @@ from ignite.engine import Engine, Events
 from ignite.handlers import EarlyStopping, TerminateOnNan, Timer
 from ignite.metrics import RunningAverage
 
-from ignite_engine import Interrupted, Trainer, TrainingEvents, TrainingState
-from tests.builders import OURS, Numbers, Passes, events_of, numbers_loader, trainer_of, weights
+from ignite_engine import Interrupted, Trainer, TrainingEvents
+from tests.kit.tiny import OURS, Numbers, Passes, events_of, numbers_loader, trainer_of, weights
 
 
-def constant(engine: Engine, batch: Any) -> float:
+def constant(engine, batch):
     return 1.0
 
 
-def restored(saved: dict[str, Any], make: Callable[[], Trainer] = trainer_of) -> Trainer:
+def restored(saved, make=trainer_of):
     trainer = make()
     trainer.registry.load(saved, source="memory")
     return trainer
 
 
-def capture(trainer: Trainer) -> dict[str, Any]:
+def capture(trainer):
     import copy
 
     shared, local = trainer.registry.capture()
     return copy.deepcopy({**shared, **local})
 
 
-def captures(trainer: Trainer) -> dict[int, dict[str, Any]]:
+def captures(trainer):
     """Gets what a checkpoint at each clean edge would hold; the last edge of an iteration counts."""
-    saved: dict[int, dict[str, Any]] = {}
+    saved = {}
 
-    def save() -> None:
+    def save():
         saved[trainer.state.iteration] = capture(trainer)
 
     trainer.add_event_handler(TrainingEvents.RESUME_POINT, save)
@@ -49,27 +46,27 @@ def captures(trainer: Trainer) -> dict[int, dict[str, Any]]:
 # -- as Ignite --------------------------------------------------------------------------------------------------------
 
 
-def stop_at(call: str, event: Any) -> Callable[[Engine], None]:
-    def prepare(engine: Engine) -> None:
+def stop_at(call, event):
+    def prepare(engine):
         engine.add_event_handler(event, lambda: getattr(engine, call)())
 
     return prepare
 
 
-def terminate_quietly(engine: Engine) -> None:
+def terminate_quietly(engine):
     engine.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda: engine.terminate(skip_completed=True))
 
 
-def cut_epoch_quietly(engine: Engine) -> None:
+def cut_epoch_quietly(engine):
     engine.add_event_handler(
         Events.ITERATION_COMPLETED(once=4), lambda: engine.terminate_epoch(skip_epoch_completed=True)
     )
 
 
-def nothing(engine: Engine) -> None: ...
+def nothing(engine): ...
 
 
-SCENARIOS: dict[str, tuple[Callable[[Engine], None], dict[str, Any]]] = {
+SCENARIOS = {
     "epochs": (nothing, {"max_epochs": 3}),
     "no limit": (nothing, {}),
     "iterations to an epoch's end": (nothing, {"max_iters": 6}),
@@ -98,10 +95,10 @@ SCENARIOS: dict[str, tuple[Callable[[Engine], None], dict[str, Any]]] = {
 }
 
 
-def sequence(kind: type[Engine], prepare: Callable[[Engine], None], arguments: dict[str, Any]) -> Any:
-    batches: list[Any] = []
+def sequence(kind, prepare, arguments):
+    batches = []
 
-    def update(engine: Engine, batch: Any) -> float:
+    def update(engine, batch):
         batches.append(batch)
         return 1.0
 
@@ -114,13 +111,13 @@ def sequence(kind: type[Engine], prepare: Callable[[Engine], None], arguments: d
 
 @pytest.mark.row("A4")
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_events_and_batches_are_ignites(scenario: str) -> None:
+def test_events_and_batches_are_ignites(scenario):
     prepare, arguments = SCENARIOS[scenario]
 
     assert sequence(Trainer, prepare, arguments) == sequence(Engine, prepare, arguments)
 
 
-def test_interrupt_pauses_at_the_next_step_boundary_and_run_continues_there() -> None:
+def test_interrupt_pauses_at_the_next_step_boundary_and_run_continues_there():
     trainer, batches = Trainer(lambda engine, batch: batches.append(batch)), list[Any]()
     seen = events_of(trainer)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=[2, 3, 5]), trainer.interrupt)
@@ -133,8 +130,8 @@ def test_interrupt_pauses_at_the_next_step_boundary_and_run_continues_there() ->
     assert pauses == [*running, (6, 2, "completed", "COMPLETED")] and batches == [1, 2, 3] * 2
 
 
-def second_run(kind: type[Engine], first: dict[str, Any], second: dict[str, Any]) -> Any:
-    batches: list[Any] = []
+def second_run(kind, first, second):
+    batches = []
     engine = kind(lambda engine, batch: batches.append(batch))
     seen = events_of(engine)
     engine.run([1, 2, 3], **first)
@@ -143,7 +140,7 @@ def second_run(kind: type[Engine], first: dict[str, Any], second: dict[str, Any]
 
 
 @pytest.mark.parametrize("limits", [{"max_epochs": 2}, {"max_iters": 4}])
-def test_second_run_with_the_same_limit_starts_over_as_ignites(limits: dict[str, Any]) -> None:
+def test_second_run_with_the_same_limit_starts_over_as_ignites(limits):
     assert second_run(Trainer, limits, limits) == second_run(Engine, limits, limits)
 
 
@@ -151,7 +148,7 @@ def test_second_run_with_the_same_limit_starts_over_as_ignites(limits: dict[str,
     ("first", "second"),
     [({"max_epochs": 2}, {"max_epochs": 4}), ({"max_iters": 4}, {"max_iters": 7})],
 )
-def test_second_run_with_a_larger_limit_continues(first: dict[str, Any], second: dict[str, Any]) -> None:
+def test_second_run_with_a_larger_limit_continues(first, second):
     """The data goes on where it was, which Ignite begins again."""
     _, batches, reached = second_run(Trainer, first, second)
     whole = list[Any]()
@@ -161,8 +158,8 @@ def test_second_run_with_a_larger_limit_continues(first: dict[str, Any], second:
     assert batches == whole and reached == (trainer.state.iteration, trainer.state.epoch)
 
 
-def test_run_without_data_is_ignites() -> None:
-    def run(kind: type[Engine]) -> Any:
+def test_run_without_data_is_ignites():
+    def run(kind):
         engine = kind(constant)
         seen = events_of(engine)
         engine.run(max_epochs=2, epoch_length=3)
@@ -173,7 +170,7 @@ def test_run_without_data_is_ignites() -> None:
         Trainer(constant, accumulation_steps=2).run(max_epochs=1, epoch_length=3)
 
 
-def test_cutting_an_epoch_where_none_runs_is_an_error() -> None:
+def test_cutting_an_epoch_where_none_runs_is_an_error():
     trainer = Trainer(constant)
     trainer.add_event_handler(Events.STARTED, trainer.terminate_epoch)
 
@@ -181,7 +178,7 @@ def test_cutting_an_epoch_where_none_runs_is_an_error() -> None:
         trainer.run([1])
 
 
-def test_ignites_handlers_attach_unchanged() -> None:
+def test_ignites_handlers_attach_unchanged():
     trainer = trainer_of()
     timer, scores = Timer(average=True), iter([1.0, 3.0, 2.0, 2.0, 2.0, 2.0])
     timer.attach(trainer, start=Events.STARTED, step=Events.ITERATION_COMPLETED)
@@ -198,14 +195,14 @@ def test_ignites_handlers_attach_unchanged() -> None:
     assert (state.status, state.reason) == ("completed", "terminate")
 
 
-def test_event_that_nobody_registered_is_refused() -> None:
+def test_event_that_nobody_registered_is_refused():
     trainer = Trainer(constant)
 
     with pytest.raises(ValueError, match="not a valid event"):
-        trainer.fire_event("no_such_event")  # type: ignore[arg-type]
+        trainer.fire_event("no_such_event")
 
 
-def test_terminate_on_nan_ends_the_run() -> None:
+def test_terminate_on_nan_ends_the_run():
     trainer = trainer_of(lr=1e30)
     trainer.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
     state = trainer.run(numbers_loader(), max_epochs=6)
@@ -216,7 +213,7 @@ def test_terminate_on_nan_ends_the_run() -> None:
 # -- the length of a run ----------------------------------------------------------------------------------------------
 
 
-def test_one_iteration_trains_once() -> None:
+def test_one_iteration_trains_once():
     trainer = trainer_of()
     before = weights(trainer)
     state = trainer.run(numbers_loader(), max_iters=1)
@@ -226,8 +223,8 @@ def test_one_iteration_trains_once() -> None:
 
 
 @pytest.mark.parametrize("accumulation_steps", [None, 4])
-def test_resume_before_the_last_iteration_runs_that_one_only(accumulation_steps: int | None) -> None:
-    def make() -> Trainer:
+def test_resume_before_the_last_iteration_runs_that_one_only(accumulation_steps):
+    def make():
         return trainer_of(accumulation_steps=accumulation_steps)
 
     whole = make()
@@ -243,7 +240,7 @@ def test_resume_before_the_last_iteration_runs_that_one_only(accumulation_steps:
 
 
 @pytest.mark.parametrize("limit", [{"max_iters": 6}, {"max_epochs": 2}])
-def test_resumed_finished_run_only_completes(limit: dict[str, int]) -> None:
+def test_resumed_finished_run_only_completes(limit):
     whole = trainer_of()
     saved = captures(whole)
     whole.run(numbers_loader(6, 2), **limit)
@@ -256,7 +253,7 @@ def test_resumed_finished_run_only_completes(limit: dict[str, int]) -> None:
     assert torch.equal(weights(again), weights(whole))
 
 
-def test_resumed_finished_run_without_a_limit_trains_nothing() -> None:
+def test_resumed_finished_run_without_a_limit_trains_nothing():
     whole = trainer_of()
     saved = captures(whole)
     whole.run(numbers_loader(6, 2), max_epochs=2)
@@ -267,7 +264,7 @@ def test_resumed_finished_run_without_a_limit_trains_nothing() -> None:
     assert seen == [] and (state.status, state.iteration, state.max_epochs) == ("completed", 6, 2)
 
 
-def test_finished_run_goes_on_where_more_is_asked() -> None:
+def test_finished_run_goes_on_where_more_is_asked():
     whole, first = trainer_of(), trainer_of()
     whole.run(numbers_loader(shuffle=True), max_epochs=4)
     saved = captures(first)
@@ -280,13 +277,13 @@ def test_finished_run_goes_on_where_more_is_asked() -> None:
 
 
 @pytest.mark.row("D13")
-def test_every_edge_of_a_run_resumes_bit_for_bit() -> None:
-    def run(trainer: Trainer) -> TrainingState:
+def test_every_edge_of_a_run_resumes_bit_for_bit():
+    def run(trainer):
         return trainer.run(numbers_loader(14, 2, shuffle=True), max_epochs=3)
 
     whole = trainer_of(accumulation_steps=3)
     saved = captures(whole)
-    losses: dict[int, float] = {}
+    losses = {}
     whole.add_event_handler(
         Events.ITERATION_COMPLETED, lambda: losses.__setitem__(whole.state.iteration, whole.state.output["loss"].item())
     )
@@ -294,9 +291,9 @@ def test_every_edge_of_a_run_resumes_bit_for_bit() -> None:
     assert sorted(saved) == list(range(1, 10))  # 7 batches by 3 in each of 3 epochs
     for iteration, state in saved.items():
         rest = restored(state, lambda: trainer_of(accumulation_steps=3))
-        seen: dict[int, float] = {}
+        seen = {}
 
-        def note(engine: Trainer, seen: dict[int, float] = seen) -> None:
+        def note(engine, seen=seen):
             seen[engine.state.iteration] = engine.state.output["loss"].item()
 
         rest.add_event_handler(Events.ITERATION_COMPLETED, note)
@@ -307,7 +304,7 @@ def test_every_edge_of_a_run_resumes_bit_for_bit() -> None:
 
 
 @pytest.fixture(params=["MT19937", "PCG64"])
-def numpys(request: pytest.FixtureRequest) -> Iterator[None]:
+def numpys(request):
     """NumPy's global generator is of this kind."""
     np.random.set_bit_generator(getattr(np.random, request.param)(1))
     yield
@@ -315,11 +312,11 @@ def numpys(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("numpys")
-def test_resumed_run_draws_on_from_every_generator_of_the_host() -> None:
-    drawn: list[tuple[float, ...]] = []
+def test_resumed_run_draws_on_from_every_generator_of_the_host():
+    drawn = []
 
-    def make() -> Trainer:
-        def draw(engine: Engine, batch: Any) -> float:
+    def make():
+        def draw(engine, batch):
             drawn.append((random.random(), np.random.random(), torch.rand(()).item()))
             return 0.0
 
@@ -333,13 +330,13 @@ def test_resumed_run_draws_on_from_every_generator_of_the_host() -> None:
     assert drawn[3:] == drawn[1:3]
 
 
-def test_resume_with_other_accumulation_keeps_to_the_data() -> None:
+def test_resume_with_other_accumulation_keeps_to_the_data():
     """Iterations are another unit then: what counts is the position in the data."""
     first = trainer_of(accumulation_steps=1)
     saved = captures(first)
     first.run(numbers_loader(12, 2), max_epochs=3)
     rest = restored(saved[8], lambda: trainer_of(accumulation_steps=2))  # 2 of 6 batches into epoch 2
-    seen: list[tuple[int, int]] = []
+    seen = []
     rest.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append((rest.state.epoch, len(rest.state.batch))))
     state = rest.run(numbers_loader(12, 2), max_epochs=3)
 
@@ -347,7 +344,7 @@ def test_resume_with_other_accumulation_keeps_to_the_data() -> None:
     assert (state.epoch, state.iteration, state.status) == (3, 13, "completed")
 
 
-def test_stop_at_the_last_iteration_and_run_again_only_completes() -> None:
+def test_stop_at_the_last_iteration_and_run_again_only_completes():
     trainer = trainer_of()
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=6), lambda: trainer.request_stop("enough"))
     state = trainer.run(numbers_loader(6, 2), max_epochs=2)
@@ -363,11 +360,11 @@ def test_stop_at_the_last_iteration_and_run_again_only_completes() -> None:
 # -- the order of the data --------------------------------------------------------------------------------------------
 
 
-def orders(seed: int, epochs: int = 3, **options: Any) -> list[list[int]]:
+def orders(seed, epochs=3, **options):
     data, trainer, each = Numbers(10), Trainer(constant), list[list[int]]()
     from ignite_engine import loader
 
-    def cut() -> None:
+    def cut():
         each.append(data.loaded[:])
         data.loaded.clear()
 
@@ -377,7 +374,7 @@ def orders(seed: int, epochs: int = 3, **options: Any) -> list[list[int]]:
 
 
 @pytest.mark.row("A2")
-def test_order_is_a_function_of_seed_and_epoch() -> None:
+def test_order_is_a_function_of_seed_and_epoch():
     torch.manual_seed(0)
     first = orders(5, shuffle=True)
     torch.manual_seed(1)
@@ -392,7 +389,7 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
 
 
 @pytest.mark.row("A2")
-def test_passes_without_a_length_are_measured_anew() -> None:
+def test_passes_without_a_length_are_measured_anew():
     trainer, seen, lengths = Trainer(constant), list[tuple[int, float]](), list[Any]()
     trainer.add_event_handler(
         Events.ITERATION_COMPLETED, lambda: seen.append((trainer.state.epoch, trainer.state.batch.item()))
@@ -406,7 +403,7 @@ def test_passes_without_a_length_are_measured_anew() -> None:
     assert (state.iteration, state.epoch, state.reason) == (10, 3, "max_epochs")
 
 
-def test_groups_end_with_their_pass() -> None:
+def test_groups_end_with_their_pass():
     trainer, sizes = Trainer(constant, accumulation_steps=2), list[tuple[int, int]]()
     trainer.add_event_handler(
         Events.ITERATION_COMPLETED, lambda: sizes.append((trainer.state.epoch, len(trainer.state.batch)))
@@ -416,7 +413,7 @@ def test_groups_end_with_their_pass() -> None:
     assert sizes == [(1, 2), (1, 1), (2, 2), (2, 2), (2, 1), (3, 2)]
 
 
-def test_explicit_epoch_length_lets_a_pass_span_epochs() -> None:
+def test_explicit_epoch_length_lets_a_pass_span_epochs():
     trainer, seen = Trainer(constant), list[tuple[int, float]]()
     trainer.add_event_handler(
         Events.ITERATION_COMPLETED, lambda: seen.append((trainer.state.epoch, trainer.state.batch.item()))
@@ -426,18 +423,18 @@ def test_explicit_epoch_length_lets_a_pass_span_epochs() -> None:
     assert seen == [(1, 100), (1, 101), (1, 102), (1, 200), (2, 201), (2, 202), (2, 203), (2, 204)]
 
 
-def test_exact_number_of_iterations_over_passes_without_a_length() -> None:
+def test_exact_number_of_iterations_over_passes_without_a_length():
     trainer = Trainer(constant)
     state = trainer.run(Passes(3, 5, 2), max_iters=9)
 
     assert (state.iteration, state.epoch, state.reason) == (9, 3, "max_iters")
 
 
-def test_position_counts_the_group_whose_error_was_swallowed() -> None:
-    def make() -> tuple[Trainer, list[int]]:
-        seen: list[int] = []
+def test_position_counts_the_group_whose_error_was_swallowed():
+    def make():
+        seen = []
 
-        def update(engine: Engine, batch: torch.Tensor) -> None:
+        def update(engine, batch):
             if engine.state.iteration == 2:
                 raise KeyError
             seen.extend(batch.tolist())
@@ -446,10 +443,10 @@ def test_position_counts_the_group_whose_error_was_swallowed() -> None:
         trainer.add_event_handler(Events.EXCEPTION_RAISED, lambda error: None)
         return trainer, seen
 
-    def data() -> Any:
+    def data():
         from ignite_engine import loader
 
-        return loader(torch.arange(8), 1)  # type: ignore[arg-type]  # has a length and items
+        return loader(torch.arange(8), 1)
 
     whole, seen = make()
     saved = captures(whole)
@@ -467,24 +464,24 @@ def test_position_counts_the_group_whose_error_was_swallowed() -> None:
 
 
 class Counter:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         self.name, self.count = name, 0
 
-    def attach(self, trainer: Trainer) -> None:
+    def attach(self, trainer):
         trainer.register(self.name, self)
         trainer.add_event_handler(Events.ITERATION_COMPLETED, self)
 
-    def __call__(self, engine: Engine) -> None:
+    def __call__(self, engine):
         self.count += 1
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"count": self.count}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.count = state["count"]
 
 
-def saved_with_counter() -> dict[str, Any]:
+def saved_with_counter():
     trainer = trainer_of()
     Counter("counter").attach(trainer)
     saved = captures(trainer)
@@ -492,7 +489,7 @@ def saved_with_counter() -> dict[str, Any]:
     return saved[5]
 
 
-def test_leftover_names_are_an_error_that_lists_both_sides() -> None:
+def test_leftover_names_are_an_error_that_lists_both_sides():
     trainer = restored(saved_with_counter())
     trainer.register("another", Counter("another"))
 
@@ -504,7 +501,7 @@ def test_leftover_names_are_an_error_that_lists_both_sides() -> None:
     assert trainer.state.iteration == 5
 
 
-def test_mended_after_a_leftover_name_the_run_goes_on() -> None:
+def test_mended_after_a_leftover_name_the_run_goes_on():
     trainer = restored(saved_with_counter())
     with pytest.raises(ValueError, match="nothing is registered"):
         trainer.run(numbers_loader(), max_iters=6)
@@ -515,7 +512,7 @@ def test_mended_after_a_leftover_name_the_run_goes_on() -> None:
     assert (counter.count, state.iteration, state.optimizer_steps) == (6, 6, 6)
 
 
-def test_late_registration_loads_at_once() -> None:
+def test_late_registration_loads_at_once():
     trainer, counter = restored(saved_with_counter()), Counter("counter")
     trainer.register("counter", counter)
 
@@ -523,7 +520,7 @@ def test_late_registration_loads_at_once() -> None:
     trainer.run(numbers_loader(), max_iters=6)
 
 
-def test_registration_on_started_is_early_enough() -> None:
+def test_registration_on_started_is_early_enough():
     trainer, counter = restored(saved_with_counter()), Counter("counter")
     trainer.add_event_handler(Events.STARTED, lambda: counter.attach(trainer))
     trainer.run(numbers_loader(), max_iters=7)
@@ -531,7 +528,7 @@ def test_registration_on_started_is_early_enough() -> None:
     assert counter.count == 7
 
 
-def test_left_out_names_start_fresh(caplog: pytest.LogCaptureFixture) -> None:
+def test_left_out_names_start_fresh(caplog):
     saved, trainer, counter = saved_with_counter(), trainer_of(), Counter("counter")
     counter.attach(trainer)
     trainer.registry.load(saved, source="memory", ignore=["counter"])
@@ -549,7 +546,7 @@ def test_left_out_names_start_fresh(caplog: pytest.LogCaptureFixture) -> None:
 # -- stops ------------------------------------------------------------------------------------------------------------
 
 
-def test_requested_stop_ends_at_a_clean_edge() -> None:
+def test_requested_stop_ends_at_a_clean_edge():
     trainer = trainer_of(accumulation_steps=2)
     seen = events_of(trainer, (*Events, TrainingEvents.RESUME_POINT))
     trainer.add_event_handler(TrainingEvents.BACKWARD_COMPLETED(once=5), lambda: trainer.request_stop("disk"))
@@ -567,7 +564,7 @@ def test_requested_stop_ends_at_a_clean_edge() -> None:
     assert torch.equal(weights(trainer), weights(whole))
 
 
-def test_stop_by_a_signal_raises_with_its_code() -> None:
+def test_stop_by_a_signal_raises_with_its_code():
     trainer = trainer_of()
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda: trainer.request_stop("SIGTERM", 15))
 
@@ -577,7 +574,7 @@ def test_stop_by_a_signal_raises_with_its_code() -> None:
     assert trainer.state.iteration == 4
 
 
-def test_request_to_save_is_seen_at_one_edge() -> None:
+def test_request_to_save_is_seen_at_one_edge():
     trainer, seen = trainer_of(), list[tuple[int, bool]]()
     trainer.add_event_handler(Events.ITERATION_STARTED(once=3), trainer.request_save)
     trainer.add_event_handler(
@@ -588,11 +585,11 @@ def test_request_to_save_is_seen_at_one_edge() -> None:
     assert [iteration for iteration, requested in seen if requested] == [3]
 
 
-def test_values_are_published_once_at_the_edge() -> None:
+def test_values_are_published_once_at_the_edge():
     trainer, published = trainer_of(), list[Any]()
-    order: list[str] = []
+    order = []
 
-    def write(engine: Trainer) -> None:
+    def write(engine):
         engine.state.metrics["early"] = 1.0
         engine.state.metrics.update(late=2.0)
 
@@ -619,7 +616,7 @@ def test_values_are_published_once_at_the_edge() -> None:
     ]  # fmt: skip
 
 
-def test_resume_point_of_an_epochs_end_says_epoch_n_plus_1_batch_0() -> None:
+def test_resume_point_of_an_epochs_end_says_epoch_n_plus_1_batch_0():
     trainer = trainer_of()
     saved = captures(trainer)
     trainer.run(numbers_loader(6, 2), max_epochs=2)
@@ -630,7 +627,7 @@ def test_resume_point_of_an_epochs_end_says_epoch_n_plus_1_batch_0() -> None:
     assert (saved[4]["data"]["pass"], saved[4]["data"]["batch"]) == (1, 1)
 
 
-def test_callbacks_at_the_end_are_called_on_an_error_too() -> None:
+def test_callbacks_at_the_end_are_called_on_an_error_too():
     trainer, called = trainer_of(), list[str]()
     trainer.add_event_handler(Events.STARTED, lambda: trainer.call_at_end(lambda engine: called.append("end")))
     trainer.run(numbers_loader(4))
@@ -641,12 +638,12 @@ def test_callbacks_at_the_end_are_called_on_an_error_too() -> None:
     assert called == ["end", "end"]
 
 
-def test_callback_at_the_end_that_raises_keeps_none_from_being_called() -> None:
+def test_callback_at_the_end_that_raises_keeps_none_from_being_called():
     trainer, called = trainer_of(), list[str]()
 
-    def ask() -> None:
+    def ask():
         trainer.call_at_end(lambda engine: called.append("first"))
-        trainer.call_at_end(lambda engine: 1 / 0)  # type: ignore[arg-type, return-value]  # raises
+        trainer.call_at_end(lambda engine: 1 / 0)
         trainer.call_at_end(lambda engine: called.append("last"))
 
     handle = trainer.add_event_handler(Events.STARTED, ask)
@@ -658,7 +655,7 @@ def test_callback_at_the_end_that_raises_keeps_none_from_being_called() -> None:
     assert called == ["first", "last"]
 
 
-def test_data_and_accumulation_are_a_runs_for_good() -> None:
+def test_data_and_accumulation_are_a_runs_for_good():
     trainer = Trainer(constant, accumulation_steps=1)
     with pytest.raises(RuntimeError, match="call run"):
         trainer.set_data([10, 20, 30])
@@ -666,9 +663,9 @@ def test_data_and_accumulation_are_a_runs_for_good() -> None:
         trainer.accumulation_steps = 2
 
 
-def test_model_is_put_into_train_mode() -> None:
+def test_model_is_put_into_train_mode():
     trainer = trainer_of()
-    trainer.update.model.eval()  # type: ignore[attr-defined]
+    trainer.update.model.eval()
     trainer.run(numbers_loader(4))
 
-    assert trainer.update.model.training  # type: ignore[attr-defined]
+    assert trainer.update.model.training

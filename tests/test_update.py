@@ -1,16 +1,13 @@
 """One update: what N micro-batches make together, and what happens where nothing may be stepped."""
 
-from __future__ import annotations
-
 import gc
 import math
 import os
 import re
 import traceback
 import weakref
-from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -18,11 +15,10 @@ from ignite.engine import Engine, Events
 from torch import Tensor, nn
 
 from ignite_engine import Trainer, TrainingEvents, Update
-from ignite_engine.step.precision import LossScaler
-from tests.builders import Numbers, linear, mse, numbers_loader, one, trainer_of, weights
+from tests.kit.tiny import Numbers, linear, mse, numbers_loader, one, trainer_of, weights
 
 
-def batches_of(data: Numbers, sizes: Iterable[int]) -> list[tuple[Tensor, Tensor]]:
+def batches_of(data, sizes):
     pieces, start = [], 0
     for size in sizes:
         pieces.append((data.inputs[start : start + size], data.targets[start : start + size]))
@@ -30,14 +26,14 @@ def batches_of(data: Numbers, sizes: Iterable[int]) -> list[tuple[Tensor, Tensor
     return pieces
 
 
-def trained(sizes: list[int], steps: int | None, **options: Any) -> tuple[Tensor, Any]:
+def trained(sizes, steps, **options):
     trainer = trainer_of(linear(dtype=torch.float64), steps, **options)
     state = trainer.run(batches_of(Numbers(64, dtype=torch.float64), sizes), max_epochs=1)
     return weights(trainer), state
 
 
 @pytest.mark.row("B1")
-def test_four_micro_batches_of_8_equal_one_batch_of_32() -> None:
+def test_four_micro_batches_of_8_equal_one_batch_of_32():
     small, state = trained([8] * 8, 4, clip_norm=0.5)
     big, reference = trained([32] * 2, None, clip_norm=0.5)
 
@@ -48,8 +44,8 @@ def test_four_micro_batches_of_8_equal_one_batch_of_32() -> None:
     assert not torch.equal(big, one(linear(dtype=torch.float64)))
 
 
-def test_ragged_micro_batches_weigh_what_weight_fn_says() -> None:
-    def samples(batch: Any) -> int:
+def test_ragged_micro_batches_weigh_what_weight_fn_says():
+    def samples(batch):
         return len(batch[0])
 
     ragged, state = trained([1, 7, 16, 8], 4, weight_fn=samples)
@@ -62,7 +58,7 @@ def test_ragged_micro_batches_weigh_what_weight_fn_says() -> None:
 
 
 @pytest.mark.row("B12")
-def test_short_last_group_is_divided_by_its_own_size() -> None:
+def test_short_last_group_is_divided_by_its_own_size():
     # 6 micro-batches by 4: the last group of the epoch holds 2
     grouped, state = trained([8] * 6, 4)
     big, _ = trained([32, 16], None)
@@ -71,8 +67,8 @@ def test_short_last_group_is_divided_by_its_own_size() -> None:
     assert state.iteration == 2
 
 
-def test_extra_outputs_are_averaged_as_the_loss() -> None:
-    def loss_fn(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def test_extra_outputs_are_averaged_as_the_loss():
+    def loss_fn(model, batch):
         loss = mse(model, batch)
         return loss, {"samples": torch.tensor(float(len(batch[0]))), "twice": 2 * loss.detach()}
 
@@ -91,10 +87,10 @@ def test_extra_outputs_are_averaged_as_the_loss() -> None:
 @pytest.mark.parametrize(
     "second", [None, {}, {"other": torch.ones(())}, {"one": torch.ones(()), "other": torch.ones(())}]
 )
-def test_extra_outputs_of_some_micro_batches_only_are_refused(second: dict[str, Tensor] | None) -> None:
+def test_extra_outputs_of_some_micro_batches_only_are_refused(second):
     named = [{"one": torch.ones(())}, second]
 
-    def loss_fn(model: nn.Module, batch: Any) -> Any:
+    def loss_fn(model, batch):
         extra = named.pop(0)
         return mse(model, batch) if extra is None else (mse(model, batch), extra)
 
@@ -104,7 +100,7 @@ def test_extra_outputs_of_some_micro_batches_only_are_refused(second: dict[str, 
         trainer.run(batches_of(Numbers(8), [2, 6]))
 
 
-def test_group_without_weight_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
+def test_group_without_weight_is_skipped(caplog):
     trainer = trainer_of(linear(), 2, weight_fn=lambda batch: float(batch[0].sum() > 1e6))
     before, skipped = weights(trainer), []
     trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_SKIPPED, lambda: skipped.append(trainer.state.iteration))
@@ -118,7 +114,7 @@ def test_group_without_weight_is_skipped(caplog: pytest.LogCaptureFixture) -> No
     ]
 
 
-def test_run_with_a_step_says_nothing_of_skipped_ones(caplog: pytest.LogCaptureFixture) -> None:
+def test_run_with_a_step_says_nothing_of_skipped_ones(caplog):
     weights = [0.0, 1.0]
     trainer = trainer_of(linear(), None, weight_fn=lambda batch: weights.pop(0))
     trainer.run(batches_of(Numbers(8), [4, 4]), max_epochs=1)
@@ -126,15 +122,15 @@ def test_run_with_a_step_says_nothing_of_skipped_ones(caplog: pytest.LogCaptureF
     assert (trainer.state.optimizer_steps, trainer.state.skipped_steps) == (1, 1) and not caplog.messages
 
 
-def test_micro_batch_without_weight_cannot_spoil_its_group() -> None:
+def test_micro_batch_without_weight_cannot_spoil_its_group():
     """The mean over no token at all is 0 / 0, which times a weight of zero is still NaN."""
 
-    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+    def loss_fn(model, batch):
         losses = (model(torch.ones(len(batch), 3, dtype=torch.float64)).squeeze(1) - batch).pow(2)
         counts = (batch != -1).to(losses.dtype)
         return (losses * counts).sum() / counts.sum()
 
-    def run(batches: list[Tensor]) -> tuple[Tensor, Any]:
+    def run(batches):
         model = linear(dtype=torch.float64)
         update = Update(
             model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, weight_fn=lambda batch: (batch != -1).sum()
@@ -152,19 +148,19 @@ def test_micro_batch_without_weight_cannot_spoil_its_group() -> None:
 
 @pytest.mark.parametrize("masked", [(False, True), (True, False), (True, True)])
 def test_loss_of_a_micro_batch_without_weight_is_not_in_the_mean_where_peers_wait_for_its_gradients(
-    masked: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    masked, monkeypatch
+):
     """cross_entropy of ignored targets alone is NaN, and its gradients are zeros."""
 
     class Wrapped(nn.Linear):
-        def no_sync(self) -> Any:
+        def no_sync(self):
             return nullcontext()
 
-    def loss_fn(model: nn.Module, batch: Any) -> Any:
+    def loss_fn(model, batch):
         loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
         return loss, {"twice": 2 * loss.detach()}
 
-    def batch(ignored: bool) -> Any:
+    def batch(ignored):
         return torch.ones(2, 3), torch.tensor([-100, -100] if ignored else [0, 1])
 
     model = Wrapped(3, 4)
@@ -185,7 +181,7 @@ def test_loss_of_a_micro_batch_without_weight_is_not_in_the_mean_where_peers_wai
     [(-1.0, "-1.0"), (float("nan"), "nan"), (float("inf"), "inf"), (None, "NoneType"), (10**400, "inf")]
     + [(torch.ones(3), "Tensor [3] float32")],
 )
-def test_weight_that_is_no_number_or_out_of_range_is_refused(weight: Any, shown: str) -> None:
+def test_weight_that_is_no_number_or_out_of_range_is_refused(weight, shown):
     trainer = trainer_of(linear(), 2, weight_fn=lambda batch: weight)
 
     with pytest.raises(
@@ -198,17 +194,17 @@ def test_weight_that_is_no_number_or_out_of_range_is_refused(weight: Any, shown:
 
 
 class Bag(nn.Module):
-    def __init__(self, sparse: bool) -> None:
+    def __init__(self, sparse):
         super().__init__()
         torch.manual_seed(3)
         self.embedding = nn.Embedding(10, 4, sparse=sparse, dtype=torch.float64)
         self.head = nn.Linear(4, 1, dtype=torch.float64)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         return self.head(self.embedding(tokens).mean(1))
 
 
-def bag_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+def bag_loss(model, tokens):
     return 50 * model(tokens).pow(2).mean()
 
 
@@ -216,7 +212,7 @@ def bag_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 TOKENS = [torch.tensor([[4, 4, 1], [2, 4, 3]]), torch.tensor([[4, 5, 5], [1, 1, 1]])]
 
 
-def test_sparse_and_dense_gradients_are_clipped_by_their_joint_norm() -> None:
+def test_sparse_and_dense_gradients_are_clipped_by_their_joint_norm():
     model, dense = Bag(sparse=True), Bag(sparse=False)
     update = Update(
         model,
@@ -229,7 +225,7 @@ def test_sparse_and_dense_gradients_are_clipped_by_their_joint_norm() -> None:
     )
     trainer = Trainer(update, accumulation_steps=2)
     state = trainer.run(TOKENS)
-    (sum(bag_loss(dense, tokens) for tokens in TOKENS) / 2).backward()  # type: ignore[union-attr]
+    (sum(bag_loss(dense, tokens) for tokens in TOKENS) / 2).backward()
     norm = torch.nn.utils.clip_grad_norm_(dense.parameters(), 0.1)
 
     assert norm > 1.0
@@ -240,7 +236,7 @@ def test_sparse_and_dense_gradients_are_clipped_by_their_joint_norm() -> None:
     torch.testing.assert_close(model.head.weight.grad, dense.head.weight.grad, rtol=1e-12, atol=1e-15)
 
 
-def test_norm_is_reported_without_clipping_too() -> None:
+def test_norm_is_reported_without_clipping_too():
     model, dense = Bag(sparse=True), Bag(sparse=False)
     optimizers = {
         "sparse": torch.optim.SparseAdam(list(model.embedding.parameters())),
@@ -254,8 +250,8 @@ def test_norm_is_reported_without_clipping_too() -> None:
 
 
 @pytest.mark.row("B1")
-def test_micro_batches_equal_one_batch_with_a_sparse_and_a_dense_optimizer() -> None:
-    def run(batches: list[Tensor], steps: int | None) -> tuple[Bag, Any]:
+def test_micro_batches_equal_one_batch_with_a_sparse_and_a_dense_optimizer():
+    def run(batches, steps):
         model = Bag(sparse=True)
         optimizers = {
             "sparse": torch.optim.SparseAdam(list(model.embedding.parameters()), lr=0.01),
@@ -275,7 +271,7 @@ def test_micro_batches_equal_one_batch_with_a_sparse_and_a_dense_optimizer() -> 
 
 
 @pytest.mark.row("A7")
-def test_all_optimizers_step() -> None:
+def test_all_optimizers_step():
     model, before = Bag(sparse=True), Bag(sparse=True)
     optimizers = {
         "sparse": torch.optim.SparseAdam(list(model.embedding.parameters()), lr=0.01),
@@ -292,20 +288,20 @@ def test_all_optimizers_step() -> None:
 
 
 class TwoParts(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(1)
         self.left, self.right = nn.Linear(2, 1), nn.Linear(2, 1)
 
 
-def two_part_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def two_part_loss(model, batch):
     left, right = batch
-    return (model.left(left).float() + model.right(right).float()).mean()  # type: ignore[operator]
+    return (model.left(left).float() + model.right(right).float()).mean()
 
 
-def fp16_trainer(**options: Any) -> tuple[Trainer, dict[str, torch.optim.Optimizer]]:
+def fp16_trainer(**options):
     model = TwoParts()
-    optimizers: dict[str, torch.optim.Optimizer] = {
+    optimizers = {
         "left": torch.optim.SGD(model.left.parameters(), lr=0.1),
         "right": torch.optim.AdamW(model.right.parameters(), lr=0.1),
     }
@@ -313,20 +309,20 @@ def fp16_trainer(**options: Any) -> tuple[Trainer, dict[str, torch.optim.Optimiz
 
 
 @pytest.mark.row("A7", "B7")
-def test_overflow_in_one_optimizer_stops_all_of_them() -> None:
+def test_overflow_in_one_optimizer_stops_all_of_them():
     from ignite_engine.handlers import LRSchedule, warmup_linear
 
     trainer, optimizers = fp16_trainer(grad_scaler={"init_scale": 256.0, "growth_interval": 2})
     LRSchedule(warmup_linear(optimizers["left"], warmup=10, total=100)).attach(trainer)
     fine, huge = torch.ones(1, 2), torch.full((1, 2), 3e4)
-    seen: list[Any] = []
+    seen = []
 
-    def look(engine: Trainer) -> None:
-        scaler: LossScaler = engine.update.scaler  # type: ignore[attr-defined]
+    def look(engine):
+        scaler = engine.update.scaler
         seen.append((weights(engine), optimizers["left"].param_groups[0]["lr"], scaler.get_scale()))
 
     trainer.add_event_handler(Events.STARTED | Events.ITERATION_COMPLETED, look)
-    fired: list[str] = []
+    fired = []
     for event in (TrainingEvents.OPTIMIZER_STEP_COMPLETED, TrainingEvents.OPTIMIZER_STEP_SKIPPED):
         trainer.add_event_handler(event, lambda *, name=event.name: fired.append(name))
     # the input of the right part times the scale is beyond fp16, the left one's gradient is fine
@@ -342,7 +338,7 @@ def test_overflow_in_one_optimizer_stops_all_of_them() -> None:
 
 
 @pytest.mark.row("B6")
-def test_scaler_takes_all_its_options_and_is_in_the_checkpoint() -> None:
+def test_scaler_takes_all_its_options_and_is_in_the_checkpoint():
     options = {"init_scale": 64.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 1}
     trainer, _ = fp16_trainer(grad_scaler=options)
     fine = torch.ones(1, 2)
@@ -356,14 +352,14 @@ def test_scaler_takes_all_its_options_and_is_in_the_checkpoint() -> None:
     assert other.registry.capture()[0]["scaler"] == saved
 
 
-def test_clipping_sees_unscaled_gradients() -> None:
+def test_clipping_sees_unscaled_gradients():
     trainer, _ = fp16_trainer(grad_scaler={"init_scale": 1024.0}, clip_norm=1e3)
     state = trainer.run([(torch.ones(1, 2), torch.ones(1, 2))])
 
     assert state.output["grad_norm"].item() == pytest.approx(6**0.5, rel=1e-3)
 
 
-def test_options_of_a_scaler_that_is_not_there_are_refused() -> None:
+def test_options_of_a_scaler_that_is_not_there_are_refused():
     model = linear()
 
     with pytest.raises(ValueError, match="no effect with precision 'bf16'"):
@@ -378,21 +374,19 @@ def test_options_of_a_scaler_that_is_not_there_are_refused() -> None:
 class Islands(nn.Module):
     """Layers in the precision of autocast around one that the model keeps in fp32, as a router or a head."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(5)
         self.first, self.island, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 1)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         hidden = self.first(inputs).tanh()
         with torch.autocast("cpu", enabled=False):
             hidden = self.island(hidden.float()).tanh()
         return self.last(hidden)
 
 
-def by_hand(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Any, groups: list[list[Any]], precision: str = "fp32"
-) -> None:
+def by_hand(model, optimizer, loss_fn, groups, precision="fp32"):
     """Autocast around each forward, backward outside of it, one step for each group."""
     dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
@@ -406,7 +400,7 @@ def by_hand(
         scaler.update()
 
 
-def grouped(batches: list[Any], steps: int | None) -> list[list[Any]]:
+def grouped(batches, steps):
     return [batches[index : index + (steps or 1)] for index in range(0, len(batches), steps or 1)]
 
 
@@ -416,9 +410,7 @@ def grouped(batches: list[Any], steps: int | None) -> list[list[Any]]:
 )
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("steps", [None, 1, 2, 4])
-def test_layers_kept_in_fp32_get_the_bits_of_the_loop_written_by_hand(
-    steps: int | None, precision: str, listened: Any
-) -> None:
+def test_layers_kept_in_fp32_get_the_bits_of_the_loop_written_by_hand(steps, precision, listened):
     batches, models = batches_of(Numbers(30, 8), [4] * 7), [Islands(), Islands()]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
     trainer = Trainer(Update(models[0], optimizers[0], mse, precision=precision), steps)
@@ -432,8 +424,8 @@ def test_layers_kept_in_fp32_get_the_bits_of_the_loop_written_by_hand(
 
 
 @pytest.mark.parametrize("through_data", [True, False])
-def test_weight_that_loss_fn_writes_to_is_seen_by_the_next_micro_batch(through_data: bool) -> None:
-    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+def test_weight_that_loss_fn_writes_to_is_seen_by_the_next_micro_batch(through_data):
+    def loss_fn(model, batch):
         loss = mse(model, batch)
         weight = next(model.parameters())
         if through_data:
@@ -451,9 +443,9 @@ def test_weight_that_loss_fn_writes_to_is_seen_by_the_next_micro_batch(through_d
     assert torch.equal(one(models[0]), one(models[1]))
 
 
-def test_no_autocast_context_is_open_in_a_handler() -> None:
+def test_no_autocast_context_is_open_in_a_handler():
     trainer = trainer_of(linear(), 4, precision="bf16")
-    inside: list[bool] = []
+    inside = []
     trainer.add_event_handler(
         TrainingEvents.BACKWARD_COMPLETED, lambda: inside.append(torch.is_autocast_enabled("cpu"))
     )
@@ -462,25 +454,25 @@ def test_no_autocast_context_is_open_in_a_handler() -> None:
     assert inside == [False] * 8
 
 
-def append(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
+def append(optimizer, parameter):
     optimizer.param_groups[0]["params"].append(parameter)
 
 
 @pytest.mark.parametrize("log_only", [False, True])
-def test_norm_is_summed_in_the_order_of_the_model_whatever_the_groups(log_only: bool) -> None:
-    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+def test_norm_is_summed_in_the_order_of_the_model_whatever_the_groups(log_only):
+    def made():
         torch.manual_seed(5)
         model = nn.Sequential(*(nn.Linear(31, 31) for _ in range(12)))
         decayed = [each for each in model.parameters() if each.dim() > 1]
         others = [each for each in model.parameters() if each.dim() == 1]
         return model, torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.01)
 
-    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+    def loss_fn(model, batch):
         return model(batch).square().mean()
 
     model, optimizer = made()
     data, norms = list(torch.randn(8, 4, 31).unbind()), list[Tensor]()
-    options: dict[str, Any] = {"log_grad_norm": True} if log_only else {"clip_norm": 1e-3}
+    options = {"log_grad_norm": True} if log_only else {"clip_norm": 1e-3}
     trainer = Trainer(Update(model, optimizer, loss_fn, **options))
     trainer.add_event_handler(
         Events.ITERATION_COMPLETED, lambda trainer: norms.append(trainer.state.output["grad_norm"].clone())
@@ -497,29 +489,29 @@ def test_norm_is_summed_in_the_order_of_the_model_whatever_the_groups(log_only: 
     assert torch.equal(torch.stack(norms), torch.stack(expected)) and torch.equal(one(model), one(other))
 
 
-def clear_and_add(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
+def clear_and_add(optimizer, parameter):
     kept = [*optimizer.param_groups[0]["params"], parameter]
     optimizer.param_groups.clear()
     optimizer.add_param_group({"params": kept})
 
 
-def replace(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
+def replace(optimizer, parameter):
     optimizer.param_groups[0]["params"][-1] = parameter
 
 
 @pytest.mark.parametrize("change", [append, clear_and_add, replace])
-def test_parameters_that_change_during_a_run_are_cleared_and_clipped(change: Any) -> None:
+def test_parameters_that_change_during_a_run_are_cleared_and_clipped(change):
     class Growing(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layer = linear()
             self.scale = nn.Parameter(torch.ones(1))
             self.grown = nn.Parameter(torch.ones(1))
 
-        def forward(self, inputs: Tensor) -> Tensor:
+        def forward(self, inputs):
             return self.layer(inputs) * self.scale * self.grown
 
-    def made() -> tuple[Growing, torch.optim.Optimizer]:
+    def made():
         model = Growing()
         first = [*model.layer.parameters(), model.scale]
         return model, torch.optim.SGD(first, lr=0.1)
@@ -548,12 +540,12 @@ def test_parameters_that_change_during_a_run_are_cleared_and_clipped(change: Any
 # -- shape of the whole -----------------------------------------------------------------------------------------------
 
 
-def test_events_of_one_update_come_in_order() -> None:
+def test_events_of_one_update_come_in_order():
     trainer = trainer_of(linear(), 2, clip_norm=1e-6)
-    fired: list[Any] = []
+    fired = []
 
-    def norm() -> float:
-        return sum(float(p.grad.norm() ** 2) for p in trainer.update.model.parameters()) ** 0.5  # type: ignore
+    def norm():
+        return sum(float(p.grad.norm() ** 2) for p in trainer.update.model.parameters()) ** 0.5
 
     for event in (TrainingEvents.BACKWARD_COMPLETED, TrainingEvents.OPTIMIZER_STEP_COMPLETED):
         trainer.add_event_handler(event, lambda *, name=event.name: fired.append(name))
@@ -565,11 +557,11 @@ def test_events_of_one_update_come_in_order() -> None:
     assert fired == ["BACKWARD_COMPLETED", "BACKWARD_COMPLETED", True, "OPTIMIZER_STEP_COMPLETED", True]
 
 
-def test_the_way_to_the_optimizer_is_three_functions_long() -> None:
-    frames: list[str] = []
+def test_the_way_to_the_optimizer_is_three_functions_long():
+    frames = []
 
     class Own(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        def step(self, closure=None):
             stack = [frame for frame in traceback.extract_stack() if f"{os.sep}ignite_engine{os.sep}" in frame.filename]
             frames.extend(frame.name for frame in stack[[frame.name for frame in stack].index("__call__") :])
             return super().step(closure)
@@ -580,7 +572,7 @@ def test_the_way_to_the_optimizer_is_three_functions_long() -> None:
     assert frames == ["__call__", "_step", "step"], "do what is new in one of these, or before them"
 
 
-def test_update_works_in_a_plain_ignite_engine() -> None:
+def test_update_works_in_a_plain_ignite_engine():
     model, reference = linear(), trainer_of(linear())
     engine = Engine(Update(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), mse))
     data = batches_of(Numbers(16), [4] * 4)
@@ -588,17 +580,17 @@ def test_update_works_in_a_plain_ignite_engine() -> None:
     reference.run(data, max_epochs=2)
 
     assert torch.equal(one(model), weights(reference))
-    assert state.optimizer_steps == 8  # type: ignore[attr-defined]
+    assert state.optimizer_steps == 8
 
 
 @pytest.mark.row("A8")
 @pytest.mark.parametrize("result", [0.5, torch.tensor(0.5), {"loss": 0.5, "accuracy": 1.0}])
-def test_users_own_update_may_return_a_number_a_tensor_or_a_mapping(result: Any, tmp_path: Any) -> None:
+def test_users_own_update_may_return_a_number_a_tensor_or_a_mapping(result, tmp_path):
     from ignite_engine.handlers import MetricLogger
 
-    batches: list[Any] = []
+    batches = []
 
-    def update(engine: Engine, batch: Any) -> Any:
+    def update(engine, batch):
         batches.append(batch)
         return result
 
@@ -611,7 +603,7 @@ def test_users_own_update_may_return_a_number_a_tensor_or_a_mapping(result: Any,
     assert ("accuracy" in state.metrics) == isinstance(result, dict)
 
 
-def test_optimizer_of_another_model_is_refused_at_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_optimizer_of_another_model_is_refused_at_the_first_step(caplog):
     model, other = linear(), linear()
     idle = torch.optim.SGD(other.parameters(), lr=0.1)
     data = batches_of(Numbers(8), [4, 4])
@@ -624,11 +616,11 @@ def test_optimizer_of_another_model_is_refused_at_the_first_step(caplog: pytest.
     assert [record.getMessage()[:38] for record in caplog.records] == ["idle (SGD) holds no parameter of the m"]
 
 
-def test_optimizer_that_steps_within_the_backward_may_leave_no_gradient(caplog: pytest.LogCaptureFixture) -> None:
+def test_optimizer_that_steps_within_the_backward_may_leave_no_gradient(caplog):
     model = linear()
     before, optimizer = one(model).clone(), torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step_and_drop(parameter: Tensor) -> None:
+    def step_and_drop(parameter):
         parameter.data -= 0.1 * cast("Tensor", parameter.grad)
         parameter.grad = None
 
@@ -639,7 +631,7 @@ def test_optimizer_that_steps_within_the_backward_may_leave_no_gradient(caplog: 
     assert not torch.equal(one(model), before) and "reached none" not in caplog.text
 
 
-def test_optimizer_of_parameters_outside_of_the_model_trains_them() -> None:
+def test_optimizer_of_parameters_outside_of_the_model_trains_them():
     model, outside = linear(), nn.Parameter(torch.ones(1))
     optimizers = {
         "model": torch.optim.SGD(model.parameters(), lr=0.1),
@@ -652,7 +644,7 @@ def test_optimizer_of_parameters_outside_of_the_model_trains_them() -> None:
     assert outside.item() != 1.0
 
 
-def test_arguments_out_of_range_are_refused() -> None:
+def test_arguments_out_of_range_are_refused():
     model = linear()
     optimizer = torch.optim.SGD(model.parameters())
 
@@ -664,7 +656,7 @@ def test_arguments_out_of_range_are_refused() -> None:
         Trainer(Update(model, optimizer, mse), accumulation_steps=0)
 
 
-def test_a_dropped_trainer_frees_its_model_at_once() -> None:
+def test_a_dropped_trainer_frees_its_model_at_once():
     trainer = trainer_of()
     model = weakref.ref(trainer.update.model)
     trainer.run(numbers_loader(), max_iters=2)
@@ -676,11 +668,11 @@ def test_a_dropped_trainer_frees_its_model_at_once() -> None:
         gc.enable()
 
 
-def test_listeners_that_come_and_go_within_a_group_hear_what_follows() -> None:
+def test_listeners_that_come_and_go_within_a_group_hear_what_follows():
     """The list of listeners is looked up once for a group."""
     model, heard, steps = linear(), list[tuple[str, int]](), list[int]()
 
-    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+    def loss_fn(model, batch):
         steps.append(len(steps))
         if len(steps) == 2:
             trainer.add_event_handler(TrainingEvents.BACKWARD_COMPLETED, later)
@@ -688,7 +680,7 @@ def test_listeners_that_come_and_go_within_a_group_hear_what_follows() -> None:
             trainer.remove_event_handler(later, TrainingEvents.BACKWARD_COMPLETED)
         return model(batch).square().mean()
 
-    def later() -> None:
+    def later():
         heard.append(("later", len(steps)))
 
     trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn), accumulation_steps=5)

@@ -1,16 +1,11 @@
 """Several updates in one iteration: the bits of the loop written by hand, and nothing missing from a checkpoint."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from ignite.engine import Events
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import softplus
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,34 +15,34 @@ from ignite_engine.checkpointing.digests import digests
 from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, MetricLogger, warmup_linear
 from ignite_engine.states.model_and_optimizer import unwrap
-from tests.builders import on_two_ranks, one
+from tests.kit.tiny import on_two_ranks, one
 
 DATA = ring(40)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def networks() -> GAN:
+def networks():
     seed_everything(5)
     return GAN(width=8)
 
 
-def optimizers(gan: GAN) -> dict[str, torch.optim.Optimizer]:
+def optimizers(gan):
     return {name: torch.optim.Adam(getattr(gan, name).parameters(), lr=1e-2) for name in ("discriminator", "generator")}
 
 
-def updates_of(gan: GAN, every: int = 1, **options: Any) -> Updates:
+def updates_of(gan, every=1, **options):
     own = optimizers(gan)
     losses = {"discriminator": discriminator_loss, "generator": generator_loss}
     made = {name: Update(gan, own[name], losses[name], **options) for name in own}
     return Updates(made, every={"generator": every})
 
 
-def by_hand(every: int, steps: int, precision: str, iterations: int) -> Tensor:
+def by_hand(every, steps, precision, iterations):
     """The loop that everybody writes, with a scaler for each optimizer."""
     gan = networks()
     own = optimizers(gan)
     scalers = {name: torch.amp.GradScaler("cpu", enabled=precision == "fp16") for name in own}
-    losses: dict[str, Callable[..., Any]] = {
+    losses = {
         "discriminator": lambda gan, points: sum(discriminator_loss(gan, points).values()),
         "generator": generator_loss,
     }
@@ -73,7 +68,7 @@ def by_hand(every: int, steps: int, precision: str, iterations: int) -> Tensor:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(("every", "steps"), [(1, 1), (1, 2), (3, 1), (2, 5)])
-def test_weights_have_the_bits_of_the_loop_written_by_hand(every: int, steps: int, precision: str) -> None:
+def test_weights_have_the_bits_of_the_loop_written_by_hand(every, steps, precision):
     gan = networks()
     updates = updates_of(gan, every, precision=precision, clip_norm=0.5)
     seed_everything(1)
@@ -82,7 +77,7 @@ def test_weights_have_the_bits_of_the_loop_written_by_hand(every: int, steps: in
     assert torch.equal(one(gan), by_hand(every, steps, precision, 6))
 
 
-def trained(folder: Path | None, stop: int | None = None, precision: str = "fp16") -> tuple[Trainer, dict[str, Any]]:
+def trained(folder, stop=None, precision="fp16"):
     """The example's trainer for 7 iterations of two epochs, stopped after some, or resumed; what it ended with."""
     gan = networks()
     seed_everything(1)
@@ -100,11 +95,11 @@ def trained(folder: Path | None, stop: int | None = None, precision: str = "fp16
 
 
 @pytest.mark.parametrize("turn", ["discriminator", "generator"])
-def test_optimizer_of_another_kind_is_left_out_by_its_own_name(tmp_path: Path, turn: str) -> None:
-    def run(kind: type[torch.optim.Optimizer], ignore: Sequence[str] = ()) -> Trainer:
+def test_optimizer_of_another_kind_is_left_out_by_its_own_name(tmp_path, turn):
+    def run(kind, ignore=()):
         gan = networks()
         own = optimizers(gan)
-        own[turn] = kind(getattr(gan, turn).parameters(), lr=1e-2)  # type: ignore[call-arg]
+        own[turn] = kind(getattr(gan, turn).parameters(), lr=1e-2)
         losses = {"discriminator": discriminator_loss, "generator": generator_loss}
         trainer = Trainer(Updates({name: Update(gan, own[name], losses[name]) for name in own}))
         checkpoint = Checkpoint(tmp_path)
@@ -122,7 +117,7 @@ def test_optimizer_of_another_kind_is_left_out_by_its_own_name(tmp_path: Path, t
 
 @pytest.mark.parametrize("stop", [1, 2, 4, 5])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_resumed_run_ends_with_every_state_of_the_whole_one(tmp_path: Path, stop: int, precision: str) -> None:
+def test_resumed_run_ends_with_every_state_of_the_whole_one(tmp_path, stop, precision):
     _, whole = trained(None, precision=precision)
     stopped, _ = trained(tmp_path, stop, precision)
     assert stopped.state.iteration == stop
@@ -135,7 +130,7 @@ def test_resumed_run_ends_with_every_state_of_the_whole_one(tmp_path: Path, stop
     assert resumed.reproducibility() == []
 
 
-def test_schedules_and_average_move_with_their_own_update() -> None:
+def test_schedules_and_average_move_with_their_own_update():
     gan = networks()
     updates = updates_of(gan, every=2)
     trainer = Trainer(updates)
@@ -145,7 +140,7 @@ def test_schedules_and_average_move_with_their_own_update() -> None:
         LRSchedule(schedule, name=f"lr_schedule/{name}").attach(trainer)
     ema = EMA(0.9)
     ema.attach(trainer, updates.stepped("generator"))
-    seen: list[str | None] = []
+    seen = []
     trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_COMPLETED, lambda trainer: seen.append(updates.turn))
     trainer.run(list(DATA.split(8)), max_iters=5)
 
@@ -156,7 +151,7 @@ def test_schedules_and_average_move_with_their_own_update() -> None:
     assert ema.updates == 2 and trainer.state.optimizer_steps == 7 and updates.turn is None
 
 
-def test_each_reports_under_its_name_and_the_means_are_of_what_was_made() -> None:
+def test_each_reports_under_its_name_and_the_means_are_of_what_was_made():
     gan, rows = networks(), []
     trainer = Trainer(updates_of(gan, every=2))
     MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
@@ -171,17 +166,17 @@ def test_each_reports_under_its_name_and_the_means_are_of_what_was_made() -> Non
 class Quiet(nn.Module):
     """Both networks in DDP; generated points are functions of the real ones, so that ranks change nothing."""
 
-    def __init__(self, wrap: bool) -> None:
+    def __init__(self, wrap):
         super().__init__()
         gan = networks()
-        self.generator: nn.Module = nn.Linear(2, 2)
-        self.discriminator: nn.Module = gan.discriminator
+        self.generator = nn.Linear(2, 2)
+        self.discriminator = gan.discriminator
         if wrap:
             self.generator = DistributedDataParallel(self.generator)
             self.discriminator = DistributedDataParallel(self.discriminator)
 
 
-def quiet_discriminator_loss(gan: Quiet, points: Tensor) -> dict[str, Tensor]:
+def quiet_discriminator_loss(gan, points):
     with torch.no_grad():
         generated = gan.generator(points)
     return {
@@ -190,13 +185,13 @@ def quiet_discriminator_loss(gan: Quiet, points: Tensor) -> dict[str, Tensor]:
     }
 
 
-def quiet_generator_loss(gan: Quiet, points: Tensor) -> Tensor:
+def quiet_generator_loss(gan, points):
     return softplus(-gan.discriminator(gan.generator(points))).mean()
 
 
-def quiet_run(wrap: bool, batch_size: int, folder: Path | None = None, stop: int | None = None) -> Tensor:
+def quiet_run(wrap, batch_size, folder=None, stop=None):
     gan = Quiet(wrap)
-    losses: dict[str, Any] = {"discriminator": quiet_discriminator_loss, "generator": quiet_generator_loss}
+    losses = {"discriminator": quiet_discriminator_loss, "generator": quiet_generator_loss}
     made = {
         name: Update(gan, torch.optim.SGD(getattr(gan, name).parameters(), lr=0.1), losses[name]) for name in losses
     }
@@ -212,8 +207,8 @@ def quiet_run(wrap: bool, batch_size: int, folder: Path | None = None, stop: int
 
 
 @pytest.mark.distributed
-def test_two_ranks_train_as_one_process_and_resume_exactly(tmp_path: Path) -> None:
-    def cases(rank: int) -> dict[str, Any]:
+def test_two_ranks_train_as_one_process_and_resume_exactly(tmp_path):
+    def cases(rank):
         torch.set_num_threads(1)
         whole = quiet_run(True, 4)
         quiet_run(True, 4, tmp_path / "checkpoints", stop=3)

@@ -1,23 +1,17 @@
 """An argument of another type is one sentence that names it, where it is given and not where it is used."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
 from ignite_engine import Trainer, Update, create_evaluator, loader
 from ignite_engine.handlers import EMA, Checkpoint, EarlyStopping, Evaluation, MetricLogger
-from tests.builders import linear, mse
+from tests.kit.tiny import linear, mse
 
 MODEL = linear()
 OPTIMIZER = torch.optim.SGD(MODEL.parameters())
 EVALUATOR = create_evaluator(MODEL, lambda model, batch: batch)
 
-LINES: list[tuple[Callable[[Any], Any], Any, str]] = [
+LINES = [
     (
         lambda value: Checkpoint("unused").attach(value),
         EVALUATOR,
@@ -60,8 +54,8 @@ LINES: list[tuple[Callable[[Any], Any], Any, str]] = [
     (Trainer, MODEL, r"update must be Update\(model, optimizer, loss_fn\) or a function, got a Sequential."),
     (lambda value: Trainer(len, accumulation_steps=value), "4", "accumulation_steps must be .* got '4'."),
     (lambda value: Trainer(len, accumulation_steps=value), True, "accumulation_steps must be .* got True."),
-    (lambda value: loader([1], batch_size=value), "2", "batch_size must be a whole number of samples, got '2'."),  # type: ignore[arg-type]  # a list is one
-    (lambda value: loader([1], seed=value), None, "seed must be a whole number, got None."),  # type: ignore[arg-type]
+    (lambda value: loader([1], batch_size=value), "2", "batch_size must be a whole number of samples, got '2'."),
+    (lambda value: loader([1], seed=value), None, "seed must be a whole number, got None."),
     (lambda value: create_evaluator(value, mse), None, "model must be a module, got None."),
     (lambda value: create_evaluator(MODEL, value), None, "predict must be a function predict"),
     (lambda value: create_evaluator(MODEL, mse, value), [1], "metrics must be a mapping of names to metrics, or None"),
@@ -95,7 +89,7 @@ LINES: list[tuple[Callable[[Any], Any], Any, str]] = [
 ]
 
 
-def test_parts_to_leave_out_are_a_list(tmp_path: Path) -> None:
+def test_parts_to_leave_out_are_a_list(tmp_path):
     """A word would be taken letter by letter."""
     checkpoint = Checkpoint(tmp_path)
     checkpoint.attach(Trainer(Update(MODEL, OPTIMIZER, mse)))

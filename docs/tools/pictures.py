@@ -196,7 +196,7 @@ def kill(folder: Path) -> Any:
     """A process that saves iteration 200 beside iteration 100, killed at each of its file operations in turn."""
     sys.path.insert(0, str(ROOT))
     from ignite_engine.checkpointing import CheckpointStore
-    from tests.checkpointing.file_faults import FileOperations, in_child, kill_this_process
+    from tests.kit.faults import FileOperations, in_child, kill_this_process
     from tests.checkpointing.states import holds, save
 
     template = folder / "template"

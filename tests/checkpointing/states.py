@@ -1,16 +1,9 @@
 """Small states to save, each a function of the iteration so that a test can tell one from another."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import torch
 
-from ignite_engine.checkpointing import CheckpointStore
 
-
-def shared_parts(iteration: int, size: int = 300) -> dict[str, Any]:
+def shared_parts(iteration, size=300):
     generator = torch.Generator().manual_seed(iteration)
     return {
         "model": {"weight": torch.randn(size, 100, generator=generator), "bias": torch.randn(3, generator=generator)},
@@ -18,15 +11,15 @@ def shared_parts(iteration: int, size: int = 300) -> dict[str, Any]:
     }
 
 
-def local_parts(iteration: int, rank: int = 0) -> dict[str, Any]:
+def local_parts(iteration, rank=0):
     return {"rng": {"torch": torch.full((8,), 1000 * rank + iteration, dtype=torch.int64)}}
 
 
-def save(store: CheckpointStore, iteration: int, *, size: int = 300, **options: Any) -> Path:
+def save(store, iteration, *, size=300, **options):
     return store.save(shared_parts(iteration, size), local_parts(iteration), iteration=iteration, epoch=1, **options)
 
 
-def holds(store: CheckpointStore, path: Path, iteration: int, size: int = 300) -> bool:
+def holds(store, path, iteration, size=300):
     """Whether a checkpoint loads with exactly the bits that were saved at that iteration."""
     loaded = store.load(path)
     shared = shared_parts(iteration, size)
@@ -37,6 +30,6 @@ def holds(store: CheckpointStore, path: Path, iteration: int, size: int = 300) -
     )
 
 
-def left_over(directory: Path) -> list[str]:
+def left_over(directory):
     """Names in a store's directory that are no committed checkpoint."""
     return sorted(each.name for each in directory.iterdir() if not each.name.startswith("iteration_"))

@@ -1,7 +1,5 @@
 """A background save: its result, its error, and how long it is waited for."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -9,13 +7,13 @@ import pytest
 from ignite_engine.checkpointing import BackgroundSave
 
 
-def test_the_result_is_that_of_the_writing_thread() -> None:
+def test_the_result_is_that_of_the_writing_thread():
     done = threading.Event()
     save = BackgroundSave(lambda: 3.0, done.set)
     assert save.result() == 3.0 and done.is_set() and save.seconds > 0 and save.wait(0)
 
 
-def test_an_error_of_the_writing_thread_is_raised_by_the_result() -> None:
+def test_an_error_of_the_writing_thread_is_raised_by_the_result():
     done = threading.Event()
     save = BackgroundSave(lambda: 1 // 0, done.set)
     with pytest.raises(ZeroDivisionError):
@@ -23,7 +21,7 @@ def test_an_error_of_the_writing_thread_is_raised_by_the_result() -> None:
     assert done.is_set()
 
 
-def test_waiting_has_a_limit() -> None:
+def test_waiting_has_a_limit():
     go = threading.Event()
     save = BackgroundSave(lambda: go.wait(30))
     assert not save.wait(0.01)

@@ -1,7 +1,5 @@
 """The order of file operations of a save. A kill cannot show a missing fsync: the page cache survives it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -12,20 +10,20 @@ from ignite.engine import Events
 
 from ignite_engine.checkpointing import CheckpointStore, Retention
 from ignite_engine.handlers import Checkpoint, MetricLogger
-from tests.builders import numbers_loader, trainer_of
-from tests.checkpointing.file_faults import FileOperations
 from tests.checkpointing.states import save
+from tests.kit.faults import FileOperations
+from tests.kit.tiny import numbers_loader, trainer_of
 
 TEMPORARY = ".tmp-iteration_00000200"
 
 
-def operations(root: Path, seen: FileOperations) -> list[tuple[str, str]]:
+def operations(root, seen):
     """What was seen, several writes in a row to one file as one."""
     return [each for each, _ in itertools.groupby(seen.seen)]
 
 
 @pytest.mark.row("D6")
-def test_a_save_is_durable_before_it_is_visible(tmp_path: Path) -> None:
+def test_a_save_is_durable_before_it_is_visible(tmp_path):
     store = CheckpointStore(tmp_path)
     save(store, 100)
     with FileOperations(tmp_path) as seen:
@@ -43,15 +41,15 @@ def test_a_save_is_durable_before_it_is_visible(tmp_path: Path) -> None:
     ]
 
 
-def file_operations(name: str) -> list[tuple[str, str]]:
+def file_operations(name):
     return [(operation, f"{TEMPORARY}/{name}") for operation in ("open", "write", "fsync")]
 
 
-def directory_operations(name: str) -> list[tuple[str, str]]:
+def directory_operations(name):
     return [("open", name), ("fsync", name)]
 
 
-def test_an_old_checkpoint_goes_only_after_the_new_one_is_durable(tmp_path: Path) -> None:
+def test_an_old_checkpoint_goes_only_after_the_new_one_is_durable(tmp_path):
     store = CheckpointStore(tmp_path)
     save(store, 100)
     with FileOperations(tmp_path) as seen:
@@ -71,7 +69,7 @@ def test_an_old_checkpoint_goes_only_after_the_new_one_is_durable(tmp_path: Path
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_training_run_saves_and_prunes_in_that_order(tmp_path: Path, background: bool) -> None:
+def test_a_training_run_saves_and_prunes_in_that_order(tmp_path, background):
     trainer = trainer_of()
     checkpoint = Checkpoint(tmp_path, keep_last=1, background=background)
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=100))
@@ -99,19 +97,17 @@ def test_a_training_run_saves_and_prunes_in_that_order(tmp_path: Path, backgroun
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_the_log_is_durable_before_the_checkpoint_that_goes_on_with_it(
-    tmp_path: Path, background: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_log_is_durable_before_the_checkpoint_that_goes_on_with_it(tmp_path, background, monkeypatch):
     """Else a run that resumes after a power cut would go on behind a hole in its log."""
     log, durable, last_line = tmp_path / "metrics.jsonl", [b""], dict[str, int]()
     fsync, rename = os.fsync, os.rename
 
-    def note_synchronised(descriptor: int) -> None:
+    def note_synchronised(descriptor):
         fsync(descriptor)
         if os.path.samestat(os.fstat(descriptor), log.stat()):
             durable.append(log.read_bytes())
 
-    def note_committed(source: Path, target: Path) -> None:
+    def note_committed(source, target):
         if Path(target).name.startswith("iteration_"):
             last_line[Path(target).name] = json.loads(durable[-1].splitlines()[-1])["iteration"]
         rename(source, target)
@@ -128,7 +124,7 @@ def test_the_log_is_durable_before_the_checkpoint_that_goes_on_with_it(
     assert last_line == {f"iteration_0000000{iteration}": iteration for iteration in (2, 4, 6)}
 
 
-def test_saved_again_at_the_same_iteration_the_old_one_goes_last(tmp_path: Path) -> None:
+def test_saved_again_at_the_same_iteration_the_old_one_goes_last(tmp_path):
     store = CheckpointStore(tmp_path)
     save(store, 200)
     with FileOperations(tmp_path) as seen:
@@ -143,7 +139,7 @@ def test_saved_again_at_the_same_iteration_the_old_one_goes_last(tmp_path: Path)
     assert after[:4] == [*directory_operations("."), ("open", "iteration_00000200"), ("rename", renames[1])]
 
 
-def test_a_new_store_directory_is_durable_in_its_parents(tmp_path: Path) -> None:
+def test_a_new_store_directory_is_durable_in_its_parents(tmp_path):
     with FileOperations(tmp_path) as seen:
         save(CheckpointStore(tmp_path / "run" / "checkpoints"), 200)
     assert operations(tmp_path, seen)[:6] == [
@@ -154,7 +150,7 @@ def test_a_new_store_directory_is_durable_in_its_parents(tmp_path: Path) -> None
     ]
 
 
-def test_annotating_replaces_the_manifest_by_a_durable_one(tmp_path: Path) -> None:
+def test_annotating_replaces_the_manifest_by_a_durable_one(tmp_path):
     store = CheckpointStore(tmp_path)
     path = save(store, 200)
     with FileOperations(tmp_path) as seen:

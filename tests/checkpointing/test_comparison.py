@@ -1,7 +1,5 @@
 """What differs between two checkpoints."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -10,7 +8,7 @@ from ignite_engine.checkpointing.comparison import compare
 from ignite_engine.checkpointing.digests import digests, tensor_bytes
 
 
-def test_each_part_is_compared_leaf_by_leaf() -> None:
+def test_each_part_is_compared_leaf_by_leaf():
     data = {"batch": 3, "order": [1, 2]}
     first = {"model": {"a": torch.zeros(2), "b": torch.ones(1), "gone": 1}, "data": data}
     second = {"model": {"a": torch.tensor([0.0, 0.5]), "b": torch.ones(1), "new": 1}, "data": data | {"batch": 4}}
@@ -22,14 +20,14 @@ def test_each_part_is_compared_leaf_by_leaf() -> None:
     assert all(part.same for part in compare(first, first))
 
 
-def test_bits_are_compared_and_not_values() -> None:
+def test_bits_are_compared_and_not_values():
     (part,) = compare({"x": torch.tensor([0.0, math.nan])}, {"x": torch.tensor([-0.0, math.nan])})
     assert part.values == {"": 0.0}
     (part,) = compare({"x": torch.tensor([math.nan])}, {"x": torch.tensor([math.nan])})
     assert part.same
 
 
-def test_digests_depend_on_bytes_shape_and_type_but_not_on_strides() -> None:
+def test_digests_depend_on_bytes_shape_and_type_but_not_on_strides():
     whole = torch.randn(3, 4)
     assert digests({"a": [whole, 1], "b": (1, 2), "c": {2, 1}}) == digests(
         {"a": [whole.t().contiguous().t(), 1], "b": [1, 2], "c": {1, 2}}

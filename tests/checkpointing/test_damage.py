@@ -1,17 +1,13 @@
 """Damaged and hostile checkpoints: the one before is taken, the reason is said, nothing in them is executed."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,48 +15,48 @@ import torch
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, Retention, read_manifest
 from ignite_engine.checkpointing.filesystem import hash_file
 from ignite_engine.checkpointing.manifest import _checksum
-from tests.checkpointing.file_faults import environment
 from tests.checkpointing.states import holds, save
+from tests.kit.faults import environment
 
 pytestmark = pytest.mark.faults
 
 
-def truncate(checkpoint: Path) -> str:
+def truncate(checkpoint):
     file = checkpoint / "shared.pt"
     os.truncate(file, file.stat().st_size // 2)
     return r"shared\.pt has \d+ bytes, the manifest says \d+"
 
 
-def flip_a_byte(checkpoint: Path) -> str:
+def flip_a_byte(checkpoint):
     data = bytearray((checkpoint / "shared.pt").read_bytes())
     data[len(data) // 2] ^= 1
     (checkpoint / "shared.pt").write_bytes(data)
     return r"shared\.pt has changed: BLAKE3 \w+, the manifest says \w+"
 
 
-def remove_a_file(checkpoint: Path) -> str:
+def remove_a_file(checkpoint):
     (checkpoint / "rank_0.pt").unlink()
     return r"rank_0\.pt is missing"
 
 
-def remove_the_manifest(checkpoint: Path) -> str:
+def remove_the_manifest(checkpoint):
     (checkpoint / "manifest.json").unlink()
     return r"has no manifest\.json: it is not a committed checkpoint"
 
 
-def break_the_manifest(checkpoint: Path) -> str:
+def break_the_manifest(checkpoint):
     os.truncate(checkpoint / "manifest.json", 100)
     return r"manifest\.json is damaged: it is not JSON"
 
 
-def edit_the_manifest(checkpoint: Path) -> str:
+def edit_the_manifest(checkpoint):
     text = (checkpoint / "manifest.json").read_text()
     assert '"epoch": 1' in text
     (checkpoint / "manifest.json").write_text(text.replace('"epoch": 1', '"epoch": 2'))
     return r"manifest\.json is damaged: its content does not match its checksum"
 
 
-def rewrite_manifest(checkpoint: Path, drop: str = "", **changes: Any) -> None:
+def rewrite_manifest(checkpoint, drop="", **changes):
     """Change a manifest and make its checksum right again, as another program could."""
     content = json.loads((checkpoint / "manifest.json").read_bytes())
     content.update(changes)
@@ -68,32 +64,32 @@ def rewrite_manifest(checkpoint: Path, drop: str = "", **changes: Any) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps({**content, "checksum": _checksum(content)}))
 
 
-def make_it_newer(checkpoint: Path) -> str:
+def make_it_newer(checkpoint):
     rewrite_manifest(checkpoint, format_version=99)
     return "has format version 99, this release reads up to 6: update ignite_engine"
 
 
-def make_it_older(checkpoint: Path) -> str:
+def make_it_older(checkpoint):
     rewrite_manifest(checkpoint, format_version=0)
     return "has format version 0, this release reads from 6: load it with the release that wrote it"
 
 
-def drop_the_version(checkpoint: Path) -> str:
+def drop_the_version(checkpoint):
     rewrite_manifest(checkpoint, format_version="one")
     return "its format_version is 'one', expected a whole number"
 
 
-def drop_a_field(checkpoint: Path) -> str:
+def drop_a_field(checkpoint):
     rewrite_manifest(checkpoint, drop="world_size")
     return r"manifest\.json is damaged: TypeError: .*world_size"
 
 
-def lead_outside(checkpoint: Path) -> str:
+def lead_outside(checkpoint):
     rewrite_manifest(checkpoint, files={"../iteration_00000100/shared.pt": {"bytes": 1, "hash": ""}})
     return "'../iteration_00000100/shared.pt' is not the name of a file beside it"
 
 
-def make_it_a_list(checkpoint: Path) -> str:
+def make_it_a_list(checkpoint):
     (checkpoint / "manifest.json").write_text("[]")
     return "it holds a list, not an object"
 
@@ -105,9 +101,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_newest_falls_back_to_the_one_before_and_says_why(
-    tmp_path: Path, damage: Callable[[Path], str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_newest_falls_back_to_the_one_before_and_says_why(tmp_path, damage, caplog):
     save(CheckpointStore(tmp_path), 100)
     path = save(CheckpointStore(tmp_path), 200)
     store = CheckpointStore(tmp_path)
@@ -129,7 +123,7 @@ def test_damaged_newest_falls_back_to_the_one_before_and_says_why(
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_prune_never_deletes_the_last_valid_one(tmp_path: Path, damage: Callable[[Path], str]) -> None:
+def test_prune_never_deletes_the_last_valid_one(tmp_path, damage):
     save(CheckpointStore(tmp_path), 100)
     path = save(CheckpointStore(tmp_path), 200)
     damage(path)
@@ -144,7 +138,7 @@ def test_prune_never_deletes_the_last_valid_one(tmp_path: Path, damage: Callable
 
 
 @pytest.mark.parametrize("damage", [truncate, remove_a_file, break_the_manifest])
-def test_a_damaged_one_is_not_counted_among_the_last(tmp_path: Path, damage: Callable[[Path], str]) -> None:
+def test_a_damaged_one_is_not_counted_among_the_last(tmp_path, damage):
     for iteration in (100, 200, 300):
         save(CheckpointStore(tmp_path), iteration)
     damage(tmp_path / "iteration_00000200")
@@ -153,7 +147,7 @@ def test_a_damaged_one_is_not_counted_among_the_last(tmp_path: Path, damage: Cal
     assert [each.name for each in CheckpointStore(tmp_path).prune(Retention(keep_last=2))] == ["iteration_00000100"]
 
 
-def test_a_store_that_verified_a_file_sees_when_it_changes(tmp_path: Path) -> None:
+def test_a_store_that_verified_a_file_sees_when_it_changes(tmp_path):
     store = CheckpointStore(tmp_path)
     save(store, 100)
     path = save(store, 200)
@@ -169,26 +163,24 @@ def test_a_store_that_verified_a_file_sees_when_it_changes(tmp_path: Path) -> No
 class Hostile:
     """Unpickling it makes a directory."""
 
-    def __init__(self, proof: Path) -> None:
+    def __init__(self, proof):
         self.proof = proof
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+    def __reduce__(self):
         return os.mkdir, (str(self.proof),)
 
 
-def zip_with_code(file: Path, proof: Path) -> None:
+def zip_with_code(file, proof):
     torch.save({"model": {"weight": torch.ones(2)}, "payload": Hostile(proof)}, file)
 
 
-def plain_pickle_with_code(file: Path, proof: Path) -> None:
+def plain_pickle_with_code(file, proof):
     file.write_bytes(pickle.dumps({"model": Hostile(proof)}))
 
 
 @pytest.mark.parametrize("plant", [zip_with_code, plain_pickle_with_code])
 @pytest.mark.parametrize("unsafe_environment", [False, True])
-def test_pickle_with_code_is_refused_in_one_line_and_does_not_run(
-    tmp_path: Path, plant: Callable[[Path, Path], None], unsafe_environment: bool
-) -> None:
+def test_pickle_with_code_is_refused_in_one_line_and_does_not_run(tmp_path, plant, unsafe_environment):
     directory = tmp_path / "checkpoints"
     save(CheckpointStore(directory), 100)
     path = save(CheckpointStore(directory), 200)
@@ -220,15 +212,13 @@ def test_pickle_with_code_is_refused_in_one_line_and_does_not_run(
     assert proof.is_dir()
 
 
-def test_a_file_is_not_even_opened_as_a_checkpoint_before_its_hash_is_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_not_even_opened_as_a_checkpoint_before_its_hash_is_right(tmp_path, monkeypatch):
     path = save(CheckpointStore(tmp_path), 100)
     flip_a_byte(path)
-    loads: list[str] = []
+    loads = []
     real = torch.load
 
-    def counting(source: Any, **options: Any) -> Any:
+    def counting(source, **options):
         loads.append(Path(getattr(source, "name", source)).name)
         return real(source, **options)
 

@@ -1,9 +1,5 @@
 """Every leaf of a state has a digest that one bit changes and the layout in memory does not."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -23,11 +19,11 @@ from ignite_engine.checkpointing.digests import tensor_sha256
         (np.zeros(2), np.ones(2)),
     ],
 )
-def test_one_bit_is_another_digest(one: Any, other: Any) -> None:
+def test_one_bit_is_another_digest(one, other):
     assert tensor_sha256(one) != tensor_sha256(other)
 
 
-def test_layout_in_memory_does_not_count() -> None:
+def test_layout_in_memory_does_not_count():
     whole = torch.arange(12.0).reshape(3, 4)
     assert tensor_sha256(whole.T) == tensor_sha256(whole.T.contiguous())
     assert tensor_sha256(torch.tensor([1 + 1j]).conj()) == tensor_sha256(torch.tensor([1 - 1j]))

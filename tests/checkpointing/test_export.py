@@ -1,23 +1,20 @@
 """Weights for other programs."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from ignite_engine.checkpointing import CheckpointError, Source
 from ignite_engine.checkpointing.export import weights_of, write_weights
-from tests.checkpointing.file_faults import FileOperations
+from tests.kit.faults import FileOperations
 
 MODEL = {"a": torch.ones(2), "b": torch.zeros(3)}
-PARTS: dict[str, Any] = {"model": MODEL, "ema": {"updates": 1, "weights": {"a": torch.full((2,), 5.0)}}}
+PARTS = {"model": MODEL, "ema": {"updates": 1, "weights": {"a": torch.full((2,), 5.0)}}}
 
 
-def test_an_average_replaces_what_it_averages() -> None:
+def test_an_average_replaces_what_it_averages():
     source = Source(Path("x"), PARTS)
     assert weights_of(source)["a"].tolist() == [1.0, 1.0]
     averaged = weights_of(source, "ema")
@@ -29,7 +26,7 @@ def test_an_average_replaces_what_it_averages() -> None:
 
 
 @pytest.mark.parametrize("kind", ["state_dict", "safetensors"])
-def test_tied_and_strided_weights_are_read_back(tmp_path: Path, kind: Any) -> None:
+def test_tied_and_strided_weights_are_read_back(tmp_path, kind):
     weights = {"a": MODEL["a"], "tied": MODEL["a"], "strided": torch.randn(3, 4).t()}
     path = tmp_path / "w"
     write_weights(path, weights, kind, about={"by": "test"})
@@ -41,11 +38,11 @@ def test_tied_and_strided_weights_are_read_back(tmp_path: Path, kind: Any) -> No
 
 
 @pytest.mark.parametrize("kind", ["state_dict", "safetensors"])
-def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, kind: Any) -> None:
+def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path, kind):
     path = tmp_path / "w"
     path.write_bytes(b"before")
 
-    def full() -> None:
+    def full():
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with (
@@ -56,7 +53,7 @@ def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, kin
     assert seen.acted == 1 and path.read_bytes() == b"before" and [each.name for each in tmp_path.iterdir()] == ["w"]
 
 
-def test_safetensors_holds_tensors_only(tmp_path: Path) -> None:
+def test_safetensors_holds_tensors_only(tmp_path):
     with pytest.raises(CheckpointError, match="b is a str, safetensors holds tensors only: use the format state_dict"):
         write_weights(tmp_path / "w", {"a": torch.ones(1), "b": "text"}, "safetensors")
     assert not list(tmp_path.iterdir())

@@ -1,35 +1,31 @@
 """Disks that are full, read-only or failing: one clear line, the checkpoint before stands, the next save works."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
 import re
 import resource
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
 
 import pytest
 import torch
 
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, Retention
 from ignite_engine.checkpointing.filesystem import write_file
-from tests.checkpointing.file_faults import (
+from tests.checkpointing.states import holds, left_over, local_parts, save, shared_parts
+from tests.kit.faults import (
     FileOperations,
     can_mount,
     in_child,
     make_read_only,
     mount_small_file_system,
 )
-from tests.checkpointing.states import holds, left_over, local_parts, save, shared_parts
 
 pytestmark = pytest.mark.faults
 
 
-def failing_save(store: CheckpointStore, iteration: int, size: int = 300) -> str:
+def failing_save(store, iteration, size=300):
     with pytest.raises(CheckpointError) as failed:
         store.save(shared_parts(iteration, size), local_parts(iteration), iteration=iteration, epoch=1)
     message = str(failed.value)
@@ -37,7 +33,7 @@ def failing_save(store: CheckpointStore, iteration: int, size: int = 300) -> str
     return message
 
 
-def out_of_space_on_a_small_file_system(directory: Path) -> str:
+def out_of_space_on_a_small_file_system(directory):
     mount_small_file_system(directory, 1024)
     store = CheckpointStore(directory)
     save(store, 100)
@@ -46,33 +42,31 @@ def out_of_space_on_a_small_file_system(directory: Path) -> str:
     free_bytes = os.statvfs(directory).f_bavail * os.statvfs(directory).f_frsize
     assert free_bytes < 4000 * 100 * 4
     assert left_over(directory) == []
-    assert holds(store, store.latest().checkpoint.path, 100)  # type: ignore[union-attr]  # None would fail as well
+    assert holds(store, store.latest().checkpoint.path, 100)
     assert holds(store, save(store, 300), 300)
     return message
 
 
-def out_of_space_by_a_size_limit(directory: Path) -> str:
+def out_of_space_by_a_size_limit(directory):
     store = CheckpointStore(directory)
     save(store, 100)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails then, as on a full disk
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
     message = failing_save(store, 200, size=4000)
     assert left_over(directory) == []
-    assert holds(store, store.latest().checkpoint.path, 100)  # type: ignore[union-attr]  # None would fail as well
+    assert holds(store, store.latest().checkpoint.path, 100)
     assert holds(store, save(store, 300), 300)
     return message
 
 
 # Where nothing may be mounted the size limit remains, which takes the same path through the code.
-FULL_DISKS: list[tuple[Callable[[Path], str], str]] = [(out_of_space_by_a_size_limit, "File too large")]
+FULL_DISKS = [(out_of_space_by_a_size_limit, "File too large")]
 if can_mount():
     FULL_DISKS.append((out_of_space_on_a_small_file_system, "No space left on device"))
 
 
 @pytest.mark.parametrize(("fill", "cause"), FULL_DISKS)
-def test_full_disk_is_one_line_and_the_checkpoint_before_stands(
-    tmp_path: Path, fill: Callable[[Path], str], cause: str
-) -> None:
+def test_full_disk_is_one_line_and_the_checkpoint_before_stands(tmp_path, fill, cause):
     code, message = in_child(lambda: fill(tmp_path))
     assert code == 0
     start = f"The checkpoint of iteration 200 was not saved in {tmp_path}: {cause} ({tmp_path}/.tmp-iteration_00000200-"
@@ -81,7 +75,7 @@ def test_full_disk_is_one_line_and_the_checkpoint_before_stands(
     assert re.search(rf"/shared\.pt{free}\); earlier checkpoints are untouched\.$", message)
 
 
-def read_only_file_system(directory: Path) -> str:
+def read_only_file_system(directory):
     mount_small_file_system(directory, 1024)
     store = CheckpointStore(directory)
     for iteration in (100, 200):
@@ -94,17 +88,17 @@ def read_only_file_system(directory: Path) -> str:
     with pytest.raises(CheckpointError, match=r"Pruning failed: Read-only file system"):
         store.prune(Retention(keep_last=1))
     assert [each.iteration for each in store.checkpoints()] == [100, 200]
-    assert holds(store, store.latest().checkpoint.path, 200)  # type: ignore[union-attr]  # None would fail as well
+    assert holds(store, store.latest().checkpoint.path, 200)
     return message
 
 
-def a_file_in_the_way(directory: Path) -> str:
+def a_file_in_the_way(directory):
     (directory / "file").touch()
     return failing_save(CheckpointStore(directory / "file" / "checkpoints"), 300)
 
 
 # root ignores permission bits, so a directory that cannot be written to needs a mount or a file in its place
-READ_ONLY: list[tuple[Callable[[Path], str], str]] = [(a_file_in_the_way, "Not a directory")]
+READ_ONLY = [(a_file_in_the_way, "Not a directory")]
 if can_mount():
     READ_ONLY.append((read_only_file_system, "Read-only file system"))
 
@@ -112,16 +106,16 @@ if can_mount():
 class Fault:
     """Raises an error once and remembers that it did."""
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error):
         self.error = error
         self.raised = 0
 
-    def __call__(self) -> None:
+    def __call__(self):
         self.raised += 1
         raise self.error
 
 
-def everywhere(tmp_path: Path, work: Callable[[Path], Any], error: BaseException) -> list[tuple[Path, bool, Any]]:
+def everywhere(tmp_path, work, error):
     """Raise ``error`` at each operation of ``work`` in turn, each time over a new store with checkpoint 100.
 
     Returns:
@@ -137,7 +131,7 @@ def everywhere(tmp_path: Path, work: Callable[[Path], Any], error: BaseException
         directory = tmp_path / f"failed_{number}"
         save(CheckpointStore(directory), 100)
         fault = Fault(error)
-        outcome: Any = None
+        outcome = None
         with FileOperations(directory, at=number, action=fault):
             try:
                 outcome = work(directory)
@@ -149,7 +143,7 @@ def everywhere(tmp_path: Path, work: Callable[[Path], Any], error: BaseException
 
 
 @pytest.mark.slow
-def test_an_error_at_any_file_operation_of_a_save_leaves_a_valid_checkpoint_and_no_rubbish(tmp_path: Path) -> None:
+def test_an_error_at_any_file_operation_of_a_save_leaves_a_valid_checkpoint_and_no_rubbish(tmp_path):
     outcomes = everywhere(
         tmp_path, lambda directory: save(CheckpointStore(directory), 200), OSError(errno.EIO, "Input/output error")
     )
@@ -164,7 +158,7 @@ def test_an_error_at_any_file_operation_of_a_save_leaves_a_valid_checkpoint_and_
         assert [each.iteration for each in store.checkpoints()] == [100, 200]
 
 
-def test_an_interrupt_during_a_save_passes_through_and_leaves_no_rubbish(tmp_path: Path) -> None:
+def test_an_interrupt_during_a_save_passes_through_and_leaves_no_rubbish(tmp_path):
     outcomes = everywhere(tmp_path, lambda directory: save(CheckpointStore(directory), 200), KeyboardInterrupt())
     for directory, before_commit, outcome in outcomes:
         assert isinstance(outcome, KeyboardInterrupt)
@@ -173,8 +167,8 @@ def test_an_interrupt_during_a_save_passes_through_and_leaves_no_rubbish(tmp_pat
         assert newest is not None and newest.iteration == (100 if before_commit else 200)
 
 
-def test_an_error_in_a_prune_leaves_the_newest_and_the_next_prune_finishes(tmp_path: Path) -> None:
-    def save_and_prune(directory: Path) -> None:
+def test_an_error_in_a_prune_leaves_the_newest_and_the_next_prune_finishes(tmp_path):
+    def save_and_prune(directory):
         store = CheckpointStore(directory)
         save(store, 200)
         store.prune(Retention(keep_last=1))
@@ -191,7 +185,7 @@ def test_an_error_in_a_prune_leaves_the_newest_and_the_next_prune_finishes(tmp_p
         assert left_over(directory) == []
 
 
-def test_an_error_while_annotating_leaves_the_old_manifest(tmp_path: Path) -> None:
+def test_an_error_while_annotating_leaves_the_old_manifest(tmp_path):
     store = CheckpointStore(tmp_path)
     path = save(store, 100, labels=["old"])
     for number in range(5):  # its lock, open, write, fsync, rename
@@ -203,8 +197,8 @@ def test_an_error_while_annotating_leaves_the_old_manifest(tmp_path: Path) -> No
         assert sorted(each.name for each in path.iterdir()) == ["manifest.json", "rank_0.pt", "shared.pt"]
 
 
-def test_a_write_error_that_the_writer_hides_is_raised_all_the_same(tmp_path: Path) -> None:
-    def hide_errors(file: IO[bytes]) -> None:
+def test_a_write_error_that_the_writer_hides_is_raised_all_the_same(tmp_path):
+    def hide_errors(file):
         for _ in range(3):
             with contextlib.suppress(OSError):
                 file.write(bytes(2_000_000))
@@ -216,7 +210,7 @@ def test_a_write_error_that_the_writer_hides_is_raised_all_the_same(tmp_path: Pa
 
 
 @pytest.mark.parametrize("value", [Path("runs"), torch.nn.Linear(1, 1), torch.Generator(), frozenset((1,))])
-def test_what_could_not_be_loaded_is_refused_before_anything_is_written(tmp_path: Path, value: object) -> None:
+def test_what_could_not_be_loaded_is_refused_before_anything_is_written(tmp_path, value):
     store = CheckpointStore(tmp_path)
     with FileOperations(tmp_path) as seen, pytest.raises(CheckpointError, match=r"model\['layers'\]\[1\] is a "):
         store.save({"model": {"layers": [1, value]}}, {}, iteration=1, epoch=0)
@@ -224,7 +218,7 @@ def test_what_could_not_be_loaded_is_refused_before_anything_is_written(tmp_path
     assert left_over(tmp_path) == []
 
 
-def test_metrics_and_config_that_cannot_be_written_are_refused_by_name(tmp_path: Path) -> None:
+def test_metrics_and_config_that_cannot_be_written_are_refused_by_name(tmp_path):
     store = CheckpointStore(tmp_path)
     with pytest.raises(CheckpointError, match="Metric 'val/loss' is str, expected a number"):
         save(store, 1, metrics={"val/loss": "low"})

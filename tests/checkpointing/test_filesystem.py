@@ -1,10 +1,7 @@
 """File operations: replaced whole, removed without following links, held by one process."""
 
-from __future__ import annotations
-
 import errno
 import os
-from pathlib import Path
 
 import pytest
 from blake3 import blake3
@@ -19,11 +16,11 @@ from ignite_engine.checkpointing.filesystem import (
     replace_file,
     write_file,
 )
-from tests.checkpointing.file_faults import FileOperations, in_child
 from tests.checkpointing.states import save
+from tests.kit.faults import FileOperations, in_child
 
 
-def test_a_file_is_replaced_durably(tmp_path: Path) -> None:
+def test_a_file_is_replaced_durably(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")
     with FileOperations(tmp_path) as seen:
@@ -34,11 +31,11 @@ def test_a_file_is_replaced_durably(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("operation", ["open", "write", "fsync", "rename"])
-def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_path: Path, operation: str) -> None:
+def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_path, operation):
     path = tmp_path / "file"
     path.write_text("old")
 
-    def full() -> None:
+    def full():
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(OSError, match="No space"), FileOperations(tmp_path, at=(operation, ""), action=full) as seen:
@@ -46,7 +43,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_p
     assert seen.acted == 1 and path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
 
 
-def test_of_a_link_only_the_link_is_removed(tmp_path: Path) -> None:
+def test_of_a_link_only_the_link_is_removed(tmp_path):
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").write_text("kept")
     (tmp_path / "link").symlink_to("kept")
@@ -56,7 +53,7 @@ def test_of_a_link_only_the_link_is_removed(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["kept"] and (tmp_path / "kept" / "file").read_text() == "kept"
 
 
-def test_a_link_is_not_opened_and_has_no_signature(tmp_path: Path) -> None:
+def test_a_link_is_not_opened_and_has_no_signature(tmp_path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to("file")
     with open_regular(tmp_path / "file") as file:
@@ -66,10 +63,10 @@ def test_a_link_is_not_opened_and_has_no_signature(tmp_path: Path) -> None:
     assert filesystem.signature(tmp_path / "file") and filesystem.signature(tmp_path / "link") is None
 
 
-def test_a_directory_is_held_by_one_process(tmp_path: Path) -> None:
+def test_a_directory_is_held_by_one_process(tmp_path):
     folder = tmp_path / "new" / "folder"
 
-    def try_to_hold() -> str:
+    def try_to_hold():
         try:
             with held(folder):
                 return "held"
@@ -87,8 +84,8 @@ def test_a_directory_is_held_by_one_process(tmp_path: Path) -> None:
     assert in_child(try_to_hold) == (0, "held") and os.listdir(folder) == []
 
 
-def test_a_lock_that_cannot_be_deleted_is_left_and_harmless(tmp_path: Path) -> None:
-    def read_only() -> None:
+def test_a_lock_that_cannot_be_deleted_is_left_and_harmless(tmp_path):
+    def read_only():
         raise OSError(errno.EROFS, "Read-only file system")
 
     with FileOperations(tmp_path, at=("unlink", ".lock"), action=read_only) as seen, held(tmp_path):
@@ -100,7 +97,7 @@ def test_a_lock_that_cannot_be_deleted_is_left_and_harmless(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["shared.pt", "rank_0.pt", "manifest.json"])
-def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path, name):
     """Opening it would wait for its other end."""
     store = CheckpointStore(tmp_path)
     path = save(store, 1)
@@ -113,9 +110,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path: Path, name: str) -> 
 
 
 @pytest.mark.parametrize("at_once", [None, 3 << 20])
-def test_what_is_hashed_after_the_write_is_what_is_in_the_file(
-    at_once: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_hashed_after_the_write_is_what_is_in_the_file(at_once, tmp_path, monkeypatch):
     """A file system may take a part of what it is given."""
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:at_once]))
@@ -127,12 +122,10 @@ def test_what_is_hashed_after_the_write_is_what_is_in_the_file(
     assert record == FileRecord(len(written), f"blake3:{blake3(written).hexdigest()}")
 
 
-def test_full_disk_in_the_middle_of_a_large_write_is_that_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_in_the_middle_of_a_large_write_is_that_error(tmp_path, monkeypatch):
     write, calls = os.write, iter(range(10))
 
-    def fill(descriptor: int, data: memoryview) -> int:
+    def fill(descriptor, data):
         if next(calls) == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(descriptor, data[: 1 << 20])

@@ -1,11 +1,7 @@
 """A file is hashed and loaded in one pass, to the same values as torch gives."""
 
-from __future__ import annotations
-
 import os
 import zipfile
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,14 +15,14 @@ from tests.checkpointing.states import holds, save
 from tests.checkpointing.test_store import rewrite
 
 
-def parts() -> dict[str, Any]:
+def parts():
     table = torch.randn(700, 1000)  # 2.8 MB: several pieces
     many = {str(number): torch.full((number,), float(number)) for number in range(12)}  # one is empty; two digits
     tied = {"tied": table, "view": table[5:9], "transposed": torch.randn(3, 4).t(), "sparse": torch.eye(3).to_sparse()}
     return {"model": {"table": table, **tied, **many}, "plain": {"a": [1, "b"]}}
 
 
-def same(first: Any, second: Any) -> bool:
+def same(first, second):
     if isinstance(first, torch.Tensor):
         return (
             first.stride() == second.stride() and torch.equal(first, second)
@@ -39,7 +35,7 @@ def same(first: Any, second: Any) -> bool:
 
 
 @pytest.mark.parametrize("scale", [1, 3])  # 2.8 MB and 17 MB: with torch's CRC and without
-def test_one_pass_gives_hash_and_values(tmp_path: Path, scale: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_pass_gives_hash_and_values(tmp_path, scale, monkeypatch):
     state = parts() | {"large": {"values": torch.randn(scale * 700, 2000)}}
     record = write_parts(tmp_path / "x.pt", state)
     content = (tmp_path / "x.pt").read_bytes()
@@ -57,13 +53,11 @@ def test_one_pass_gives_hash_and_values(tmp_path: Path, scale: int, monkeypatch:
     assert torch.equal(model["view"], model["table"][5:9])
 
 
-def test_values_are_those_that_were_hashed_whatever_the_file_holds_by_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_are_those_that_were_hashed_whatever_the_file_holds_by_then(tmp_path, monkeypatch):
     state = {"model": {"table": torch.ones(700, 1000)}}
     record, one = write_parts(tmp_path / "x.pt", state), torch.ones(1000).numpy().tobytes()
 
-    def read_and_overwrite(*arguments: Any) -> Any:
+    def read_and_overwrite(*arguments):
         read = read_hashed(*arguments)
         content = (tmp_path / "x.pt").read_bytes()
         (tmp_path / "x.pt").write_bytes(content.replace(one, bytes(len(one))))
@@ -75,7 +69,7 @@ def test_values_are_those_that_were_hashed_whatever_the_file_holds_by_then(
 
 
 @pytest.mark.parametrize("byte", [0, 0.2, 0.5, 0.9, 1])
-def test_any_byte_that_has_changed_is_seen(tmp_path: Path, byte: float) -> None:
+def test_any_byte_that_has_changed_is_seen(tmp_path, byte):
     record = write_parts(tmp_path / "x.pt", parts())
     content = bytearray((tmp_path / "x.pt").read_bytes())
     content[int(byte * (len(content) - 1))] ^= 1
@@ -84,7 +78,7 @@ def test_any_byte_that_has_changed_is_seen(tmp_path: Path, byte: float) -> None:
         read_parts(tmp_path / "x.pt", record)
 
 
-def test_a_file_that_another_program_packed_again_is_read_as_torch_reads_it(tmp_path: Path) -> None:
+def test_a_file_that_another_program_packed_again_is_read_as_torch_reads_it(tmp_path):
     write_parts(tmp_path / "x.pt", parts())
     for name, options in (("deflated.pt", zipfile.ZIP_DEFLATED), ("swapped.pt", zipfile.ZIP_STORED)):
         with zipfile.ZipFile(tmp_path / "x.pt") as old, zipfile.ZipFile(tmp_path / name, "w", options) as new:
@@ -104,14 +98,14 @@ def test_a_file_that_another_program_packed_again_is_read_as_torch_reads_it(tmp_
         assert same(read_parts(tmp_path / name, record), expected)
 
 
-def test_what_is_no_zip_file_has_no_memories(tmp_path: Path) -> None:
+def test_what_is_no_zip_file_has_no_memories(tmp_path):
     (tmp_path / "x").write_bytes(b"no zip")
     with open_regular(tmp_path / "x") as file:
         record, memories = read_hashed(file, "sha256")
     assert memories == {} and record.bytes == 6 and record.hash.startswith("sha256:")
 
 
-def test_a_manifest_that_names_another_hash_is_verified_by_it(tmp_path: Path) -> None:
+def test_a_manifest_that_names_another_hash_is_verified_by_it(tmp_path):
     path = save(CheckpointStore(tmp_path), 1)
     rewrite(path, "sha256")
     store = CheckpointStore(tmp_path)
@@ -126,7 +120,7 @@ def test_a_manifest_that_names_another_hash_is_verified_by_it(tmp_path: Path) ->
         CheckpointStore(tmp_path).load(path)
 
 
-def test_what_is_kept_for_the_load_that_follows_is_not_that_of_a_file_changed_since(tmp_path: Path) -> None:
+def test_what_is_kept_for_the_load_that_follows_is_not_that_of_a_file_changed_since(tmp_path):
     store = CheckpointStore(tmp_path)
     path = save(store, 1)
     assert store.latest(keep=True).checkpoint is not None

@@ -1,15 +1,12 @@
 """64 bits of a tensor see one bit, two exchanged elements and their places."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from ignite_engine.checkpointing.digests import hashed, hashes
 
 
-def flip_one_bit(tensor: Tensor, place: int) -> None:
+def flip_one_bit(tensor, place):
     with torch.no_grad():
         tensor.view(-1).view(torch.uint8)[place] ^= 1
 
@@ -32,7 +29,7 @@ def flip_one_bit(tensor: Tensor, place: int) -> None:
     ],
     ids=lambda tensor: f"{tensor.dtype} {tuple(tensor.shape)}",
 )
-def test_hash_sees_one_bit_and_is_of_the_values(tensor: Tensor) -> None:
+def test_hash_sees_one_bit_and_is_of_the_values(tensor):
     before = hashed(tensor)
     same = tensor.resolve_conj().contiguous().clone()
     assert torch.equal(hashed(same), before) and before.dtype is torch.int64
@@ -46,7 +43,7 @@ def test_hash_sees_one_bit_and_is_of_the_values(tensor: Tensor) -> None:
 
 @pytest.mark.row("I5")
 @pytest.mark.parametrize("count", [3, 100, 8192, 40_000])
-def test_hash_sees_two_exchanged_elements(count: int) -> None:
+def test_hash_sees_two_exchanged_elements(count):
     values = torch.randn(count)
     values[0], values[-1] = 1.0, -1.0  # they differ in one bit
     before = hashed(values)
@@ -56,7 +53,7 @@ def test_hash_sees_two_exchanged_elements(count: int) -> None:
         assert not torch.equal(hashed(swapped), before), (one, other)
 
 
-def test_hash_sees_the_place_in_a_row_and_of_a_row() -> None:
+def test_hash_sees_the_place_in_a_row_and_of_a_row():
     seen = set()
     for place in (0, 1, 2, 251, 252, 502, 12_288):  # words of eight bytes, 251 to a row
         words = torch.zeros(16_384, dtype=torch.int64)
@@ -67,7 +64,7 @@ def test_hash_sees_the_place_in_a_row_and_of_a_row() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("count", [40, 2000, 200_000])
-def test_hash_sees_signs_that_are_the_highest_bits_of_words(count: int, dtype: torch.dtype) -> None:
+def test_hash_sees_signs_that_are_the_highest_bits_of_words(count, dtype):
     values = torch.randn(count, dtype=dtype)
     before = hashed(values)
     assert not torch.equal(hashed(-values), before)
@@ -77,7 +74,7 @@ def test_hash_sees_signs_that_are_the_highest_bits_of_words(count: int, dtype: t
     assert not torch.equal(hashed(values), before)
 
 
-def test_hash_of_a_tensor_does_not_depend_on_those_beside_it() -> None:
+def test_hash_of_a_tensor_does_not_depend_on_those_beside_it():
     tensors = [torch.randn(10_000), torch.zeros(0), torch.randn(5), torch.tensor([True])]
     assert torch.equal(hashes(tensors), torch.stack([hashed(tensor) for tensor in tensors]))
     assert len(set(hashes(tensors).tolist())) == 4 and hashes([]).tolist() == []

@@ -1,24 +1,20 @@
 """SIGKILL at every single file operation: there is always a newest valid checkpoint, and the next process goes on."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from ignite_engine.checkpointing import CheckpointStore, Retention
-from tests.checkpointing.file_faults import FileOperations, in_child, kill_this_process, start_child, wait_for
 from tests.checkpointing.states import holds, left_over, save
+from tests.kit.faults import FileOperations, in_child, kill_this_process, start_child, wait_for
 
 pytestmark = pytest.mark.faults
 
 
-def kill_everywhere(template: Path, work: Callable[[Path], object], check: Callable[[Path, int, int], None]) -> int:
+def kill_everywhere(template, work, check):
     """Kill ``work`` at each of its operations, each time on a fresh copy of ``template``.
 
     Args:
@@ -36,7 +32,7 @@ def kill_everywhere(template: Path, work: Callable[[Path], object], check: Calla
         directory = template.with_name(f"killed_{number}")
         shutil.copytree(template, directory)
 
-        def killed(directory: Path = directory, number: int = number) -> None:
+        def killed(directory=directory, number=number):
             with FileOperations(directory, at=number, action=kill_this_process):
                 work(directory)
 
@@ -48,11 +44,11 @@ def kill_everywhere(template: Path, work: Callable[[Path], object], check: Calla
 
 @pytest.mark.row("D6")
 @pytest.mark.slow
-def test_killed_at_any_file_operation_of_a_save_the_newest_valid_one_loads(tmp_path: Path) -> None:
+def test_killed_at_any_file_operation_of_a_save_the_newest_valid_one_loads(tmp_path):
     template = tmp_path / "template"
     save(CheckpointStore(template), 100)
 
-    def check(directory: Path, number: int, first_rename: int) -> None:
+    def check(directory, number, first_rename):
         store = CheckpointStore(directory)
         newest, skipped = store.latest()
         assert newest is not None and skipped == []
@@ -71,11 +67,11 @@ def test_killed_at_any_file_operation_of_a_save_the_newest_valid_one_loads(tmp_p
 
 
 @pytest.mark.slow
-def test_killed_at_any_file_operation_of_several_writers_the_newest_valid_one_loads(tmp_path: Path) -> None:
+def test_killed_at_any_file_operation_of_several_writers_the_newest_valid_one_loads(tmp_path):
     template, size = tmp_path / "template", 3000
     save(CheckpointStore(template), 100, size=size, writers=2)
 
-    def check(directory: Path, number: int, first_rename: int) -> None:
+    def check(directory, number, first_rename):
         store = CheckpointStore(directory)
         newest, skipped = store.latest()
         assert newest is not None and skipped == []
@@ -92,12 +88,12 @@ def test_killed_at_any_file_operation_of_several_writers_the_newest_valid_one_lo
 
 
 @pytest.mark.slow
-def test_killed_while_the_same_iteration_is_saved_again_one_of_the_two_loads(tmp_path: Path) -> None:
+def test_killed_while_the_same_iteration_is_saved_again_one_of_the_two_loads(tmp_path):
     template = tmp_path / "template"
     save(CheckpointStore(template), 100)
     save(CheckpointStore(template), 200, labels=["first"])
 
-    def check(directory: Path, number: int, first_rename: int) -> None:
+    def check(directory, number, first_rename):
         store = CheckpointStore(directory)
         newest, skipped = store.latest()
         assert newest is not None and skipped == []
@@ -112,12 +108,12 @@ def test_killed_while_the_same_iteration_is_saved_again_one_of_the_two_loads(tmp
 
 
 @pytest.mark.slow
-def test_killed_at_any_file_operation_of_a_prune_nothing_kept_is_lost(tmp_path: Path) -> None:
+def test_killed_at_any_file_operation_of_a_prune_nothing_kept_is_lost(tmp_path):
     template = tmp_path / "template"
     for iteration in (100, 200, 300):
         save(CheckpointStore(template), iteration)
 
-    def check(directory: Path, number: int, first_rename: int) -> None:
+    def check(directory, number, first_rename):
         store = CheckpointStore(directory)
         newest, skipped = store.latest()
         # nothing is ever seen half removed: what was being deleted is no damaged checkpoint afterwards
@@ -136,16 +132,16 @@ def test_killed_at_any_file_operation_of_a_prune_nothing_kept_is_lost(tmp_path: 
 
 
 @pytest.mark.slow
-def test_keep_last_one_survives_kills_between_save_and_prune(tmp_path: Path) -> None:
+def test_keep_last_one_survives_kills_between_save_and_prune(tmp_path):
     template = tmp_path / "template"
     save(CheckpointStore(template), 100)
 
-    def save_and_prune(directory: Path) -> None:
+    def save_and_prune(directory):
         store = CheckpointStore(directory)
         save(store, 200)
         store.prune(Retention(keep_last=1))
 
-    def check(directory: Path, number: int, first_rename: int) -> None:
+    def check(directory, number, first_rename):
         newest = CheckpointStore(directory).latest().checkpoint
         assert newest is not None
         assert newest.iteration == (100 if number <= first_rename else 200)
@@ -153,16 +149,16 @@ def test_keep_last_one_survives_kills_between_save_and_prune(tmp_path: Path) -> 
     kill_everywhere(template, save_and_prune, check)
 
 
-def test_sweep_leaves_a_living_writer_alone_and_clears_up_after_a_dead_one(tmp_path: Path) -> None:
+def test_sweep_leaves_a_living_writer_alone_and_clears_up_after_a_dead_one(tmp_path):
     store = CheckpointStore(tmp_path)
     save(store, 100)
     reached = tmp_path.with_name(f"{tmp_path.name}-reached")
 
-    def wait_in_the_middle() -> None:
+    def wait_in_the_middle():
         reached.touch()
         time.sleep(60)
 
-    def writer() -> None:
+    def writer():
         with FileOperations(tmp_path, at=3, action=wait_in_the_middle):
             save(CheckpointStore(tmp_path), 200)
 
@@ -180,8 +176,8 @@ def test_sweep_leaves_a_living_writer_alone_and_clears_up_after_a_dead_one(tmp_p
     assert left_over(tmp_path) == []
 
 
-def test_keep_last_one_keeps_one_across_five_processes(tmp_path: Path) -> None:
-    def one_run(iteration: int) -> list[object]:
+def test_keep_last_one_keeps_one_across_five_processes(tmp_path):
+    def one_run(iteration):
         store = CheckpointStore(tmp_path)
         before = store.latest().checkpoint
         save(store, iteration)
@@ -190,7 +186,7 @@ def test_keep_last_one_keeps_one_across_five_processes(tmp_path: Path) -> None:
 
     processes = set()
     for number in range(1, 6):
-        code, answer = in_child(lambda number=number: one_run(100 * number))  # type: ignore[misc]  # default binds it
+        code, answer = in_child(lambda number=number: one_run(100 * number))
         assert code == 0
         process, resumed_from = answer
         processes.add(process)

@@ -1,7 +1,5 @@
 """The names in a checkpoint directory, and what is removed of them: nothing that is not the store's own."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
@@ -11,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, Retention, layout
-from tests.checkpointing.file_faults import FileOperations
 from tests.checkpointing.states import left_over, save
+from tests.kit.faults import FileOperations
 
 
-def content(folder: Path) -> dict[str, bytes]:
+def content(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 @pytest.fixture
-def other(tmp_path: Path) -> Path:
+def other(tmp_path):
     """Another run's folder, which must not change."""
     save(CheckpointStore(tmp_path / "other"), 100)
     save(CheckpointStore(tmp_path / "other"), 300)
@@ -28,22 +26,22 @@ def other(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["iteration_00000001", "iteration_123456789", "iteration_00000001.2"])
-def test_names_of_committed_checkpoints(name: str) -> None:
+def test_names_of_committed_checkpoints(name):
     assert layout.named_iteration(Path("x") / name) == int(name[10:].split(".")[0])
 
 
 @pytest.mark.parametrize("name", ["iteration_1", "iteration_00000001.x", ".tmp-iteration_00000001-01234567", "x\n"])
-def test_other_names_are_not_checkpoints(name: str) -> None:
+def test_other_names_are_not_checkpoints(name):
     assert layout.named_iteration(Path("x") / name) is None
 
 
-def test_a_name_that_is_taken_gets_a_revision(tmp_path: Path) -> None:
+def test_a_name_that_is_taken_gets_a_revision(tmp_path):
     assert layout.free_name(tmp_path, 7) == tmp_path / "iteration_00000007"
     (tmp_path / "iteration_00000007").mkdir()
     assert layout.free_name(tmp_path, 7) == tmp_path / "iteration_00000007.1"
 
 
-def test_a_checkpoint_that_is_a_symbolic_link_is_never_read_or_deleted(tmp_path: Path, other: Path) -> None:
+def test_a_checkpoint_that_is_a_symbolic_link_is_never_read_or_deleted(tmp_path, other):
     before, store = content(other), CheckpointStore(tmp_path / "run")
     save(store, 200)
     for number in (100, 300):
@@ -61,7 +59,7 @@ def test_a_checkpoint_that_is_a_symbolic_link_is_never_read_or_deleted(tmp_path:
     ]
 
 
-def test_a_dangling_link_in_the_place_of_a_checkpoint_is_left(tmp_path: Path) -> None:
+def test_a_dangling_link_in_the_place_of_a_checkpoint_is_left(tmp_path):
     store = CheckpointStore(tmp_path)
     (tmp_path / "iteration_00000100").symlink_to(tmp_path / "gone")
     for _ in range(2):
@@ -70,7 +68,7 @@ def test_a_dangling_link_in_the_place_of_a_checkpoint_is_left(tmp_path: Path) ->
     assert (tmp_path / "iteration_00000100").is_symlink() and store.verify(path) == []
 
 
-def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
+def test_the_folder_itself_may_be_a_link(tmp_path):
     (tmp_path / "scratch").mkdir()
     (tmp_path / "run").symlink_to("scratch")
     store = CheckpointStore(tmp_path / "run")
@@ -82,7 +80,7 @@ def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [".tmp", ".trash"])
-def test_a_leftover_that_is_a_symbolic_link_is_unlinked(tmp_path: Path, other: Path, kind: str) -> None:
+def test_a_leftover_that_is_a_symbolic_link_is_unlinked(tmp_path, other, kind):
     before, store = content(other), CheckpointStore(tmp_path / "run")
     save(store, 200)
     link = store.directory / f"{kind}-iteration_00000300-0123abcd"
@@ -92,7 +90,7 @@ def test_a_leftover_that_is_a_symbolic_link_is_unlinked(tmp_path: Path, other: P
 
 
 @pytest.mark.parametrize("kind", [".tmp", ".trash"])
-def test_links_inside_a_leftover_are_unlinked(tmp_path: Path, other: Path, kind: str) -> None:
+def test_links_inside_a_leftover_are_unlinked(tmp_path, other, kind):
     before = content(other)
     leftover = tmp_path / "run" / f"{kind}-iteration_00000300-0123abcd"
     leftover.mkdir(parents=True)
@@ -105,14 +103,14 @@ def test_links_inside_a_leftover_are_unlinked(tmp_path: Path, other: Path, kind:
 @pytest.mark.parametrize(
     "name", [".tmp-x", ".trash-mine", ".tmp-iteration_00000300", ".tmp-iteration_00000300-0123abcd~"]
 )
-def test_what_only_looks_like_a_leftover_is_left(tmp_path: Path, name: str) -> None:
+def test_what_only_looks_like_a_leftover_is_left(tmp_path, name):
     (tmp_path / name).mkdir()
     (tmp_path / name / "mine").write_text("work")
     assert CheckpointStore(tmp_path).sweep() == [] and (tmp_path / name / "mine").read_text() == "work"
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "shared.pt"])
-def test_a_file_of_a_checkpoint_that_is_a_symbolic_link_is_not_read(tmp_path: Path, other: Path, file: str) -> None:
+def test_a_file_of_a_checkpoint_that_is_a_symbolic_link_is_not_read(tmp_path, other, file):
     store = CheckpointStore(tmp_path / "run")
     path = save(store, 100)
     (path / file).unlink()
@@ -124,7 +122,7 @@ def test_a_file_of_a_checkpoint_that_is_a_symbolic_link_is_not_read(tmp_path: Pa
     assert store.latest().checkpoint is None
 
 
-def busy() -> None:
+def busy():
     raise OSError(errno.EBUSY, "Device or resource busy")
 
 
@@ -133,9 +131,7 @@ Leave = Callable[[CheckpointStore], Path]
 
 @pytest.mark.parametrize("kind", [".tmp", ".trash"])
 @pytest.mark.parametrize("operation", ["unlink", "rmdir"])
-def test_a_leftover_that_cannot_be_deleted_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, operation: str
-) -> None:
+def test_a_leftover_that_cannot_be_deleted_is_a_warning(tmp_path, caplog, kind, operation):
     stuck, next_one = (tmp_path / f"{kind}-iteration_0000030{number}-0123abcd" for number in (0, 1))
     for each in (stuck, next_one):
         each.mkdir()
@@ -150,13 +146,13 @@ def test_a_leftover_that_cannot_be_deleted_is_a_warning(
     assert CheckpointStore(tmp_path).sweep() == [stuck]
 
 
-def test_a_leftover_that_is_a_file_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_leftover_that_is_a_file_is_a_warning(tmp_path, caplog):
     (tmp_path / ".tmp-iteration_00000300-0123abcd").write_text("")
     assert CheckpointStore(tmp_path).sweep() == []
     assert "cannot be deleted: Not a directory" in caplog.text
 
 
-def test_one_checkpoint_that_cannot_be_deleted_does_not_keep_the_others(tmp_path: Path) -> None:
+def test_one_checkpoint_that_cannot_be_deleted_does_not_keep_the_others(tmp_path):
     store = CheckpointStore(tmp_path)
     for iteration in (100, 200, 300, 400):
         save(store, iteration)
@@ -171,9 +167,7 @@ def test_one_checkpoint_that_cannot_be_deleted_does_not_keep_the_others(tmp_path
     assert [each.iteration for each in store.checkpoints()] == [400]
 
 
-def test_a_save_is_committed_though_the_one_it_replaces_cannot_be_deleted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_is_committed_though_the_one_it_replaces_cannot_be_deleted(tmp_path, caplog):
     store = CheckpointStore(tmp_path)
     save(store, 100)
     with FileOperations(tmp_path, at=("unlink", "/shared.pt"), action=busy) as seen:

@@ -1,44 +1,38 @@
 """Several sources: the last that has a name wins, and some may be missing."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from ignite.engine import Events
-from torch import Tensor, nn
+from torch import nn
 
 from ignite_engine import Trainer, Update
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, LoadSource
 from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import EMA, Checkpoint
-from tests.builders import mse, numbers_loader
+from tests.kit.tiny import mse, numbers_loader
 
 PARTS = ("backbone", "middle", "head")
 
 
 class Net(nn.Module):
-    def __init__(self, seed: int, names: tuple[str, ...] = PARTS) -> None:
+    def __init__(self, seed, names=PARTS):
         super().__init__()
         torch.manual_seed(seed)
         self.names = names
         for name, features in zip(names, (3, 4, 4)):
             self.add_module(name, nn.Linear(features, 1 if name == names[-1] else 4))
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         for name in self.names[:-1]:
             inputs = torch.tanh(getattr(self, name)(inputs))
-        found: Tensor = getattr(self, self.names[-1])(inputs)
+        found = getattr(self, self.names[-1])(inputs)
         return found
 
 
-def run_of(
-    directory: Path, model: nn.Module, *, adagrad: bool = False, ema: bool = False
-) -> tuple[Trainer, Checkpoint]:
-    kind: Any = torch.optim.Adagrad if adagrad else torch.optim.AdamW
+def run_of(directory, model, *, adagrad=False, ema=False):
+    kind = torch.optim.Adagrad if adagrad else torch.optim.AdamW
     trainer = Trainer(Update(model, kind(model.parameters(), lr=0.1), mse))
     if ema:
         EMA(0.5).attach(trainer)
@@ -47,23 +41,23 @@ def run_of(
     return trainer, checkpoint
 
 
-def path_of(source: LoadSource) -> Path:
+def path_of(source):
     found = source.find()
     assert found is not None
     return found.path
 
 
-def state_of(trainer: Trainer, part: str = "model") -> Any:
+def state_of(trainer, part="model"):
     return trainer.registry.objects[part].state_dict()
 
 
-def trained(directory: Path, seed: int, **options: Any) -> Trainer:
+def trained(directory, seed, **options):
     trainer, _ = run_of(directory, Net(seed), **options)
     trainer.run(numbers_loader(16), max_iters=8)
     return trainer
 
 
-def test_the_last_source_that_has_a_name_wins(tmp_path: Path) -> None:
+def test_the_last_source_that_has_a_name_wins(tmp_path):
     first, second = trained(tmp_path / "a", 1), trained(tmp_path / "b", 2)
     trainer, checkpoint = run_of(tmp_path / "run", Net(3))
     built = state_of(trainer)["middle.bias"].clone()
@@ -86,7 +80,7 @@ def test_the_last_source_that_has_a_name_wins(tmp_path: Path) -> None:
     assert checkpoint.store.checkpoints()[-1].manifest.parent == newest
 
 
-def test_the_order_is_what_decides(tmp_path: Path) -> None:
+def test_the_order_is_what_decides(tmp_path):
     first, second = trained(tmp_path / "a", 1), trained(tmp_path / "b", 2)
     for order, winner in (("ab", second), ("ba", first)):
         trainer, checkpoint = run_of(tmp_path / f"run_{order}", Net(3))
@@ -95,7 +89,7 @@ def test_the_order_is_what_decides(tmp_path: Path) -> None:
 
 
 @pytest.mark.row("D11")
-def test_what_a_strict_source_lacks_another_may_bring(tmp_path: Path) -> None:
+def test_what_a_strict_source_lacks_another_may_bring(tmp_path):
     """A file with the head alone, another with the rest: each is strict, and together they are complete."""
     whole = Net(1).state_dict()
     torch.save({name: value for name, value in whole.items() if name.startswith("head")}, tmp_path / "head.pt")
@@ -108,7 +102,7 @@ def test_what_a_strict_source_lacks_another_may_bring(tmp_path: Path) -> None:
     assert all(torch.equal(value, whole[name]) for name, value in state_of(trainer).items())
 
 
-def test_names_that_do_not_fit_are_an_error_of_their_source_and_nothing_is_loaded(tmp_path: Path) -> None:
+def test_names_that_do_not_fit_are_an_error_of_their_source_and_nothing_is_loaded(tmp_path):
     torch.save(Net(1).state_dict() | {"tail.weight": torch.ones(2)}, tmp_path / "more.pt")
     torch.save(Net(2).state_dict() | {"head.bias": torch.ones(2)}, tmp_path / "wide.pt")
     torch.save(Net(3).state_dict(), tmp_path / "right.pt")
@@ -129,7 +123,7 @@ def test_names_that_do_not_fit_are_an_error_of_their_source_and_nothing_is_loade
 
 
 @pytest.mark.parametrize("adagrad", [False, True])
-def test_moments_come_with_their_tensors(tmp_path: Path, adagrad: bool) -> None:
+def test_moments_come_with_their_tensors(tmp_path, adagrad):
     """Those of one source stay where the next has none; Adagrad makes its own as soon as it is made."""
     first, second = trained(tmp_path / "a", 1, adagrad=adagrad), trained(tmp_path / "b", 2, adagrad=adagrad)
     trainer, checkpoint = run_of(tmp_path / "run", Net(3), adagrad=adagrad)
@@ -149,12 +143,12 @@ def test_moments_come_with_their_tensors(tmp_path: Path, adagrad: bool) -> None:
     assert state_of(trainer, "optimizer")["state"]["middle.bias"]["step"].item() == 10
 
 
-def test_names_are_renamed_source_by_source(tmp_path: Path) -> None:
+def test_names_are_renamed_source_by_source(tmp_path):
     torch.save(Net(1, ("stem", "blocks", "out")).state_dict(), tmp_path / "old.pt")
     torch.save({f"net.{name}": value for name, value in Net(2).state_dict().items()}, tmp_path / "average.pt")
     trainer, checkpoint = run_of(tmp_path / "run", Net(3))
 
-    def without_middle(name: str) -> str | None:
+    def without_middle(name):
         return None if "middle" in name else name.removeprefix("net.")
 
     report = checkpoint.load(
@@ -170,7 +164,7 @@ def test_names_are_renamed_source_by_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.row("D11")
-def test_an_optional_source_may_be_missing_and_a_required_one_is_one_line(tmp_path: Path) -> None:
+def test_an_optional_source_may_be_missing_and_a_required_one_is_one_line(tmp_path):
     first = trained(tmp_path / "a", 1)
     (tmp_path / "empty").mkdir()
     trainer, checkpoint = run_of(tmp_path / "run", Net(3))
@@ -190,7 +184,7 @@ def test_an_optional_source_may_be_missing_and_a_required_one_is_one_line(tmp_pa
         checkpoint.load(optional)
 
 
-def test_of_a_folder_the_best_is_the_best_valid_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_of_a_folder_the_best_is_the_best_valid_one(tmp_path, caplog):
     trained(tmp_path / "a", 1)
     store = CheckpointStore(tmp_path / "a")
     source = LoadSource(tmp_path / "a", which="best", metric="val/loss", mode="min")
@@ -210,13 +204,13 @@ def test_of_a_folder_the_best_is_the_best_valid_one(tmp_path: Path, caplog: pyte
     assert "iteration_00000004 is skipped: shared.pt has 4 bytes" in caplog.text
 
 
-def test_the_best_is_by_what_the_run_kept_its_best(tmp_path: Path) -> None:
+def test_the_best_is_by_what_the_run_kept_its_best(tmp_path):
     trainer, checkpoint = run_of(tmp_path / "x", Net(1))
     checkpoint = Checkpoint(tmp_path / "a", name="best", best="score", mode="max", keep_last=9)
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED)
 
     @trainer.on(Events.ITERATION_COMPLETED)
-    def score() -> None:
+    def score():
         trainer.state.metrics["score"] = {3: 2.0}.get(trainer.state.iteration, 1.0)
 
     trainer.run(numbers_loader(16), max_iters=5)
@@ -239,13 +233,13 @@ def test_the_best_is_by_what_the_run_kept_its_best(tmp_path: Path) -> None:
         ({"required": 1}, "required must be True or False, got 1"),
     ],
 )
-def test_a_source_that_means_nothing_is_refused(given: dict[str, Any], line: str) -> None:
+def test_a_source_that_means_nothing_is_refused(given, line):
     with pytest.raises((TypeError, ValueError), match=f"^{line}"):
         LoadSource(**{"path": "a", **given})
 
 
-def test_a_list_is_of_sources_and_a_path_has_options(tmp_path: Path) -> None:
+def test_a_list_is_of_sources_and_a_path_has_options(tmp_path):
     _, checkpoint = run_of(tmp_path / "run", Net(3))
     for wrong, options in (([], {}), (["a"], {}), ([LoadSource("a")], {"strict": False})):
         with pytest.raises(ValueError, match="Give a path and its options, or a list of LoadSource"):
-            checkpoint.load(wrong, **options)  # type: ignore[arg-type]  # it is wrong
+            checkpoint.load(wrong, **options)

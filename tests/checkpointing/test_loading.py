@@ -1,10 +1,7 @@
 """What is loaded from another checkpoint is what was asked for, it is told, and what does not fit is refused."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,27 +13,25 @@ from ignite_engine import Trainer, Update
 from ignite_engine.checkpointing import CheckpointError
 from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, warmup_cosine
-from tests.builders import mse, numbers_loader, one
+from tests.kit.tiny import mse, numbers_loader, one
 
 
 class Net(nn.Module):
     """A backbone under a name of one's choice, and a head of one's size."""
 
-    def __init__(self, backbone: str = "backbone", outputs: int = 1, seed: int = 7) -> None:
+    def __init__(self, backbone="backbone", outputs=1, seed=7):
         super().__init__()
         torch.manual_seed(seed)
         self.add_module(backbone, nn.Linear(3, 4))
         self.head = nn.Linear(4, outputs)
         self._backbone = backbone
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        found: Tensor = self.head(torch.tanh(getattr(self, self._backbone)(inputs)))
+    def forward(self, inputs):
+        found = self.head(torch.tanh(getattr(self, self._backbone)(inputs)))
         return found
 
 
-def run_of(
-    directory: Path, model: nn.Module, *, lr: float = 0.1, decay: float = 0.0, ema: bool = False
-) -> tuple[Trainer, Checkpoint]:
+def run_of(directory, model, *, lr=0.1, decay=0.0, ema=False):
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=decay)
     trainer = Trainer(Update(model, optimizer, mse))
     LRSchedule(warmup_cosine(optimizer, 2, total=50)).attach(trainer)
@@ -47,17 +42,17 @@ def run_of(
     return trainer, checkpoint
 
 
-def model_of(trainer: Trainer) -> nn.Module:
-    model: nn.Module = trainer.update.model  # type: ignore[attr-defined]  # an Update
+def model_of(trainer):
+    model = trainer.update.model
     return model
 
 
-def parts_of(trainer: Trainer, part: str) -> Any:
+def parts_of(trainer, part):
     return trainer.registry.objects[part].state_dict()
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> tuple[Trainer, Path]:
+def saved(tmp_path):
     """A run of 8 updates with an average, and its folder of checkpoints."""
     trainer, _ = run_of(tmp_path / "first", Net(), ema=True)
     trainer.run(numbers_loader(16), max_iters=8)
@@ -65,7 +60,7 @@ def saved(tmp_path: Path) -> tuple[Trainer, Path]:
 
 
 @pytest.mark.row("D10")
-def test_fine_tuning_takes_the_model_alone(saved: tuple[Trainer, Path], tmp_path: Path) -> None:
+def test_fine_tuning_takes_the_model_alone(saved, tmp_path):
     before, source = saved
     trainer, checkpoint = run_of(tmp_path / "second", Net(seed=1))
     untouched = {name: parts_of(trainer, name) for name in ("trainer", "lr_schedule")}
@@ -83,7 +78,7 @@ def test_fine_tuning_takes_the_model_alone(saved: tuple[Trainer, Path], tmp_path
 
 
 @pytest.mark.row("D10")
-def test_warm_start_takes_the_moments_and_not_the_options(saved: tuple[Trainer, Path], tmp_path: Path) -> None:
+def test_warm_start_takes_the_moments_and_not_the_options(saved, tmp_path):
     before, source = saved
     trainer, checkpoint = run_of(tmp_path / "second", Net(seed=1), lr=0.01, decay=0.5)
     table = checkpoint.load(source, parts=["model", "optimizer"])
@@ -95,12 +90,12 @@ def test_warm_start_takes_the_moments_and_not_the_options(saved: tuple[Trainer, 
     assert [group["weight_decay"] for group in (*state["param_groups"], *old["param_groups"])] == [0.5, 0.0]
     trainer.run(numbers_loader(16), max_iters=2)
     # half way up this run's own warm-up; the other run's rate was past its peak of 0.1
-    assert trainer.update.optimizers["optimizer"].param_groups[0]["lr"] == pytest.approx(0.01)  # type: ignore[attr-defined]
+    assert trainer.update.optimizers["optimizer"].param_groups[0]["lr"] == pytest.approx(0.01)
     assert trainer.state.iteration == 2
     assert parts_of(trainer, "optimizer")["state"]["head.bias"]["step"].item() == 10
 
 
-def test_resume_plan_goes_on_bit_for_bit(saved: tuple[Trainer, Path], tmp_path: Path) -> None:
+def test_resume_plan_goes_on_bit_for_bit(saved, tmp_path):
     whole, _ = run_of(tmp_path / "whole", Net(), ema=True)
     whole.run(numbers_loader(16), max_iters=14)
     trainer, checkpoint = run_of(tmp_path / "second", Net(seed=1), ema=True)
@@ -113,7 +108,7 @@ def test_resume_plan_goes_on_bit_for_bit(saved: tuple[Trainer, Path], tmp_path: 
 
 
 @pytest.mark.parametrize("rename", [{"backbone.": "encoder."}, lambda name: name.replace("backbone", "encoder")])
-def test_names_are_renamed_in_model_and_optimizer(saved: tuple[Trainer, Path], tmp_path: Path, rename: Any) -> None:
+def test_names_are_renamed_in_model_and_optimizer(saved, tmp_path, rename):
     before, source = saved
     trainer, checkpoint = run_of(tmp_path / "second", Net("encoder", seed=1), ema=True)
     table = checkpoint.load(source, parts=["model", "optimizer", "ema"], rename=rename)
@@ -125,7 +120,7 @@ def test_names_are_renamed_in_model_and_optimizer(saved: tuple[Trainer, Path], t
     assert torch.equal(new["encoder.bias"], old["backbone.bias"])
 
 
-def test_what_is_ignored_stays_as_built(saved: tuple[Trainer, Path], tmp_path: Path) -> None:
+def test_what_is_ignored_stays_as_built(saved, tmp_path):
     """A new head of another size: its weights, its moments and its average begin anew."""
     before, source = saved
     trainer, checkpoint = run_of(tmp_path / "second", Net(outputs=2, seed=1), ema=True)
@@ -144,7 +139,7 @@ def test_what_is_ignored_stays_as_built(saved: tuple[Trainer, Path], tmp_path: P
     assert table.names("model") == {"backbone.weight", "backbone.bias"} and table.complete
 
 
-def test_only_what_is_included_of_a_part_is_loaded(saved: tuple[Trainer, Path], tmp_path: Path) -> None:
+def test_only_what_is_included_of_a_part_is_loaded(saved, tmp_path):
     before, source = saved
     trainer, checkpoint = run_of(tmp_path / "second", Net(seed=1))
     built = model_of(trainer).state_dict()["head.weight"].clone()
@@ -155,7 +150,7 @@ def test_only_what_is_included_of_a_part_is_loaded(saved: tuple[Trainer, Path], 
     assert torch.equal(now["backbone.weight"], old["backbone.weight"]) and torch.equal(now["head.weight"], built)
 
 
-def test_an_average_is_loaded_as_the_model(saved: tuple[Trainer, Path], tmp_path: Path) -> None:
+def test_an_average_is_loaded_as_the_model(saved, tmp_path):
     before, source = saved
     trainer, checkpoint = run_of(tmp_path / "second", Net(seed=1))
     checkpoint.load(source, weights="ema")
@@ -169,9 +164,7 @@ PARTS = [["model"], ["model", "counters", "data"]]  # that does not start at ite
 
 
 @pytest.mark.parametrize("parts", PARTS, ids=["fine-tune", "counters"])
-def test_a_new_average_begins_with_the_loaded_weights(
-    saved: tuple[Trainer, Path], tmp_path: Path, parts: list[str]
-) -> None:
+def test_a_new_average_begins_with_the_loaded_weights(saved, tmp_path, parts):
     trainer, checkpoint = run_of(tmp_path / "second", Net(seed=1), ema=True)
     checkpoint.load(saved[1], parts=parts, ignore=["*:head.bias"])
     loaded, averages = one(model_of(trainer)).clone(), list[Tensor]()
@@ -184,7 +177,7 @@ def test_a_new_average_begins_with_the_loaded_weights(
     assert torch.equal(averages[0], loaded)
 
 
-def test_handlers_that_come_later_get_their_part(saved: tuple[Trainer, Path], tmp_path: Path) -> None:
+def test_handlers_that_come_later_get_their_part(saved, tmp_path):
     _, source = saved
     trainer, checkpoint = run_of(tmp_path / "second", Net(seed=1))
     checkpoint.load(source, parts=["model", "ema"])
@@ -204,14 +197,12 @@ def test_handlers_that_come_later_get_their_part(saved: tuple[Trainer, Path], tm
 class Unlike(nn.Module):
     """As ``Net``, with a head of another size, without the backbone's bias and with a layer more."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.backbone, self.head, self.more = nn.Linear(3, 4, bias=False), nn.Linear(4, 2), nn.Linear(1, 1)
 
 
-def test_a_strict_plan_that_does_not_fit_is_one_line_and_changes_nothing(
-    saved: tuple[Trainer, Path], tmp_path: Path
-) -> None:
+def test_a_strict_plan_that_does_not_fit_is_one_line_and_changes_nothing(saved, tmp_path):
     trainer, checkpoint = run_of(tmp_path / "second", Unlike())
     built = one(model_of(trainer)).clone()
     with pytest.raises(StateMismatch) as caught:
@@ -224,9 +215,7 @@ def test_a_strict_plan_that_does_not_fit_is_one_line_and_changes_nothing(
     assert torch.equal(one(model_of(trainer)), built) and parts_of(trainer, "optimizer")["state"] == {}
 
 
-def test_a_plan_that_is_not_strict_loads_the_rest_and_tells(
-    saved: tuple[Trainer, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_plan_that_is_not_strict_loads_the_rest_and_tells(saved, tmp_path, caplog):
     before, source = saved
     trainer, checkpoint = run_of(tmp_path / "second", Unlike())
     built = model_of(trainer).state_dict()["head.weight"].clone()
@@ -239,7 +228,7 @@ def test_a_plan_that_is_not_strict_loads_the_rest_and_tells(
     assert [record.levelname for record in caplog.records if " loaded: " in record.message] == ["WARNING"]
 
 
-def test_a_part_that_the_checkpoint_lacks_is_missing(tmp_path: Path) -> None:
+def test_a_part_that_the_checkpoint_lacks_is_missing(tmp_path):
     first, _ = run_of(tmp_path / "first", Net())
     first.run(numbers_loader(16), max_iters=4)
     trainer, checkpoint = run_of(tmp_path / "second", Net(seed=1), ema=True)
@@ -250,7 +239,7 @@ def test_a_part_that_the_checkpoint_lacks_is_missing(tmp_path: Path) -> None:
     assert table.missing == ["ema"] and trainer.state.iteration == 4
 
 
-WRONG: list[tuple[dict[str, Any], str]] = [
+WRONG = [
     ({"parts": ["modle"]}, r"parts: 'modle' is not a part of .*iteration_00000008; did you mean 'model'\?"),
     (
         {"parts": ["model:backbon.*"]},
@@ -270,7 +259,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 # -- where it comes from ----------------------------------------------------------------------------------------------
 
 
-def test_weights_come_from_files_as_well(saved: tuple[Trainer, Path], tmp_path: Path) -> None:
+def test_weights_come_from_files_as_well(saved, tmp_path):
     before, _ = saved
     state = model_of(before).state_dict()
     torch.save(state, tmp_path / "weights.pt")
@@ -284,11 +273,11 @@ def test_weights_come_from_files_as_well(saved: tuple[Trainer, Path], tmp_path: 
 class Runs:
     """Would run when it is unpickled."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return (Path.touch, (Path("executed"),))
 
 
-def test_of_a_folder_the_newest_valid_one_is_taken(saved: tuple[Trainer, Path], tmp_path: Path) -> None:
+def test_of_a_folder_the_newest_valid_one_is_taken(saved, tmp_path):
     _, source = saved
     newest = source / "iteration_00000008"
     content = bytearray((newest / "shared.pt").read_bytes())
@@ -301,6 +290,6 @@ def test_of_a_folder_the_newest_valid_one_is_taken(saved: tuple[Trainer, Path], 
         checkpoint.load(newest)
 
 
-def test_loading_needs_a_trainer(tmp_path: Path) -> None:
+def test_loading_needs_a_trainer(tmp_path):
     with pytest.raises(RuntimeError, match="call attach"):
         Checkpoint(tmp_path).load(tmp_path)

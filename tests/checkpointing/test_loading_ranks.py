@@ -1,31 +1,25 @@
 """Fresh, restart or fine-tune: rank 0 decides, and an error of one rank is the same error on both."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 from torch import nn
 
 from ignite_engine.checkpointing import CheckpointError, LoadSource
 from ignite_engine.handlers import Checkpoint
-from tests.builders import linear, numbers_loader, on_two_ranks, one, trainer_of, weights
+from tests.kit.tiny import linear, numbers_loader, on_two_ranks, one, trainer_of, weights
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]
 
 
-def attached(directory: Path, model: nn.Module | None = None) -> tuple[Any, Checkpoint]:
+def attached(directory, model=None):
     trainer, checkpoint = trainer_of(model), Checkpoint(directory)
     checkpoint.attach(trainer)
     return trainer, checkpoint
 
 
-def start_of(directory: Path, source: Path) -> list[Any]:
+def start_of(directory, source):
     """How a run begins here, and with which weights."""
     model = linear()
-    nn.init.zeros_(model[0].weight)  # type: ignore[index]  # a Sequential
+    nn.init.zeros_(model[0].weight)
     trainer, checkpoint = attached(directory, model)
     resumed = checkpoint.resume()
     if resumed is not None:
@@ -34,7 +28,7 @@ def start_of(directory: Path, source: Path) -> list[Any]:
     return ["fine-tune", table.source, trainer.state.iteration, weights(trainer).sum().item()]
 
 
-def several_from(folder: Path, rank: int) -> list[Any]:
+def several_from(folder, rank):
     """Rank 1 sees an optional source that rank 0 does not, and one of another run in the place of rank 0's."""
     trainer, checkpoint = attached(folder / "empty", nn.parallel.DistributedDataParallel(linear()))
     sources = [
@@ -52,7 +46,7 @@ def several_from(folder: Path, rank: int) -> list[Any]:
     return [sorted(table.loaded), right, weights(trainer).sum().item()]
 
 
-def error_of(work: Callable[[], Any]) -> list[str]:
+def error_of(work):
     try:
         work()
     except Exception as error:
@@ -60,9 +54,9 @@ def error_of(work: Callable[[], Any]) -> list[str]:
     return ["no error", ""]
 
 
-def cases(folder: Path, rank: int) -> dict[str, Any]:
+def cases(folder, rank):
     own, empty, source = folder / "own", folder / "empty", folder / "source"
-    answers: dict[str, Any] = {}
+    answers = {}
     # what a rank sees on a file system that lags must not count
     answers["rank 1 sees nothing"] = start_of(own if rank == 0 else empty, source)
     answers["rank 0 sees nothing"] = start_of(empty if rank == 0 else own, source if rank == 0 else own)
@@ -77,21 +71,21 @@ def cases(folder: Path, rank: int) -> dict[str, Any]:
     answers["rank 0 has no source"] = error_of(lambda: checkpoint.load(nowhere if rank == 0 else source))
     _, checkpoint = attached(own)
     if rank == 1:
-        checkpoint.store.load = _unreadable  # type: ignore[assignment]  # what a file system may do to one rank
+        checkpoint.store.load = _unreadable
     answers["rank 1 cannot read"] = error_of(checkpoint.resume)
     _, checkpoint = attached(own)
     if rank == 0:
-        checkpoint.store.latest = _unreadable  # type: ignore[assignment]
+        checkpoint.store.latest = _unreadable
     answers["rank 0 cannot look"] = error_of(checkpoint.resume)
     return answers
 
 
-def _unreadable(*_: Any, **__: Any) -> Any:
+def _unreadable(*_, **__):
     raise CheckpointError("the disk is away")
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Any]]]:
+def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for name, iterations in (("own", 4), ("source", 7)):
         trainer, _ = attached(folder / name)
@@ -102,8 +96,8 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 
 @pytest.mark.row("D9")
 def test_rank_0_decides_whether_a_run_restarts_or_begins_with_another_ones_weights(
-    two_ranks: tuple[Path, dict[str, list[Any]]],
-) -> None:
+    two_ranks,
+):
     folder, answers = two_ranks
     first, second = answers["rank 1 sees nothing"]
     assert first == second
@@ -113,15 +107,15 @@ def test_rank_0_decides_whether_a_run_restarts_or_begins_with_another_ones_weigh
     assert first[:3] == ["fine-tune", str(folder / "source" / "iteration_00000007"), 0]
 
 
-def test_rank_0_chooses_each_of_several_sources(two_ranks: tuple[Path, dict[str, list[Any]]]) -> None:
+def test_rank_0_chooses_each_of_several_sources(two_ranks):
     first, second = two_ranks[1]["several"]
     assert first == second and first[1]
     assert first[0] == ["model:0.bias", "model:0.weight", "model:2.bias", "model:2.weight"]
 
 
 def test_an_error_of_one_rank_is_raised_on_both_and_nothing_is_loaded(
-    two_ranks: tuple[Path, dict[str, list[Any]]],
-) -> None:
+    two_ranks,
+):
     _, answers = two_ranks
     first, second = answers["another model on rank 1"]
     assert first == second
@@ -132,8 +126,6 @@ def test_an_error_of_one_rank_is_raised_on_both_and_nothing_is_loaded(
 
 
 @pytest.mark.parametrize("case", ["rank 1 cannot read", "rank 0 cannot look"])
-def test_a_run_that_one_rank_cannot_resume_is_resumed_on_none(
-    two_ranks: tuple[Path, dict[str, list[Any]]], case: str
-) -> None:
+def test_a_run_that_one_rank_cannot_resume_is_resumed_on_none(two_ranks, case):
     _, answers = two_ranks
     assert answers[case] == [["CheckpointError", "the disk is away"]] * 2

@@ -1,21 +1,17 @@
 """A lock ends with whoever took it, and with nothing else."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from ignite_engine.checkpointing.lock import InUse, lock
-from tests.checkpointing.file_faults import in_child, start_child, wait_for
+from tests.kit.faults import in_child, start_child, wait_for
 
 
-def forked(work: Callable[[], object]) -> int:
+def forked(work):
     """The number of a process that does this alone; unlike a child of ``start_child`` it is not heard."""
     process = os.fork()
     if process == 0:
@@ -24,7 +20,7 @@ def forked(work: Callable[[], object]) -> int:
     return process
 
 
-def is_free(path: Path, shared: bool = False) -> bool:
+def is_free(path, shared=False):
     try:
         with lock(path, shared=shared) as is_locked:
             return is_locked
@@ -32,12 +28,12 @@ def is_free(path: Path, shared: bool = False) -> bool:
         return False
 
 
-def free_for_another_process(path: Path, shared: bool = False) -> bool:
-    free: bool = in_child(lambda: is_free(path, shared))[1]
+def free_for_another_process(path, shared=False):
+    free = in_child(lambda: is_free(path, shared))[1]
     return free
 
 
-def test_closing_the_file_or_locking_it_twice_does_not_free_it(tmp_path: Path) -> None:
+def test_closing_the_file_or_locking_it_twice_does_not_free_it(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.touch()
     with lock(path):
@@ -47,11 +43,11 @@ def test_closing_the_file_or_locking_it_twice_does_not_free_it(tmp_path: Path) -
     assert free_for_another_process(path)
 
 
-def test_it_is_shared_or_held_alone_by_one_thread(tmp_path: Path) -> None:
+def test_it_is_shared_or_held_alone_by_one_thread(tmp_path):
     with lock(tmp_path, shared=True):
         assert free_for_another_process(tmp_path, shared=True) and not free_for_another_process(tmp_path)
         assert not is_free(tmp_path)
-    answers: list[bool] = []
+    answers = []
     with lock(tmp_path):
         thread = threading.Thread(target=lambda: answers.append(is_free(tmp_path, shared=True)))
         thread.start()
@@ -60,8 +56,8 @@ def test_it_is_shared_or_held_alone_by_one_thread(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_forked_process_neither_keeps_nor_frees_it(tmp_path: Path, killed: bool) -> None:
-    def hold() -> None:
+def test_a_forked_process_neither_keeps_nor_frees_it(tmp_path, killed):
+    def hold():
         with lock(tmp_path):
             assert in_child(lambda: None) == (0, None)
             worker = forked(signal.pause)
@@ -79,10 +75,10 @@ def test_a_forked_process_neither_keeps_nor_frees_it(tmp_path: Path, killed: boo
     assert free and os.waitstatus_to_exitcode(status) == (-signal.SIGKILL if killed else 0)
 
 
-def test_a_file_of_its_own_names_the_holder_and_goes_with_it(tmp_path: Path) -> None:
+def test_a_file_of_its_own_names_the_holder_and_goes_with_it(tmp_path):
     path = tmp_path / ".lock"
 
-    def asked() -> str:
+    def asked():
         try:
             with lock(path, own_file=True):
                 return ""
@@ -98,8 +94,8 @@ def test_a_file_of_its_own_names_the_holder_and_goes_with_it(tmp_path: Path) -> 
     assert path.exists(), "another one at its place stays"
 
 
-def test_it_is_waited_for(tmp_path: Path) -> None:
-    def hold() -> None:
+def test_it_is_waited_for(tmp_path):
+    def hold():
         with lock(tmp_path):
             (tmp_path / "held").touch()
             time.sleep(0.3)

@@ -1,10 +1,6 @@
 """A manifest that is forged, with a right checksum, is refused in one line and leads nowhere."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +12,7 @@ from tests.checkpointing.states import save
 Content = dict[str, Any]
 
 
-def forge(checkpoint: Path, change: Callable[[Content], object]) -> None:
+def forge(checkpoint, change):
     """Change the manifest as somebody would who knows how its checksum is made."""
     path = checkpoint / "manifest.json"
     content = json.loads(path.read_bytes())
@@ -25,8 +21,8 @@ def forge(checkpoint: Path, change: Callable[[Content], object]) -> None:
     path.write_text(json.dumps({**content, "checksum": _checksum(content)}))
 
 
-def nested(depth: int) -> Any:
-    value: Any = 0
+def nested(depth):
+    value = 0
     for _ in range(depth):
         value = [value]
     return value
@@ -38,7 +34,7 @@ RECORD = {"bytes": 3, "hash": "blake3:" + "0" * 64}
 @pytest.mark.parametrize(
     "name", ["../secret.pt", "/etc/passwd", "..", ".", "", "a/b.pt", "shared.pt\n", "\nshared.pt", "a\\b", ".hidden"]
 )
-def test_a_file_name_never_leads_out_of_the_checkpoint(tmp_path: Path, name: str) -> None:
+def test_a_file_name_never_leads_out_of_the_checkpoint(tmp_path, name):
     store = CheckpointStore(tmp_path / "run")
     path = save(store, 100)
     (tmp_path / "run" / "secret.pt").write_bytes(b"abc")
@@ -53,7 +49,7 @@ def test_a_file_name_never_leads_out_of_the_checkpoint(tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize("name", ["../outside", "/tmp/outside", "a/b"])
-def test_a_part_may_have_any_printable_name_and_is_no_path(tmp_path: Path, name: str) -> None:
+def test_a_part_may_have_any_printable_name_and_is_no_path(tmp_path, name):
     store = CheckpointStore(tmp_path / "run")
     path = store.save({name: {"x": 1}}, {}, iteration=1, epoch=1)
     assert store.load(path).shared == {name: {"x": 1}}
@@ -61,7 +57,7 @@ def test_a_part_may_have_any_printable_name_and_is_no_path(tmp_path: Path, name:
     assert sorted(each.name for each in path.iterdir()) == ["manifest.json", "shared.pt"]
 
 
-def test_the_parent_and_the_labels_are_words_and_no_paths(tmp_path: Path) -> None:
+def test_the_parent_and_the_labels_are_words_and_no_paths(tmp_path):
     store = CheckpointStore(tmp_path / "run")
     path = save(store, 100)
     (tmp_path / "precious").mkdir()
@@ -71,7 +67,7 @@ def test_the_parent_and_the_labels_are_words_and_no_paths(tmp_path: Path) -> Non
     assert (tmp_path / "precious").is_dir() and [each.iteration for each in store.checkpoints()] == [200]
 
 
-def test_a_manifest_reads_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_manifest_reads_back_as_it_was_written(tmp_path):
     path = save(
         CheckpointStore(tmp_path), 7, metrics={"a": float("nan"), "b": 1e308}, best={"metric": "a", "mode": "max"}
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -15,21 +15,21 @@ class Pair(NamedTuple):
     second: int
 
 
-def test_each_leaf_comes_with_its_path_in_order() -> None:
+def test_each_leaf_comes_with_its_path_in_order():
     state = {"a": [1, (2, {"b": 3})], "empty": {}, 4: None}
     assert list(walk(state)) == [(("a", 0), 1), (("a", 1, 0), 2), (("a", 1, 1, "b"), 3), ((4,), None)]
     assert dotted(("a", 1, 0)) == "a.1.0"
     assert list(walk(7)) == [((), 7)]
 
 
-def test_containers_may_count_as_leaves() -> None:
+def test_containers_may_count_as_leaves():
     assert list(walk({"a": [1, 2], "b": {"c": []}}, whole=lambda value: isinstance(value, list))) == [
         (("a",), [1, 2]),
         (("b", "c"), []),
     ]
 
 
-def test_rebuilt_keeps_types_and_copies_containers() -> None:
+def test_rebuilt_keeps_types_and_copies_containers():
     state = {"a": OrderedDict(b=[1]), "c": Counter(d=2), "e": (3, {4}), "f": Pair(5, 6)}
     copy = rebuilt(state, lambda value: value)
     assert copy == state and copy is not state and copy["a"]["b"] is not state["a"]["b"]
@@ -38,12 +38,12 @@ def test_rebuilt_keeps_types_and_copies_containers() -> None:
 
 
 @pytest.mark.parametrize("work", [lambda state: list(walk(state)), lambda state: rebuilt(state, lambda value: value)])
-def test_a_state_without_end_is_an_error_and_no_recursion(work: Any) -> None:
-    deep: Any = 0
+def test_a_state_without_end_is_an_error_and_no_recursion(work):
+    deep = 0
     for _ in range(MAX_DEPTH):
         deep = [deep]
     work(deep)
-    cyclic: dict[str, Any] = {}
+    cyclic = {}
     cyclic["again"] = {"self": cyclic, "twice": cyclic}
     for state in ([deep], cyclic):
         with pytest.raises(TooDeep, match=f"more than {MAX_DEPTH} deep"):

@@ -1,9 +1,6 @@
 """Two ranks save one checkpoint: both succeed, or both raise the same error."""
 
-from __future__ import annotations
-
 import errno
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +9,14 @@ import torch
 import torch.distributed as dist
 
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore
-from tests.builders import on_two_ranks
-from tests.checkpointing.file_faults import FileOperations
 from tests.checkpointing.states import left_over, local_parts, shared_parts
+from tests.kit.faults import FileOperations
+from tests.kit.tiny import on_two_ranks
 
 Answers = dict[str, list[Any]]
 
 
-def attempt(work: Callable[[], Any]) -> Any:
+def attempt(work):
     """What a call gives, or its error as type and text."""
     try:
         return work()
@@ -27,17 +24,17 @@ def attempt(work: Callable[[], Any]) -> Any:
         return [type(error).__name__, str(error)]
 
 
-def save(store: CheckpointStore, iteration: int, rank: int, **options: Any) -> str:
+def save(store, iteration, rank, **options):
     # rank 1's shared parts must not matter: they differ
     shared = shared_parts(iteration + rank)
     path = store.save(shared, local_parts(iteration, rank), iteration=iteration, epoch=1, **options)
     return path.name
 
 
-def failing(store: CheckpointStore, rank: int, on: int, at: tuple[str, str], error: BaseException) -> list[Any]:
+def failing(store, rank, on, at, error):
     """Save while one rank fails at a file operation: what came out of it here, and how often it failed here."""
 
-    def fail() -> None:
+    def fail():
         raise error
 
     with FileOperations(store.directory, at=at if rank == on else None, action=fail) as operations:
@@ -45,8 +42,8 @@ def failing(store: CheckpointStore, rank: int, on: int, at: tuple[str, str], err
     return [outcome, operations.acted]
 
 
-def cases(directory: Path, rank: int) -> dict[str, Any]:
-    answers: dict[str, Any] = {}
+def cases(directory, rank):
+    answers = {}
     store = CheckpointStore(directory)
     answers["happy"] = attempt(
         lambda: save(store, 100, rank, reproducibility=["both", f"rank {rank}"], metrics={"loss": float(rank)})
@@ -86,7 +83,7 @@ def cases(directory: Path, rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answers]:
+def two_ranks(tmp_path_factory):
     directory = tmp_path_factory.mktemp("checkpoints")
     meeting_point = tmp_path_factory.mktemp("meeting") / "file"
 
@@ -97,7 +94,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.faults]
 
 
 @pytest.mark.row("D4")
-def test_each_rank_gets_its_own_part_and_rank_0s_shared_parts(two_ranks: tuple[Path, Answers]) -> None:
+def test_each_rank_gets_its_own_part_and_rank_0s_shared_parts(two_ranks):
     _, answers = two_ranks
     assert answers["happy"] == ["iteration_00000100"] * 2
     assert answers["own part"] == answers["shared part"] == [True, True]
@@ -114,7 +111,7 @@ def test_each_rank_gets_its_own_part_and_rank_0s_shared_parts(two_ranks: tuple[P
         ("rename fails on rank 0", "rank 0: I/O error"),
     ],
 )
-def test_a_fault_on_one_rank_is_the_same_error_on_both(two_ranks: tuple[Path, Answers], case: str, cause: str) -> None:
+def test_a_fault_on_one_rank_is_the_same_error_on_both(two_ranks, case, cause):
     _, answers = two_ranks
     (first, first_faults), (second, second_faults) = answers[case]
     assert [first_faults, second_faults] == ([1, 0] if "rank 0" in case else [0, 1])  # it happened, and where it should
@@ -123,14 +120,14 @@ def test_a_fault_on_one_rank_is_the_same_error_on_both(two_ranks: tuple[Path, An
     assert kind == "CheckpointError" and cause in message and "\n" not in message
 
 
-def test_an_interrupt_on_one_rank_stays_one_and_the_peer_does_not_hang(two_ranks: tuple[Path, Answers]) -> None:
+def test_an_interrupt_on_one_rank_stays_one_and_the_peer_does_not_hang(two_ranks):
     _, answers = two_ranks
     (first, _), (second, faults) = answers["interrupt on rank 1"]
     assert faults == 1 and second == ["KeyboardInterrupt", "now"]
     assert first[0] == "CheckpointError" and "rank 1: KeyboardInterrupt: now" in first[1]
 
 
-def test_what_the_ranks_disagree_about_is_refused_on_both(two_ranks: tuple[Path, Answers]) -> None:
+def test_what_the_ranks_disagree_about_is_refused_on_both(two_ranks):
     _, answers = two_ranks
     first, second = answers["not plain data on rank 1"]
     assert first == second and "rank 1: own is a pathlib.PosixPath" in first[1]
@@ -139,14 +136,14 @@ def test_what_the_ranks_disagree_about_is_refused_on_both(two_ranks: tuple[Path,
     assert "the ranks are at different iterations: [200, 201]" in first[1] and "[200, 201]" in second[1]
 
 
-def test_failed_saves_leave_nothing_and_the_next_one_works(two_ranks: tuple[Path, Answers]) -> None:
+def test_failed_saves_leave_nothing_and_the_next_one_works(two_ranks):
     _, answers = two_ranks
     assert answers["after the failures"][0] == [["iteration_00000100"], []]
     assert answers["next save"] == ["iteration_00000300"] * 2
     assert answers["next healthy save"] == ["iteration_00000400"] * 2
 
 
-def test_annotating_and_sweeping_give_the_same_on_both(two_ranks: tuple[Path, Answers]) -> None:
+def test_annotating_and_sweeping_give_the_same_on_both(two_ranks):
     directory, answers = two_ranks
     assert answers["annotated"] == [["a"], ["a"]]
     assert answers["not annotated"][0] == answers["not annotated"][1]
@@ -157,7 +154,7 @@ def test_annotating_and_sweeping_give_the_same_on_both(two_ranks: tuple[Path, An
     assert newest < {each.name for each in directory.iterdir()}
 
 
-def test_the_manifest_joins_what_the_ranks_say(two_ranks: tuple[Path, Answers]) -> None:
+def test_the_manifest_joins_what_the_ranks_say(two_ranks):
     directory, answers = two_ranks
     for manifests in answers["manifests"]:
         assert manifests == [[["both", "rank 0", "rank 1"], {"loss": 0.0}, True], [[], {}, False]]
@@ -170,7 +167,7 @@ def test_the_manifest_joins_what_the_ranks_say(two_ranks: tuple[Path, Answers]) 
         store.load(directory / "iteration_00000500", rank=1)
 
 
-def test_one_rank_of_any_backend_needs_no_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_of_any_backend_needs_no_group(tmp_path, monkeypatch):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")

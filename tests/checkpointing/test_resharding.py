@@ -1,16 +1,11 @@
 """A run that is sharded one way is resumed in any other, on any number of ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,9 +21,9 @@ from ignite_engine.checkpointing.filesystem import hash_file
 from ignite_engine.cli import main
 from ignite_engine.run_directory import weights_sha256
 from ignite_engine.states.model_and_optimizer import unwrap
-from tests.builders import Numbers, mse
 from tests.checkpointing.test_damage import rewrite_manifest
-from tests.sharded import gathered, in_layout, net, run_phases, train, trainer_in, whole_digests
+from tests.kit.sharded import gathered, in_layout, net, run_phases, train, trainer_in, whole_digests
+from tests.kit.tiny import Numbers, mse
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -65,12 +60,12 @@ OTHER = [
 ]
 
 
-def uninterrupted(folder: Path, layout: str, options: dict[str, Any]) -> Any:
+def uninterrupted(folder, layout, options):
     trainer, _, data = trainer_in(layout, folder, config={}, **options)
     return train(trainer, data)
 
 
-def resumed(source: Path, folder: Path, layout: str, options: dict[str, Any]) -> Any:
+def resumed(source, folder, layout, options):
     """From the checkpoint of iteration 2, in the middle of an epoch."""
     if dist.get_rank() == 0:
         shutil.copytree(source / "iteration_00000002", folder / "iteration_00000002")
@@ -80,14 +75,14 @@ def resumed(source: Path, folder: Path, layout: str, options: dict[str, Any]) ->
     return train(trainer, data)
 
 
-def fine_tuned(source: Path, folder: Path, layout: str) -> Any:
+def fine_tuned(source, folder, layout):
     """Begins with the average of another run."""
     trainer, checkpoint, _ = trainer_in(layout, folder)
     table = checkpoint.load(source, weights="ema")
     return {"state": whole_digests(trainer), "complete": table.complete}
 
 
-def unreadable_on_rank_1(source: Path, folder: Path) -> Any:
+def unreadable_on_rank_1(source, folder):
     """The disk of one rank fails when it reads the pieces."""
     if dist.get_rank() == 0:
         shutil.copytree(source / "iteration_00000002", folder / "iteration_00000002")
@@ -95,8 +90,8 @@ def unreadable_on_rank_1(source: Path, folder: Path) -> Any:
     _, checkpoint, _ = trainer_in("plain", folder)
     if dist.get_rank() == 1:
         verify = checkpoint.store._verification.problem
-        checkpoint.store._verification.problem = (  # type: ignore[method-assign]
-            lambda path, record: "the disk is away" if path.name == "shards_1.pt" else verify(path, record)
+        checkpoint.store._verification.problem = lambda path, record: (
+            "the disk is away" if path.name == "shards_1.pt" else verify(path, record)
         )
     try:
         checkpoint.resume()
@@ -105,7 +100,7 @@ def unreadable_on_rank_1(source: Path, folder: Path) -> Any:
     return "resumed"
 
 
-def refused_at_the_start(folder: Path) -> Any:
+def refused_at_the_start(folder):
     """An object holds a sum that is not made yet; and what ends a run says so before anything is trained."""
     trainer, _, data = trainer_in("fsdp", folder)
     kept = Kept("fsdp")
@@ -121,19 +116,19 @@ def refused_at_the_start(folder: Path) -> Any:
 class Kept:
     """An object of a user's own, not the same on all ranks, that holds a sharded tensor and a plain one."""
 
-    def __init__(self, layout: str) -> None:
-        self.weight: Any = next(in_layout(layout)[0].parameters()).detach().clone()
+    def __init__(self, layout):
+        self.weight = next(in_layout(layout)[0].parameters()).detach().clone()
         self.own = torch.full((3,), float(dist.get_rank()))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"weight": self.weight, "own": self.own}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.weight.copy_(state["weight"])
         self.own = state["own"]
 
 
-def with_an_object(folder: Path, layout: str, resume: bool) -> Any:
+def with_an_object(folder, layout, resume):
     """It is saved without the first layer, which stays as it was built, and with the object."""
     model = net()
     with torch.no_grad():
@@ -145,24 +140,24 @@ def with_an_object(folder: Path, layout: str, resume: bool) -> Any:
         checkpoint.resume()
     else:
         trainer.run(data, max_iters=2)
-    bias = gathered(unwrap(trainer.update.model)[0].bias.detach())  # type: ignore[attr-defined]  # an Update
+    bias = gathered(unwrap(trainer.update.model)[0].bias.detach())
     return {"kept": gathered(kept.weight).tolist(), "own": kept.own.tolist(), "left out": bias.tolist()}
 
 
-def changed_while_written(folder: Path) -> Any:
+def changed_while_written(folder):
     """A handler changes sharded states of the optimizer in place while they are written in the background."""
     trainer, checkpoint, data = trainer_in("fsdp", folder, background=True)
     snapshot = checkpoint._saver._snapshot
     wait = snapshot.wait
 
-    def wait_longer() -> None:
+    def wait_longer():
         time.sleep(0.2)
         wait()
 
-    snapshot.wait = wait_longer  # type: ignore[method-assign]
-    optimizer = trainer.registry.objects["optimizer"].optimizer  # type: ignore[attr-defined]  # an OptimizerState
+    snapshot.wait = wait_longer
+    optimizer = trainer.registry.objects["optimizer"].optimizer
 
-    def change() -> None:
+    def change():
         torch._foreach_mul_([values["exp_avg"] for values in optimizer.state.values()], 2.0)
 
     trainer.add_event_handler(Events.ITERATION_STARTED(once=3), change)
@@ -170,9 +165,9 @@ def changed_while_written(folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Any]]]:
+def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    phases: dict[str, Any] = {
+    phases = {
         name: (ranks, partial(uninterrupted, folder / name, layout, options))
         for name, (ranks, layout, options) in SAVED.items()
     }
@@ -193,9 +188,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAME)
-def test_on_the_same_ranks_and_layout_it_ends_with_the_same_bits(
-    runs: tuple[Path, dict[str, list[Any]]], name: str
-) -> None:
+def test_on_the_same_ranks_and_layout_it_ends_with_the_same_bits(runs, name):
     _, answers = runs
     ranks, layout, _ = SAVED[name]
     for whole, again in zip(answers[name], answers[f"{name} -> {layout} {ranks}"], strict=True):
@@ -207,9 +200,7 @@ def test_on_the_same_ranks_and_layout_it_ends_with_the_same_bits(
 
 
 @pytest.mark.parametrize(("name", "ranks", "layout"), OTHER)
-def test_on_other_ranks_or_another_layout_it_has_the_same_losses(
-    runs: tuple[Path, dict[str, list[Any]]], name: str, ranks: int, layout: str
-) -> None:
+def test_on_other_ranks_or_another_layout_it_has_the_same_losses(runs, name, ranks, layout):
     _, answers = runs
     whole = answers[name][0]
     for again in answers[f"{name} -> {layout} {ranks}"]:
@@ -225,7 +216,7 @@ def test_on_other_ranks_or_another_layout_it_has_the_same_losses(
         assert ("sharding: " in reason) == (name not in ("ddp", "plain") or layout not in ("ddp", "plain"))
 
 
-def test_each_piece_is_written_once(runs: tuple[Path, dict[str, list[Any]]]) -> None:
+def test_each_piece_is_written_once(runs):
     """Of replicas (HSDP), and of what tensor parallel ranks do not split, one rank's."""
     folder, _ = runs
     written = {}
@@ -241,7 +232,7 @@ def test_each_piece_is_written_once(runs: tuple[Path, dict[str, list[Any]]]) -> 
     }
 
 
-def of_part(part: str, answer: Any) -> dict[str, str]:
+def of_part(part, answer):
     """The digests of a part's tensors by name."""
     prefix = {"model": "model.", "ema": "ema.weights."}[part]
     found = answer["state"].items()
@@ -249,16 +240,14 @@ def of_part(part: str, answer: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("layout", ["tp", "fsdp"])
-def test_a_run_begins_with_the_average_of_a_sharded_one(runs: tuple[Path, dict[str, list[Any]]], layout: str) -> None:
+def test_a_run_begins_with_the_average_of_a_sharded_one(runs, layout):
     _, answers = runs
     for answer in answers[f"fine-tuned {layout}"]:
         assert answer["complete"] and of_part("model", answer) == of_part("ema", answers["fsdp"][0])
 
 
 @pytest.mark.parametrize("name", ["fsdp", "tp+fsdp"])
-def test_the_command_line_reads_sharded_checkpoints(
-    runs: tuple[Path, dict[str, list[Any]]], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_reads_sharded_checkpoints(runs, tmp_path, name, capsys):
     folder, answers = runs
     last = folder / name / "iteration_00000008"
     assert main(["checkpoints", "verify", str(folder / name)]) == 0
@@ -277,14 +266,14 @@ def test_the_command_line_reads_sharded_checkpoints(
     assert re.search(r"model +0 equal; 8 differ: \S+ by \d\.?\d*e-0[78]", table), table
 
 
-def test_a_model_is_rebuilt_from_a_sharded_checkpoint(runs: tuple[Path, dict[str, list[Any]]]) -> None:
+def test_a_model_is_rebuilt_from_a_sharded_checkpoint(runs):
     folder, answers = runs
     for name in ("fsdp", "hsdp", "tp+fsdp"):
         model = load_model(folder / name, task=lambda options: Task(net(), mse, Numbers(4)))
         assert weights_sha256(model) == answers[name][0]["weights_sha256"]
 
 
-def test_a_tensor_is_whole_for_who_only_looks(runs: tuple[Path, dict[str, list[Any]]]) -> None:
+def test_a_tensor_is_whole_for_who_only_looks(runs):
     folder, answers = runs
     path = folder / "fsdp" / "iteration_00000008"
     loaded = CheckpointStore(folder / "fsdp").load(path)
@@ -292,7 +281,7 @@ def test_a_tensor_is_whole_for_who_only_looks(runs: tuple[Path, dict[str, list[A
     assert weights == of_part("model", answers["fsdp"][0])
 
 
-def test_an_object_of_a_users_own_may_hold_sharded_tensors(runs: tuple[Path, dict[str, list[Any]]]) -> None:
+def test_an_object_of_a_users_own_may_hold_sharded_tensors(runs):
     _, answers = runs
     weight = (2 * next(net().parameters())).tolist()
     assert [each["kept"] for each in answers["object saved"]] == [weight] * 2
@@ -302,7 +291,7 @@ def test_an_object_of_a_users_own_may_hold_sharded_tensors(runs: tuple[Path, dic
     assert all(each["left out"] == [2.0] * 6 for each in resumed)
 
 
-def test_what_cannot_be_saved_is_refused_before_it_is_trained(runs: tuple[Path, dict[str, list[Any]]]) -> None:
+def test_what_cannot_be_saved_is_refused_before_it_is_trained(runs):
     _, answers = runs
     for error, iteration in answers["refused"]:
         assert error.startswith("kept cannot be saved: weight is sharded, and its placements (Partial(sum),)")
@@ -310,8 +299,8 @@ def test_what_cannot_be_saved_is_refused_before_it_is_trained(runs: tuple[Path, 
 
 
 def test_what_changes_a_sharded_state_in_the_background_changes_no_checkpoint(
-    runs: tuple[Path, dict[str, list[Any]]],
-) -> None:
+    runs,
+):
     folder, _ = runs
     states = [
         CheckpointStore(folder / name).load(folder / name / f"iteration_{iteration:08d}").shared["optimizer"]["state"]
@@ -322,49 +311,49 @@ def test_what_changes_a_sharded_state_in_the_background_changes_no_checkpoint(
 
 
 def test_a_piece_that_one_rank_cannot_read_is_the_same_error_on_all(
-    runs: tuple[Path, dict[str, list[Any]]],
-) -> None:
+    runs,
+):
     folder, answers = runs
     expected = f"{folder / 'unreadable' / 'iteration_00000002'} is damaged: the disk is away."
     assert answers["unreadable"] == [expected] * 2
 
 
-def remove(checkpoint: Path) -> str:
+def remove(checkpoint):
     (checkpoint / "shards_1.pt").unlink()
     return "shards_1.pt is missing"
 
 
-def truncate(checkpoint: Path) -> str:
+def truncate(checkpoint):
     file = checkpoint / "shards_1.pt"
     os.truncate(file, file.stat().st_size // 2)
     return "shards_1.pt has .* bytes, the manifest says"
 
 
-def flip_a_byte(checkpoint: Path) -> str:
+def flip_a_byte(checkpoint):
     data = bytearray((checkpoint / "shards_0.pt").read_bytes())
     data[len(data) // 2] ^= 1
     (checkpoint / "shards_0.pt").write_bytes(data)
     return "shards_0.pt has changed: BLAKE3"
 
 
-def of_another(checkpoint: Path) -> str:
+def of_another(checkpoint):
     shutil.copy(checkpoint.with_name("iteration_00000002") / "shards_0.pt", checkpoint / "shards_0.pt")
     return "shards_0.pt has (changed: BLAKE3|.* bytes)"
 
 
-def of_another_rank(checkpoint: Path) -> str:
+def of_another_rank(checkpoint):
     shutil.copy(checkpoint / "shards_1.pt", checkpoint / "shards_0.pt")
     return "shards_0.pt has (changed: BLAKE3|.* bytes)"
 
 
-def link(checkpoint: Path) -> str:
+def link(checkpoint):
     file = checkpoint / "shards_1.pt"
     file.rename(checkpoint / "elsewhere.pt")
     file.symlink_to(checkpoint / "elsewhere.pt")
     return "shards_1.pt is missing"
 
 
-def forget(checkpoint: Path) -> str:
+def forget(checkpoint):
     """As if a rank had not taken part, with a manifest that is right in itself."""
     files = json.loads((checkpoint / "manifest.json").read_bytes())["files"]
     (checkpoint / "shards_1.pt").unlink()
@@ -372,7 +361,7 @@ def forget(checkpoint: Path) -> str:
     return "model 0.weight is not whole: its 1 pieces hold 9 of 18 numbers"
 
 
-def replace_both(checkpoint: Path) -> str:
+def replace_both(checkpoint):
     """Twice the same rank's pieces, with a manifest that is right in itself."""
     shutil.copy(checkpoint / "shards_0.pt", checkpoint / "shards_1.pt")
     files = json.loads((checkpoint / "manifest.json").read_bytes())["files"]
@@ -380,7 +369,7 @@ def replace_both(checkpoint: Path) -> str:
     return "model 0.weight is not whole: its 2 pieces overlap"
 
 
-def not_pieces(checkpoint: Path) -> str:
+def not_pieces(checkpoint):
     """A file of another program, with a manifest that is right in itself."""
     torch.save({"model": {"0.weight": torch.zeros(6, 3)}}, checkpoint / "shards_1.pt")
     files = json.loads((checkpoint / "manifest.json").read_bytes())["files"]
@@ -393,9 +382,7 @@ DAMAGES = [remove, truncate, flip_a_byte, of_another, of_another_rank, link, for
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_pieces_are_found_and_the_checkpoint_before_is_taken(
-    runs: tuple[Path, dict[str, list[Any]]], tmp_path: Path, damage: Callable[[Path], str]
-) -> None:
+def test_damaged_pieces_are_found_and_the_checkpoint_before_is_taken(runs, tmp_path, damage):
     folder, _ = runs
     for name in ("iteration_00000002", "iteration_00000004"):
         shutil.copytree(folder / "fsdp" / name, tmp_path / name)

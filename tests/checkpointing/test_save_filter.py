@@ -1,41 +1,37 @@
 """What a filter leaves out is not on disk, stands in the report, and stays as it was built when the rest is loaded."""
 
-from __future__ import annotations
-
 import logging
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from ignite.engine import Events
-from torch import Tensor, nn
+from torch import nn
 
 from ignite_engine import Trainer, Update
 from ignite_engine.checkpointing import CheckpointStore, SaveFilter
 from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import EMA, Checkpoint
-from tests.builders import mse, numbers_loader, one
+from tests.kit.tiny import mse, numbers_loader, one
 
 
 class Frozen(nn.Module):
     """A backbone that is not trained, and a head that is."""
 
-    def __init__(self, seed: int = 7) -> None:
+    def __init__(self, seed=7):
         super().__init__()
         torch.manual_seed(seed)
         self.backbone = nn.Linear(3, 200).requires_grad_(False)
         self.head = nn.Linear(200, 1)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        found: Tensor = self.head(torch.tanh(self.backbone(inputs)))
+    def forward(self, inputs):
+        found = self.head(torch.tanh(self.backbone(inputs)))
         return found
 
 
 BACKBONE = ["backbone.weight", "backbone.bias"]
 
 
-def run_of(directory: Path, seed: int = 7, **options: Any) -> tuple[Trainer, Checkpoint, Frozen]:
+def run_of(directory, seed=7, **options):
     model = Frozen(seed)
     trainer = Trainer(Update(model, torch.optim.AdamW(model.parameters(), lr=0.01), mse))
     EMA(0.5).attach(trainer)
@@ -44,11 +40,11 @@ def run_of(directory: Path, seed: int = 7, **options: Any) -> tuple[Trainer, Che
     return trainer, checkpoint, model
 
 
-def frozen(part: str, name: str, value: object) -> bool:
+def frozen(part, name, value):
     return part not in ("model", "ema") or not name.startswith("backbone.")
 
 
-FILTERS: list[dict[str, Any]] = [
+FILTERS = [
     {"exclude": ["model:backbone.*", "ema:backbone.*"]},
     {"keep_fn": frozen},
     {"exclude": ["*:backbone.*"], "background": True},
@@ -57,7 +53,7 @@ FILTERS: list[dict[str, Any]] = [
 
 @pytest.mark.row("D5")
 @pytest.mark.parametrize("options", FILTERS, ids=["pattern", "function", "background"])
-def test_what_is_left_out_is_not_on_disk_and_is_reported(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_what_is_left_out_is_not_on_disk_and_is_reported(tmp_path, options):
     trainer, checkpoint, _ = run_of(tmp_path / "filtered", **options)
     told = trainer.reproducibility()
     trainer.run(numbers_loader(16), max_iters=8)
@@ -78,9 +74,7 @@ def test_what_is_left_out_is_not_on_disk_and_is_reported(tmp_path: Path, options
 
 @pytest.mark.row("D5")
 @pytest.mark.parametrize("options", FILTERS, ids=["pattern", "function", "background"])
-def test_resumed_with_the_same_backbone_it_ends_with_the_same_bits(
-    tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_resumed_with_the_same_backbone_it_ends_with_the_same_bits(tmp_path, options, caplog):
     whole, _, model = run_of(tmp_path / "whole")
     whole.run(numbers_loader(16), max_iters=12)
     trainer, _, _ = run_of(tmp_path / "filtered", **options)
@@ -100,7 +94,7 @@ def test_resumed_with_the_same_backbone_it_ends_with_the_same_bits(
     )
 
 
-def test_what_was_not_saved_is_missing(tmp_path: Path) -> None:
+def test_what_was_not_saved_is_missing(tmp_path):
     first, _, _ = run_of(tmp_path / "first", exclude=["*:backbone.*", "optimizer"])
     first.run(numbers_loader(16), max_iters=4)
     _, checkpoint, model = run_of(tmp_path / "second", seed=1)
@@ -115,7 +109,7 @@ def test_what_was_not_saved_is_missing(tmp_path: Path) -> None:
     assert torch.equal(one(model.backbone), built)
 
 
-def test_a_model_of_which_nothing_is_saved_stays_as_built(tmp_path: Path) -> None:
+def test_a_model_of_which_nothing_is_saved_stays_as_built(tmp_path):
     first, _, _ = run_of(tmp_path / "first", exclude=["model:*", "ema"])
     first.run(numbers_loader(16), max_iters=4)
     assert CheckpointStore(tmp_path / "first").checkpoints()[0].manifest.left_out["ema"] == []
@@ -126,7 +120,7 @@ def test_a_model_of_which_nothing_is_saved_stays_as_built(tmp_path: Path) -> Non
         assert torch.equal(one(model), built) and trainer.state.iteration == 4
 
 
-def test_an_average_of_which_nothing_is_saved_begins_with_the_weights(tmp_path: Path) -> None:
+def test_an_average_of_which_nothing_is_saved_begins_with_the_weights(tmp_path):
     first, _, model = run_of(tmp_path, exclude=["ema:*"])
     first.run(numbers_loader(16), max_iters=4)
     trainer, checkpoint, _ = run_of(tmp_path, seed=1)
@@ -141,14 +135,14 @@ def test_an_average_of_which_nothing_is_saved_begins_with_the_weights(tmp_path: 
     ("pattern", "line"),
     [("model:backbon.*", "matches no name in this run; did you mean 'backbone.bias'"), ("modle", "is not a part of")],
 )
-def test_a_pattern_that_leaves_nothing_out_is_refused_at_the_start(tmp_path: Path, pattern: str, line: str) -> None:
+def test_a_pattern_that_leaves_nothing_out_is_refused_at_the_start(tmp_path, pattern, line):
     trainer, _, _ = run_of(tmp_path, exclude=[pattern])
     with pytest.raises(ValueError, match=line):
         trainer.run(numbers_loader(16), max_iters=4)
     assert trainer.state.iteration == 0
 
 
-def test_of_two_checkpoint_handlers_each_reports_its_own(tmp_path: Path) -> None:
+def test_of_two_checkpoint_handlers_each_reports_its_own(tmp_path):
     trainer, light, _ = run_of(tmp_path / "light", exclude=["optimizer"])
     whole = Checkpoint(tmp_path / "whole", name="whole")
     whole.attach(trainer)
@@ -159,13 +153,13 @@ def test_of_two_checkpoint_handlers_each_reports_its_own(tmp_path: Path) -> None
     assert whole.store.checkpoints()[-1].manifest.exact
 
 
-def test_without_a_filter_everything_is_handed_on_as_it_is() -> None:
+def test_without_a_filter_everything_is_handed_on_as_it_is():
     state = {"model": {"weight": torch.ones(2)}, "own": {"value": 1}}
     assert SaveFilter()(state) == (state, {}) and SaveFilter().reasons(lambda: [state]) == []
 
 
 @pytest.mark.row("D7", "D14")
-def test_labels_are_on_every_checkpoint_and_change_without_touching_the_data(tmp_path: Path) -> None:
+def test_labels_are_on_every_checkpoint_and_change_without_touching_the_data(tmp_path):
     trainer, checkpoint, _ = run_of(tmp_path, labels=["sweep 3"])
     trainer.run(numbers_loader(16), max_iters=8)
     first, second = checkpoint.store.checkpoints()

@@ -1,12 +1,8 @@
 """SIGKILL of one rank in a sharded save: no half of it is ever taken, the peer ends, and the one before loads."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,21 +11,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore
-from tests.checkpointing.file_faults import FileOperations, kill_this_process, start_child, wait_for
+from tests.kit.faults import FileOperations, kill_this_process, start_child, wait_for
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]
 
 
-def save(store: CheckpointStore, iteration: int, rank: int) -> Path:
+def save(store, iteration, rank):
     mesh = init_device_mesh("cpu", (2,))
     weight = distribute_tensor(torch.full((5, 3), float(iteration)), mesh, [Shard(0)])
     return store.save({"model": {"weight": weight}}, {"rng": {"own": rank}}, iteration=iteration, epoch=1)
 
 
-def two_ranks(directory: Path, meeting_point: Path, victim: int, at: tuple[str, str]) -> list[tuple[int, Any]]:
+def two_ranks(directory, meeting_point, victim, at):
     """A good save, then one in which a rank is killed; how both ended, and whether the other got an error."""
 
-    def one_rank(rank: int) -> Any:
+    def one_rank(rank):
         dist.init_process_group(
             "gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=2, timeout=timedelta(seconds=30)
         )
@@ -46,7 +42,7 @@ def two_ranks(directory: Path, meeting_point: Path, victim: int, at: tuple[str, 
             return str(error)
         return "saved"
 
-    children = [start_child(lambda rank=rank: one_rank(rank)) for rank in range(2)]  # type: ignore[misc]  # binds it
+    children = [start_child(lambda rank=rank: one_rank(rank)) for rank in range(2)]
     return [wait_for(child) for child in children]
 
 
@@ -60,9 +56,7 @@ POINTS = [
 
 
 @pytest.mark.parametrize(("victim", "at"), POINTS)
-def test_a_rank_that_is_killed_in_a_save_leaves_the_newest_whole_one(
-    tmp_path: Path, victim: int, at: tuple[str, str]
-) -> None:
+def test_a_rank_that_is_killed_in_a_save_leaves_the_newest_whole_one(tmp_path, victim, at):
     directory = tmp_path / "directory"
     directory.mkdir()
     ended = two_ranks(directory, tmp_path / "meeting", victim, at)

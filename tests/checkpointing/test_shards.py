@@ -1,10 +1,6 @@
 """Which box of a tensor a rank holds, in every layout and size; what cannot be saved is refused."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,18 +22,18 @@ from ignite_engine.checkpointing.shards import (
     split,
     whole,
 )
-from tests.sharded import run_phases
+from tests.kit.sharded import run_phases
 
 MESHES = {"2 x 2": (2, 2), "1 x 2 x 2": (1, 2, 2), "2 x 1 x 2": (2, 1, 2), "4 x 1": (4, 1), "1 x 4": (1, 4)}
 SIZES = (1, 2, 3, 5, 6, 7, 9)
 
 
-def two_layers(size: int) -> nn.Sequential:
+def two_layers(size):
     torch.manual_seed(size)
     return nn.Sequential(nn.Linear(size, size), nn.Linear(size, size))
 
 
-def sharded_in(shape: tuple[int, ...], size: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def sharded_in(shape, size):
     """The parameters of a model before and after tensor parallelism and FSDP2, or HSDP, over a mesh."""
     names = ("replicate", "shard", "tensor")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -48,9 +44,9 @@ def sharded_in(shape: tuple[int, ...], size: int) -> tuple[dict[str, torch.Tenso
     return truth, dict(model.named_parameters())
 
 
-def regions() -> Any:
+def regions():
     """Whether what this rank holds is what its region says."""
-    wrong: list[str] = []
+    wrong = []
     for title, shape in MESHES.items():
         for size in SIZES:
             truth, sharded = sharded_in(shape, size)
@@ -65,7 +61,7 @@ def regions() -> Any:
     return wrong
 
 
-def refused() -> Any:
+def refused():
     """What cannot be saved: sums that are not made yet, and a tensor that rank 0 has no part of."""
     mesh = init_device_mesh("cpu", (4,))
     partial = DTensor.from_local(torch.ones(3), mesh, [Partial()])
@@ -79,7 +75,7 @@ def refused() -> Any:
     return answers
 
 
-def incomplete(folder: Path) -> Any:
+def incomplete(folder):
     """A rank leaves a tensor out that the others hold pieces of."""
     mesh = init_device_mesh("cpu", (4,))
     value = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
@@ -94,32 +90,32 @@ def incomplete(folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def four_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
     phases = {"regions": regions, "refused": refused, "incomplete": lambda: incomplete(folder)}
     return run_phases(folder, {name: (4, work) for name, work in phases.items()})
 
 
 @pytest.mark.distributed
-def test_the_region_is_where_the_values_are_in_the_whole(four_ranks: dict[str, list[Any]]) -> None:
+def test_the_region_is_where_the_values_are_in_the_whole(four_ranks):
     """Also of sizes that do not divide: pieces of other sizes, and ranks without any."""
     assert four_ranks["regions"] == [[], [], [], []]
 
 
 @pytest.mark.distributed
-def test_what_cannot_be_saved_is_refused_with_its_name(four_ranks: dict[str, list[Any]]) -> None:
+def test_what_cannot_be_saved_is_refused_with_its_name(four_ranks):
     for answers in four_ranks["refused"]:
         assert "model cannot be saved: 0.weight is sharded, and its placements (Partial(sum),) are not" in answers[0]
         assert "0.weight is sharded, and this rank holds (3,) of it where its placements (Shard(dim=0),)" in answers[1]
 
 
 @pytest.mark.distributed
-def test_a_tensor_that_the_ranks_do_not_hold_together_is_not_saved(four_ranks: dict[str, list[Any]]) -> None:
+def test_a_tensor_that_the_ranks_do_not_hold_together_is_not_saved(four_ranks):
     for answer in four_ranks["incomplete"]:
         assert "was not saved" in answer and "the ranks do not hold the whole of model together" in answer
 
 
-def joined(*regions: Region) -> Sharded:
+def joined(*regions):
     """A tensor of 4 x 3 whose pieces hold the numbers of these boxes."""
     numbers = torch.arange(12.0).reshape(4, 3)
     pieces = [Piece(region, numbers[region.slices].clone(), lambda: None) for region in regions]
@@ -128,7 +124,7 @@ def joined(*regions: Region) -> Sharded:
     return found
 
 
-def test_pieces_of_any_grid_make_up_the_whole() -> None:
+def test_pieces_of_any_grid_make_up_the_whole():
     rows, columns = ((0, 1), (1, 3)), ((0, 2), (2, 1))
     found = joined(*(Region((r, c), (height, width)) for c, width in columns for r, height in rows))
     assert found.shape == (4, 3) and found.is_meta
@@ -146,26 +142,25 @@ def test_pieces_of_any_grid_make_up_the_whole() -> None:
         ([((0, 0), (2, 3)), ((3, 0), (2, 3))], "its 2 pieces overlap"),
     ],
 )
-def test_pieces_that_are_missing_or_overlap_are_refused(regions: list[Any], problem: str) -> None:
+def test_pieces_that_are_missing_or_overlap_are_refused(regions, problem):
     numbers = torch.zeros(8, 3)
     pieces = [Piece(Region(*each), numbers[Region(*each).slices], lambda: None) for each in regions]
     with pytest.raises(ValueError, match=f"model 0 is not whole: {problem}"):
         join({"model": [torch.empty(4, 3, device="meta")]}, lambda part, path: pieces)
 
 
-def test_values_that_were_not_read_are_never_taken_for_numbers() -> None:
+def test_values_that_were_not_read_are_never_taken_for_numbers():
     found = joined(Region((0, 0), (4, 3)))
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
         torch.zeros(4, 3).copy_(found)
 
 
-def test_a_file_is_verified_before_its_values_are_read_and_no_other_is() -> None:
-    verified: list[int] = []
+def test_a_file_is_verified_before_its_values_are_read_and_no_other_is():
+    verified = []
     numbers = torch.arange(6.0).reshape(3, 2)
     regions = [Region((row, 0), (1, 2)) for row in range(3)]
     pieces = [
-        Piece(each, numbers[each.slices], lambda row=row: verified.append(row))  # type: ignore[misc]  # binds it
-        for row, each in enumerate(regions)
+        Piece(each, numbers[each.slices], lambda row=row: verified.append(row)) for row, each in enumerate(regions)
     ]
     found = join({"model": [torch.empty(3, 2, device="meta")]}, lambda part, path: pieces)["model"][0]
     from ignite_engine.checkpointing.shards import _read

@@ -1,14 +1,11 @@
 """What goes into a checkpoint comes out of it, bit for bit and of the same types."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import sys
 from collections import Counter, OrderedDict
 from pathlib import Path
-from typing import IO, Any
 
 import pytest
 import torch
@@ -23,17 +20,17 @@ from ignite_engine.checkpointing import (
     verification,
 )
 from ignite_engine.checkpointing import manifest as manifest_module
-from ignite_engine.checkpointing.filesystem import FileRecord, hash_file
+from ignite_engine.checkpointing.filesystem import hash_file
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME
 from ignite_engine.checkpointing.part_file import is_finite
 from tests.checkpointing.states import holds, local_parts, save, shared_parts
 
-VALUES: dict[str, Any] = {
+VALUES = {
     "none": None, "true": True, "large": 2**200, "float": 0.1, "complex": 1j, "bytes": b"\x00\xff", "text": "é",
     "nested": {"list": [1, (2, {3})], 7: "integer key"}, "ordered": OrderedDict(b=1, a=2), "counter": Counter("aab"),
     "size": torch.Size([2, 3]), "dtype": torch.bfloat16, "device": torch.device("cpu"),
 }  # fmt: skip
-TENSORS: dict[str, torch.Tensor] = {
+TENSORS = {
     "bf16": torch.randn(5).bfloat16(),
     "fp16": torch.randn(5).half(),
     "fp8": torch.randn(5).to(torch.float8_e4m3fn),
@@ -47,7 +44,7 @@ TENSORS: dict[str, torch.Tensor] = {
 
 
 @pytest.mark.parametrize("mmap", [False, True])
-def test_plain_data_comes_back_with_the_same_bits_and_types(tmp_path: Path, mmap: bool) -> None:
+def test_plain_data_comes_back_with_the_same_bits_and_types(tmp_path, mmap):
     store = CheckpointStore(tmp_path)
     path = store.save({"values": VALUES, "tensors": TENSORS}, {"own": [TENSORS["nan"]]}, iteration=1, epoch=0)
     loaded = CheckpointStore(tmp_path).load(path, mmap=mmap)
@@ -61,14 +58,14 @@ def test_plain_data_comes_back_with_the_same_bits_and_types(tmp_path: Path, mmap
     assert loaded.local["own"][0].view(torch.uint8).equal(TENSORS["nan"].view(torch.uint8))
 
 
-def test_tensors_that_share_memory_share_it_again(tmp_path: Path) -> None:
+def test_tensors_that_share_memory_share_it_again(tmp_path):
     weight = torch.randn(4, 4)
     path = CheckpointStore(tmp_path).save({"model": {"a": weight, "b": weight}}, {}, iteration=1, epoch=0)
     model = CheckpointStore(tmp_path).load(path).shared["model"]
     assert model["a"].data_ptr() == model["b"].data_ptr()
 
 
-def test_the_manifest_says_all_of_it(tmp_path: Path) -> None:
+def test_the_manifest_says_all_of_it(tmp_path):
     store = CheckpointStore(tmp_path)
     path = store.save(
         shared_parts(7),
@@ -99,7 +96,7 @@ def test_the_manifest_says_all_of_it(tmp_path: Path) -> None:
     assert sorted(each.name for each in path.iterdir()) == ["manifest.json", *sorted(manifest.files)]
 
 
-def test_a_large_file_is_hashed_as_it_is_written(tmp_path: Path) -> None:
+def test_a_large_file_is_hashed_as_it_is_written(tmp_path):
     store = CheckpointStore(tmp_path)
     tensors = {str(n): torch.randn(700, 1000) for n in range(3)}  # 2.8 MB each: several pieces, and small ones between
     path = store.save({"model": tensors}, {}, iteration=1, epoch=0)
@@ -110,20 +107,20 @@ def test_a_large_file_is_hashed_as_it_is_written(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
 
 
-def test_a_part_that_nobody_has_makes_no_file(tmp_path: Path) -> None:
+def test_a_part_that_nobody_has_makes_no_file(tmp_path):
     store = CheckpointStore(tmp_path)
     path = store.save({"model": {}}, {}, iteration=1, epoch=0)
     assert sorted(each.name for each in path.iterdir()) == ["manifest.json", "shared.pt"]
     assert store.load(path).local == {}
 
 
-def test_a_rank_that_did_not_exist_gets_the_shared_parts_and_no_local_ones(tmp_path: Path) -> None:
+def test_a_rank_that_did_not_exist_gets_the_shared_parts_and_no_local_ones(tmp_path):
     store = CheckpointStore(tmp_path)
     loaded = store.load(save(store, 1), rank=3)
     assert loaded.local == {} and loaded.manifest.world_size == 1 and loaded.shared["counters"] == {"iteration": 1}
 
 
-def test_annotating_changes_the_manifest_and_no_data(tmp_path: Path) -> None:
+def test_annotating_changes_the_manifest_and_no_data(tmp_path):
     store = CheckpointStore(tmp_path)
     path = save(store, 1, metrics={"loss": 1.0}, labels=["a"])
     before = {each.name: each.read_bytes() for each in path.iterdir() if each.suffix == ".pt"}
@@ -135,7 +132,7 @@ def test_annotating_changes_the_manifest_and_no_data(tmp_path: Path) -> None:
     assert store.verify(path) == [] and holds(store, path, 1)
 
 
-def test_other_files_in_the_directory_are_left_alone(tmp_path: Path) -> None:
+def test_other_files_in_the_directory_are_left_alone(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "iteration_final").mkdir()
     (tmp_path / "iteration_00000009").write_text("a file, no checkpoint")
@@ -152,7 +149,7 @@ def test_other_files_in_the_directory_are_left_alone(tmp_path: Path) -> None:
     ]
 
 
-def rewrite(path: Path, algorithm: str) -> None:
+def rewrite(path, algorithm):
     """Let the manifest name another hash."""
     content = json.loads((path / MANIFEST_NAME).read_text())
     for name, record in content["files"].items():
@@ -162,7 +159,7 @@ def rewrite(path: Path, algorithm: str) -> None:
     (path / MANIFEST_NAME).write_text(json.dumps(content))
 
 
-def test_keys_unknown_to_this_release_are_ignored_within_a_format_version(tmp_path: Path) -> None:
+def test_keys_unknown_to_this_release_are_ignored_within_a_format_version(tmp_path):
     path = save(CheckpointStore(tmp_path), 1)
     content = json.loads((path / "manifest.json").read_bytes())
     del content["checksum"]
@@ -172,10 +169,10 @@ def test_keys_unknown_to_this_release_are_ignored_within_a_format_version(tmp_pa
     assert CheckpointStore(tmp_path).latest().checkpoint is not None
 
 
-def test_a_verified_checkpoint_is_not_read_again_by_a_prune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
+def test_a_verified_checkpoint_is_not_read_again_by_a_prune(tmp_path, monkeypatch):
+    read = []
 
-    def counting(file: IO[bytes], algorithm: str) -> FileRecord:
+    def counting(file, algorithm):
         read.append(Path(file.name).parent.name)
         return hash_file(file, algorithm)
 
@@ -192,31 +189,29 @@ def test_a_verified_checkpoint_is_not_read_again_by_a_prune(tmp_path: Path, monk
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64])
-def test_one_value_that_is_not_finite_is_seen(bad: float, dtype: torch.dtype) -> None:
+def test_one_value_that_is_not_finite_is_seen(bad, dtype):
     value = torch.ones(3, 4, dtype=dtype)
     assert is_finite(value)
     value[1, 2] = bad
     assert not is_finite(value)
 
 
-def test_finite_is_also_what_would_overflow_in_a_sum() -> None:
+def test_finite_is_also_what_would_overflow_in_a_sum():
     assert all(map(is_finite, [torch.full((10,), 3e38), torch.empty(0), torch.tensor([1, 2])]))
     assert is_finite(torch.eye(3).to_sparse()) and not is_finite((torch.eye(3) / 0).to_sparse())
     assert is_finite(torch.ones(2).to(torch.float8_e4m3fn))
 
 
-def test_a_save_opens_as_many_files_however_many_checkpoints_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_opens_as_many_files_however_many_checkpoints_there_are(tmp_path, monkeypatch):
     store, retention = CheckpointStore(tmp_path), Retention(keep_last=1000)
-    opened: list[str] = []
+    opened = []
     system_open, python_open = os.open, filesystem.open_regular
 
-    def counting(path: Any, *options: Any) -> int:
+    def counting(path, *options):
         opened.append(Path(path).name)
         return system_open(path, *options)
 
-    def counting_regular(path: Path) -> Any:
+    def counting_regular(path):
         opened.append(path.name)
         return python_open(path)
 
@@ -233,7 +228,7 @@ def test_a_save_opens_as_many_files_however_many_checkpoints_there_are(
     assert opened.count(MANIFEST_NAME) == 2  # the one that is written, and read once by `apply`
 
 
-def test_type_hints_are_compiled_once(tmp_path: Path) -> None:
+def test_type_hints_are_compiled_once(tmp_path):
     path = save(CheckpointStore(tmp_path), 1)
     read_manifest(path)
     compiled = manifest_module._type_hints.cache_info().misses
@@ -241,7 +236,7 @@ def test_type_hints_are_compiled_once(tmp_path: Path) -> None:
     assert manifest_module._type_hints.cache_info().misses == compiled
 
 
-def test_a_manifest_that_changed_is_read_again(tmp_path: Path) -> None:
+def test_a_manifest_that_changed_is_read_again(tmp_path):
     store, elsewhere = CheckpointStore(tmp_path), CheckpointStore(tmp_path)
     path = save(store, 1)
     assert store.checkpoints()[0].manifest.labels == []

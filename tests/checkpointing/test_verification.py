@@ -1,11 +1,7 @@
 """What was verified is remembered until it changes."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
 
 import pytest
 import torch
@@ -25,11 +21,11 @@ from ignite_engine.checkpointing.filesystem import hash_file
 from ignite_engine.checkpointing.hashed_read import read_hashed
 from ignite_engine.checkpointing.verification import Verification
 from ignite_engine.handlers import Checkpoint
-from tests.builders import mse, numbers_loader
 from tests.checkpointing.states import save
+from tests.kit.tiny import mse, numbers_loader
 
 
-def test_a_file_is_sound_once_it_was_read_and_until_it_changes(tmp_path: Path) -> None:
+def test_a_file_is_sound_once_it_was_read_and_until_it_changes(tmp_path):
     path = save(CheckpointStore(tmp_path), 100)
     manifest, check = read_manifest(path), Verification()
     file, record = path / "shared.pt", manifest.files["shared.pt"]
@@ -45,7 +41,7 @@ def test_a_file_is_sound_once_it_was_read_and_until_it_changes(tmp_path: Path) -
     assert not check.looks_sound(path, manifest) and len(check.problems(path)) == 1
 
 
-def test_a_file_that_is_missing_or_of_another_size_does_not_look_sound(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_or_of_another_size_does_not_look_sound(tmp_path):
     path = save(CheckpointStore(tmp_path), 100)
     manifest, check = read_manifest(path), Verification()
     with (path / "rank_0.pt").open("ab") as file:
@@ -55,7 +51,7 @@ def test_a_file_that_is_missing_or_of_another_size_does_not_look_sound(tmp_path:
     assert not check.looks_sound(path, manifest) and check.problems(path) == ["rank_0.pt is missing"]
 
 
-def test_what_was_written_is_known_without_being_read(tmp_path: Path) -> None:
+def test_what_was_written_is_known_without_being_read(tmp_path):
     path = save(CheckpointStore(tmp_path), 100)
     manifest, check = read_manifest(path), Verification()
     check.remember_written(path, manifest)
@@ -65,12 +61,12 @@ def test_what_was_written_is_known_without_being_read(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def hashed(monkeypatch):
     """Names of the files that were hashed to verify them, wherever."""
-    names: list[str] = []
+    names = []
 
-    def counting(hashing: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(file: IO[bytes], algorithm: str) -> Any:
+    def counting(hashing):
+        def counted(file, algorithm):
             names.append(Path(file.name).name)
             return hashing(file, algorithm)
 
@@ -84,10 +80,8 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_who_chooses_a_checkpoint_and_who_loads_it_hash_each_file_once(
-    tmp_path: Path, hashed: list[str], large: bool
-) -> None:
-    def trainer_with(name: str) -> tuple[Trainer, Checkpoint]:
+def test_who_chooses_a_checkpoint_and_who_loads_it_hash_each_file_once(tmp_path, hashed, large):
+    def trainer_with(name):
         width = 1 << 17 if large else 1
         model = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 1))
         trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9), mse))
@@ -100,7 +94,7 @@ def test_who_chooses_a_checkpoint_and_who_loads_it_hash_each_file_once(
     trainer.run(numbers_loader(), max_iters=1)
     files = sorted(read_manifest(checkpoint.store.checkpoints()[-1].path).files)
     assert len(files) == (3 if large else 2)
-    model = trainer.update.model  # type: ignore[attr-defined]  # an Update
+    model = trainer.update.model
     for use in (
         lambda: trainer_with("run")[1].resume(),
         lambda: trainer_with("other")[1].load(tmp_path / "run"),
@@ -113,7 +107,7 @@ def test_who_chooses_a_checkpoint_and_who_loads_it_hash_each_file_once(
         assert sorted(hashed) == files
 
 
-def test_what_another_store_has_read_is_known_until_it_changes(tmp_path: Path, hashed: list[str]) -> None:
+def test_what_another_store_has_read_is_known_until_it_changes(tmp_path, hashed):
     path = save(CheckpointStore(tmp_path), 1)
     assert CheckpointStore(tmp_path).latest().checkpoint is not None
     hashed.clear()
@@ -127,9 +121,7 @@ def test_what_another_store_has_read_is_known_until_it_changes(tmp_path: Path, h
         CheckpointStore(tmp_path).load(path)
 
 
-def test_what_was_written_just_now_may_change_unseen_and_is_read_again(
-    tmp_path: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_written_just_now_may_change_unseen_and_is_read_again(tmp_path, hashed, monkeypatch):
     monkeypatch.setattr(verification, "_SETTLED_NS", 1 << 62)
     path = save(CheckpointStore(tmp_path), 1)
     CheckpointStore(tmp_path).latest()
@@ -138,7 +130,7 @@ def test_what_was_written_just_now_may_change_unseen_and_is_read_again(
     assert sorted(hashed) == ["rank_0.pt", "shared.pt"]
 
 
-def test_a_rank_that_is_new_reads_the_shared_parts_once(tmp_path: Path, hashed: list[str]) -> None:
+def test_a_rank_that_is_new_reads_the_shared_parts_once(tmp_path, hashed):
     path = save(CheckpointStore(tmp_path), 1)
     assert set(read_source(path, rank=3).parts) == {"model", "counters"}
     assert sorted(hashed) == ["rank_0.pt", "shared.pt"]

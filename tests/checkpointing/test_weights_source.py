@@ -1,9 +1,5 @@
 """Where weights come from: a run's folder, a folder of checkpoints, a checkpoint, or a file."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -12,14 +8,14 @@ from tests.checkpointing.states import local_parts, save, shared_parts
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     for iteration in (100, 200):
         save(store, iteration)
     return tmp_path / "run"
 
 
-def test_a_path_means_the_newest_valid_checkpoint_in_it(run: Path) -> None:
+def test_a_path_means_the_newest_valid_checkpoint_in_it(run):
     newest = run / "checkpoints" / "iteration_00000200"
     assert find_directory(run) == find_directory(run / "checkpoints") == run / "checkpoints"
     assert find_source(run) == find_source(run / "checkpoints") == find_source(newest) == newest
@@ -27,7 +23,7 @@ def test_a_path_means_the_newest_valid_checkpoint_in_it(run: Path) -> None:
     assert find_source(run).name == "iteration_00000100" and find_source(newest) == newest
 
 
-def test_a_new_rank_gets_what_rank_0_had_but_not_its_random_numbers(tmp_path: Path) -> None:
+def test_a_new_rank_gets_what_rank_0_had_but_not_its_random_numbers(tmp_path):
     path = CheckpointStore(tmp_path).save(
         shared_parts(1), {**local_parts(1), "data": {"batch": 3}}, iteration=1, epoch=1
     )
@@ -36,7 +32,7 @@ def test_a_new_rank_gets_what_rank_0_had_but_not_its_random_numbers(tmp_path: Pa
 
 
 @pytest.mark.parametrize("mmap", [False, True])
-def test_a_source_has_the_parts_and_what_the_manifest_says(tmp_path: Path, mmap: bool) -> None:
+def test_a_source_has_the_parts_and_what_the_manifest_says(tmp_path, mmap):
     path = save(CheckpointStore(tmp_path), 7, left_out={"model": ["x"]}, kinds={"model": "model"})
     source = read_source(path, mmap=mmap)
     assert torch.equal(source.parts["model"]["bias"], shared_parts(7)["model"]["bias"])
@@ -44,7 +40,7 @@ def test_a_source_has_the_parts_and_what_the_manifest_says(tmp_path: Path, mmap:
     assert source.manifest is not None and source.manifest.iteration == 7
 
 
-def test_a_file_of_weights_is_a_model(tmp_path: Path) -> None:
+def test_a_file_of_weights_is_a_model(tmp_path):
     torch.save({"a": torch.ones(2)}, tmp_path / "weights.pt")
     source = read_source(find_source(tmp_path / "weights.pt"))
     assert source.parts["model"]["a"].tolist() == [1.0, 1.0]

@@ -1,11 +1,8 @@
 """``checkpoints list | verify | diff | export | prune``: what they print, what they leave, and their codes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,21 +15,19 @@ from ignite_engine import Trainer, Update
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.cli import main
 from ignite_engine.handlers import EMA, Checkpoint
-from tests.builders import linear, mse, numbers_loader, one
 from tests.faults.commands import Command
+from tests.kit.tiny import linear, mse, numbers_loader, one
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def trained(
-    folder: Path, iterations: int = 12, lr: float = 0.1, model: nn.Module | None = None, **options: Any
-) -> Trainer:
+def trained(folder, iterations=12, lr=0.1, model=None, **options):
     """A run with a checkpoint every 4 updates, whose ``val/loss`` gets worse."""
     model = linear() if model is None else model
     trainer = Trainer(Update(model, torch.optim.AdamW(model.parameters(), lr=lr), mse))
     EMA(0.5).attach(trainer)
 
-    def score() -> None:
+    def score():
         trainer.state.metrics["val/loss"] = trainer.state.iteration / 8
         trainer.state.metrics["memory/mib"] = 1.0
 
@@ -45,7 +40,7 @@ def trained(
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trained(tmp_path / "run")
     return tmp_path / "run"
@@ -55,10 +50,10 @@ Say = Callable[..., tuple[int, list[str]]]
 
 
 @pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Say:
+def say(capsys):
     """The command's code and its lines; an error's line is the last."""
 
-    def run_command(*words: object) -> tuple[int, list[str]]:
+    def run_command(*words):
         capsys.readouterr()
         try:
             code = main(["checkpoints", *map(str, words)])
@@ -70,18 +65,18 @@ def say(capsys: pytest.CaptureFixture[str]) -> Say:
     return run_command
 
 
-def flip(file: Path) -> None:
+def flip(file):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
-def names(run: Path) -> list[str]:
+def names(run):
     return [each.path.name for each in CheckpointStore(run / "checkpoints").checkpoints()]
 
 
 @pytest.mark.row("D18")
-def test_list_has_a_line_for_each(run: Path, say: Say) -> None:
+def test_list_has_a_line_for_each(run, say):
     store = CheckpointStore(run / "checkpoints")
     store.annotate(store.checkpoints()[0].path, labels=["first", "kept"])
     (store.directory / "iteration_00000012" / "manifest.json").write_text("{")
@@ -94,7 +89,7 @@ def test_list_has_a_line_for_each(run: Path, say: Say) -> None:
     assert lines[3].startswith("iteration_00000012  cannot be read: ") and "is not JSON" in lines[3]
 
 
-def test_best_and_last_by_name(tmp_path: Path, say: Say) -> None:
+def test_best_and_last_by_name(tmp_path, say):
     """Of a run whose loss gets worse the first checkpoint is the best, of which the average was evaluated."""
     run = tmp_path / "run"
     trained(run, best="val/loss")
@@ -113,7 +108,7 @@ def test_best_and_last_by_name(tmp_path: Path, say: Say) -> None:
     assert code == 2 and len(lines) == 1 and "no metric was followed, so none is the best; train with" in lines[0]
 
 
-def test_list_tells_what_is_unhealthy_or_not_exact(tmp_path: Path, say: Say) -> None:
+def test_list_tells_what_is_unhealthy_or_not_exact(tmp_path, say):
     store = CheckpointStore(tmp_path)
     store.save({}, {}, iteration=1, epoch=0, healthy=False, reproducibility=["one reason", "another"])
 
@@ -121,7 +116,7 @@ def test_list_tells_what_is_unhealthy_or_not_exact(tmp_path: Path, say: Say) -> 
 
 
 @pytest.mark.row("D18")
-def test_verify_names_the_damaged_file_and_ends_with_1(run: Path, say: Say) -> None:
+def test_verify_names_the_damaged_file_and_ends_with_1(run, say):
     expected = [f"{name}  valid" for name in ("iteration_00000004", "iteration_00000008", "iteration_00000012")]
     assert say("verify", run) == (0, expected)
     flip(run / "checkpoints" / "iteration_00000008" / "rank_0.pt")
@@ -135,7 +130,7 @@ def test_verify_names_the_damaged_file_and_ends_with_1(run: Path, say: Say) -> N
     assert code == 1 and "has no manifest.json" in lines[0]
 
 
-def test_diff_of_the_same_is_0(run: Path, tmp_path: Path, say: Say) -> None:
+def test_diff_of_the_same_is_0(run, tmp_path, say):
     trained(tmp_path / "again")
     first, second = run / "checkpoints" / "iteration_00000008", tmp_path / "again/checkpoints/iteration_00000008"
     code, lines = say("diff", first, second)
@@ -146,8 +141,8 @@ def test_diff_of_the_same_is_0(run: Path, tmp_path: Path, say: Say) -> None:
     assert {"data", "rng", "trainer", "optimizer", "checkpoint"} < set(rows)
 
 
-def test_diff_tells_values_shapes_names_and_config(run: Path, tmp_path: Path, say: Say) -> None:
-    other = nn.Sequential(linear()[0], nn.Tanh(), nn.Linear(4, 1, bias=False), nn.Identity(), nn.Linear(1, 1))  # type: ignore[index]
+def test_diff_tells_values_shapes_names_and_config(run, tmp_path, say):
+    other = nn.Sequential(linear()[0], nn.Tanh(), nn.Linear(4, 1, bias=False), nn.Identity(), nn.Linear(1, 1))
     trained(tmp_path / "other", lr=0.2, model=other, iterations=4)
     first = CheckpointStore(run / "checkpoints").load(run / "checkpoints" / "iteration_00000004").shared["model"]
     second = CheckpointStore(tmp_path).load(tmp_path / "other/checkpoints/iteration_00000004").shared["model"]
@@ -172,7 +167,7 @@ def test_diff_tells_values_shapes_names_and_config(run: Path, tmp_path: Path, sa
     )
 
 
-def test_diff_tells_another_shape_or_type(tmp_path: Path, say: Say) -> None:
+def test_diff_tells_another_shape_or_type(tmp_path, say):
     values = [torch.zeros(2, 3), torch.tensor([0.0, torch.nan]), torch.tensor([torch.inf, 1.0]), torch.tensor([0.0])]
     others = [torch.zeros(3), torch.tensor([0.0, torch.nan]).double(), torch.tensor([torch.inf, 4.0]), -values[3]]
     for name, tensors in (("a", values), ("b", others)):
@@ -187,9 +182,9 @@ def test_diff_tells_another_shape_or_type(tmp_path: Path, say: Say) -> None:
     )
 
 
-def test_export_and_load_again_gives_the_same_bits(tmp_path: Path, say: Say) -> None:
+def test_export_and_load_again_gives_the_same_bits(tmp_path, say):
     trainer = trained(tmp_path / "run")
-    model = trainer.update.model.state_dict()  # type: ignore[attr-defined]  # an Update
+    model = trainer.update.model.state_dict()
     average = trainer.registry.objects["ema"].state_dict()["weights"]
     newest = tmp_path / "run" / "checkpoints" / "iteration_00000012"
     for kind, ending, read in (("state_dict", "pt", torch.load), ("safetensors", "safetensors", load_file)):
@@ -203,7 +198,7 @@ def test_export_and_load_again_gives_the_same_bits(tmp_path: Path, say: Say) -> 
             )
             # and back into a run
             again = linear()
-            nn.init.zeros_(again[0].weight)  # type: ignore[index]  # a Sequential
+            nn.init.zeros_(again[0].weight)
             other = Trainer(Update(again, torch.optim.SGD(again.parameters()), mse))
             checkpoint = Checkpoint(tmp_path / "other")
             checkpoint.attach(other)
@@ -220,7 +215,7 @@ def test_export_and_load_again_gives_the_same_bits(tmp_path: Path, say: Say) -> 
 class Tied(nn.Module):
     """One parameter under two names, and a view."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(3, 3, bias=False)
         self.second = nn.Linear(3, 3, bias=False)
@@ -228,7 +223,7 @@ class Tied(nn.Module):
         self.register_buffer("turned", torch.arange(6.0).reshape(2, 3).t())
 
 
-def test_tied_weights_are_exported_under_each_name(tmp_path: Path, say: Say) -> None:
+def test_tied_weights_are_exported_under_each_name(tmp_path, say):
     state = Tied().state_dict()
     CheckpointStore(tmp_path / "run").save({"model": state}, {}, iteration=1, epoch=0)
     for file in (tmp_path / "tied.safetensors", tmp_path / "tied.pt"):
@@ -237,14 +232,14 @@ def test_tied_weights_are_exported_under_each_name(tmp_path: Path, say: Say) -> 
         assert all(torch.equal(loaded[name], value) for name, value in state.items()) and len(loaded) == 3
 
 
-def test_export_says_what_the_checkpoint_was_saved_without(tmp_path: Path, say: Say) -> None:
+def test_export_says_what_the_checkpoint_was_saved_without(tmp_path, say):
     trained(tmp_path / "run", exclude=["model:0.*"])
     _, lines = say("export", tmp_path / "run", "-o", tmp_path / "weights.pt")
 
     assert lines[1] == "It lacks 2 names that iteration_00000012 was saved without: 0.weight, 0.bias"
 
 
-def test_prune_keeps_the_newest_and_the_best(tmp_path: Path, say: Say) -> None:
+def test_prune_keeps_the_newest_and_the_best(tmp_path, say):
     run = tmp_path / "run"
     trained(run, best="val/loss")
     everything = names(run)
@@ -256,7 +251,7 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path: Path, say: Say) -> None:
     assert names(run) == ["iteration_00000004", "iteration_00000012"]
 
 
-def test_prune_never_deletes_the_last_valid_one(run: Path, say: Say) -> None:
+def test_prune_never_deletes_the_last_valid_one(run, say):
     for name in ("iteration_00000008", "iteration_00000012"):
         flip(run / "checkpoints" / name / "shared.pt")
     _, lines = say("prune", run, "--keep-last", "1", "--dry-run")
@@ -286,7 +281,7 @@ WRONG = [
 ]
 
 
-def test_as_a_program(run: Path) -> None:
+def test_as_a_program(run):
     flip(run / "checkpoints" / "iteration_00000012" / "shared.pt")
     command = Command(Path.cwd(), "checkpoints", "verify", "run")
     output, _ = command.communicate()
@@ -296,14 +291,14 @@ def test_as_a_program(run: Path) -> None:
     assert command.returncode == 2 and errors.startswith("error: nowhere does not exist")
 
 
-def test_a_run_keeps_its_mode_in_the_manifest(tmp_path: Path) -> None:
+def test_a_run_keeps_its_mode_in_the_manifest(tmp_path):
     trained(tmp_path, best="val/loss", mode="max")
     assert {str(each.manifest.best) for each in CheckpointStore(tmp_path / "checkpoints").checkpoints()} == {
         "{'metric': 'val/loss', 'mode': 'max'}"
     }
 
 
-def test_a_symbolic_link_among_checkpoints_is_named_and_left(run: Path, say: Say, tmp_path: Path) -> None:
+def test_a_symbolic_link_among_checkpoints_is_named_and_left(run, say, tmp_path):
     other = tmp_path / "other"
     trained(other)
     link = run / "checkpoints" / "iteration_00000099"

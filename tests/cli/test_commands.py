@@ -1,7 +1,5 @@
 """The command line: each ending's exit code, one line for what a user can fix, and the same command resuming."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -10,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -63,7 +60,7 @@ logging: {every: 3, clearml: false}
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """The working directory, with a task and its config; ``sys.path`` is put back after."""
     (tmp_path / "my_task.py").write_text(TASK)
     (tmp_path / "my_config.yaml").write_text(CONFIG)
@@ -74,13 +71,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def summary(folder: Path, run: str = "run") -> dict[str, Any]:
+def summary(folder, run="run"):
     values = json.loads((folder / run / "summary.json").read_text())
     assert isinstance(values, dict)
     return values
 
 
-def wait_for(path: Path, process: Command, timeout_s: float = 120) -> None:
+def wait_for(path, process, timeout_s=120):
     until = time.monotonic() + timeout_s
     while not path.exists():
         assert process.poll() is None, process.communicate()[1]
@@ -155,14 +152,12 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("arguments", "line"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
-def test_user_error_is_one_line_and_code_2(
-    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], line: str
-) -> None:
+def test_user_error_is_one_line_and_code_2(folder, capsys, arguments, line):
     (folder / "broken.py").write_text("def build(:\n")
     (folder / "starting.py").write_text("with Parallel('gloo') as parallel: ...")
     (folder / "raising.py").write_text("values = {}\nvalues['gone']\n")
     try:
-        code: Any = main(arguments)
+        code = main(arguments)
     except SystemExit as end:
         code = end.code
     said = capsys.readouterr().err
@@ -173,27 +168,25 @@ def test_user_error_is_one_line_and_code_2(
     assert not (folder / "run").exists()
 
 
-def _matches(pattern: str, text: str) -> bool:
+def _matches(pattern, text):
     return re.search(pattern.replace("'?", r"'\?"), text) is not None
 
 
-def test_config_of_a_run_of_fit_is_not_verified_without_its_script(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_config_of_a_run_of_fit_is_not_verified_without_its_script(folder, capsys):
     fitted(folder / "one")
     code = main(["verify-resume", str(folder / "one" / "config.yaml")])
     said = capsys.readouterr().err
     assert code == 2 and "only its program has the model and the data: give that" in said and said.count("\n") == 1
 
 
-def test_traceback_of_the_task_on_request(folder: Path) -> None:
+def test_traceback_of_the_task_on_request(folder):
     with pytest.raises(ValueError, match="no such corpus") as caught:
         main(["train", "my_config.yaml", "--traceback", "task_options.broken=true"])
 
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"ignite-engine {ignite_engine.__version__}\n"
@@ -202,7 +195,7 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 # slow: two ranks and a full disk
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=[pytest.mark.distributed, pytest.mark.slow])])
 @pytest.mark.faults
-def test_last_checkpoint_that_cannot_be_saved_is_one_line_and_code_1(folder: Path, ranks: int) -> None:
+def test_last_checkpoint_that_cannot_be_saved_is_one_line_and_code_1(folder, ranks):
     """No file may grow above 8 KiB; the log and the summary are smaller."""
     several = ["--nproc-per-node", "2", "--backend", "gloo"] if ranks == 2 else []
     command = Command(folder, "train", "my_config.yaml", *several, function="main_on_a_full_disk")
@@ -216,12 +209,12 @@ def test_last_checkpoint_that_cannot_be_saved_is_one_line_and_code_1(folder: Pat
     assert left["reason"].startswith("CheckpointError: The checkpoint of iteration 12 was not saved"), "no rank's fault"
 
 
-def test_options_and_overrides_stand_in_any_order(folder: Path) -> None:
+def test_options_and_overrides_stand_in_any_order(folder):
     assert main(["train", "my_config.yaml", "run.seed=3", "--backend", "gloo", "run.max_iterations=2"]) == 0
     assert summary(folder)["iteration"] == 2
 
 
-def test_setting_without_effect_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_setting_without_effect_is_one_line(folder, capsys):
     assert main(["describe", "my_config.yaml", "schedule.power=2.0"]) == 0
 
     line = "warning: command line: schedule.power has no effect without schedule.name=polynomial.\n"
@@ -229,9 +222,7 @@ def test_setting_without_effect_is_one_line(folder: Path, capsys: pytest.Capture
 
 
 @pytest.mark.row("E4")
-def test_describe_shows_the_curve_and_the_bus_and_runs_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_describe_shows_the_curve_and_the_bus_and_runs_nothing(folder, capsys):
     assert main(["describe", "my_config.yaml", "schedule={name: cosine, warmup: 4}", "optimizer.lr=0.5"]) == 0
     said = capsys.readouterr().out
 
@@ -245,7 +236,7 @@ def test_describe_shows_the_curve_and_the_bus_and_runs_nothing(
     assert not (folder / "run").exists()
 
 
-def test_report_and_compare_write_a_page_and_print_its_path(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_and_compare_write_a_page_and_print_its_path(folder, capsys):
     assert main(["train", "my_config.yaml", "logging.report=false"]) == 0
     assert main(["train", "my_config.yaml", "run.directory=other", "optimizer.lr=0.5"]) == 0
     capsys.readouterr()
@@ -260,7 +251,7 @@ def test_report_and_compare_write_a_page_and_print_its_path(folder: Path, capsys
     assert "optimizer.lr</td><td>0.001</td><td>0.5" in (folder / "compare.html").read_text()
 
 
-def test_train_then_the_same_command_then_evaluate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_then_the_same_command_then_evaluate(folder, capsys):
     assert main(["train", "my_config.yaml"]) == 0
     first, logged = summary(folder), (folder / "run" / "logs" / "rank_0.log").read_text()
     metrics = (folder / "run" / "metrics.jsonl").read_text()
@@ -289,7 +280,7 @@ def test_train_then_the_same_command_then_evaluate(folder: Path, capsys: pytest.
 
 
 @pytest.mark.row("G3")
-def test_any_other_failure_is_code_1_with_its_traceback(folder: Path) -> None:
+def test_any_other_failure_is_code_1_with_its_traceback(folder):
     process = Command(folder, "train", "my_config.yaml", "task_options.fails=true")
     error = process.communicate(timeout=120)[1]
 
@@ -299,9 +290,7 @@ def test_any_other_failure_is_code_1_with_its_traceback(folder: Path) -> None:
     assert "the loss is lost" in (folder / "run" / "logs" / "rank_0.log").read_text()
 
 
-def test_loss_that_is_not_finite_ends_the_run_as_asked_in_one_line_and_code_1(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_loss_that_is_not_finite_ends_the_run_as_asked_in_one_line_and_code_1(folder, capsys):
     settings = ("update.non_finite=stop", "checkpoint.every=1", "data.shuffle=false", "evaluation.every=null")
     overrides = (*settings, "task_options.diverges=true", "logging.progress=false")
     with pytest.MonkeyPatch.context() as patch:
@@ -318,7 +307,7 @@ def test_loss_that_is_not_finite_ends_the_run_as_asked_in_one_line_and_code_1(
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signal_ends_with_its_code_and_the_same_command_resumes(folder: Path, number: int, code: int) -> None:
+def test_signal_ends_with_its_code_and_the_same_command_resumes(folder, number, code):
     assert main(["train", "my_config.yaml", "run.directory=whole"]) == 0
     process = Command(folder, "train", "my_config.yaml", "task_options.wait_s=0.2")
     wait_for(folder / "run" / "checkpoints" / "iteration_00000006", process)
@@ -337,9 +326,7 @@ def test_signal_ends_with_its_code_and_the_same_command_resumes(folder: Path, nu
     assert "task_options.wait_s: 0.2 -> not set" in (folder / "run" / "logs" / "rank_0.log").read_text()
 
 
-def test_start_that_is_refused_leaves_a_finished_run_as_it_was(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_start_that_is_refused_leaves_a_finished_run_as_it_was(folder, capsys):
     assert main(["train", "my_config.yaml"]) == 0
     names = ("config.yaml", "environment.json", "summary.json", "report.html", "history.jsonl")
     before = {name: (folder / "run" / name).read_bytes() for name in names}
@@ -353,7 +340,7 @@ def test_start_that_is_refused_leaves_a_finished_run_as_it_was(
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
-def test_second_start_in_the_folder_of_a_run_is_refused_in_one_line(folder: Path, ranks: int) -> None:
+def test_second_start_in_the_folder_of_a_run_is_refused_in_one_line(folder, ranks):
     assert main(["train", "my_config.yaml", "run.directory=alone"]) == 0
     held = folder / "held"
     held.touch()
@@ -377,9 +364,7 @@ def test_second_start_in_the_folder_of_a_run_is_refused_in_one_line(folder: Path
 
 @pytest.mark.slow
 @pytest.mark.faults
-def test_resume_is_verified_where_a_slow_disk_is_written_in_the_background(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_is_verified_where_a_slow_disk_is_written_in_the_background(folder, capsys, monkeypatch):
     fork_the_runs_of_verify_resume(monkeypatch)
     slow = "import os\nfsync = os.fsync\nos.fsync = lambda descriptor: (time.sleep(0.1), fsync(descriptor))[1]\n"
     (folder / "slow_disk.py").write_text(TASK + slow)
@@ -392,7 +377,7 @@ def test_resume_is_verified_where_a_slow_disk_is_written_in_the_background(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_ranks_share_one_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks_share_one_run(folder, capsys):
     """A spawn as a user's: summary and metrics once, a log per rank, evaluation over uneven shards."""
     command = ["my_config.yaml", "--nproc-per-node", "2", "--backend", "gloo"]
     program = [sys.executable, "-m", "ignite_engine", "train", *command, "logging.console=false"]

@@ -1,7 +1,5 @@
 """``doctor`` says what a run here would use, as it does."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -13,11 +11,11 @@ from ignite_engine import devices
 from ignite_engine.cli import doctor, main
 
 
-def values() -> dict[str, str]:
+def values():
     return {name.strip(): value.strip() for name, _, value in (line.partition("  ") for line in doctor.report())}
 
 
-def test_report_names_versions_devices_and_what_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_names_versions_devices_and_what_is_used(capsys):
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines == doctor.report()
@@ -29,14 +27,14 @@ def test_report_names_versions_devices_and_what_is_used(capsys: pytest.CaptureFi
         assert found["several ranks"] == "gloo, with models on cpu"
 
 
-def test_it_takes_nothing() -> None:
+def test_it_takes_nothing():
     with pytest.raises(SystemExit, match="2"):
         main(["doctor", "config.yaml"])
 
 
 @pytest.mark.row("N2")
 @pytest.mark.accelerator
-def test_what_it_says_of_a_device_is_what_a_run_uses() -> None:
+def test_what_it_says_of_a_device_is_what_a_run_uses():
     found, device = values(), devices.current()
     side = devices.side_stream(device) is not None
     assert found["models go to"].startswith(str(device)) and found["accelerators"].startswith("0: ")
@@ -46,7 +44,7 @@ def test_what_it_says_of_a_device_is_what_a_run_uses() -> None:
 
 
 @pytest.mark.slow
-def test_a_program_without_anything_else_can_ask() -> None:
+def test_a_program_without_anything_else_can_ask():
     done = subprocess.run(
         [sys.executable, "-m", "ignite_engine", "doctor"], capture_output=True, text=True, timeout=120
     )

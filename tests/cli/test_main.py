@@ -1,7 +1,5 @@
 """The start of the command line, before its imports are done."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -22,7 +20,7 @@ raise ImportError("not interrupted")
 
 
 @pytest.mark.parametrize("ignored", [False, True])
-def test_ctrl_c_while_torch_is_imported_ends_the_process_without_a_traceback(tmp_path: Path, ignored: bool) -> None:
+def test_ctrl_c_while_torch_is_imported_ends_the_process_without_a_traceback(tmp_path, ignored):
     (tmp_path / "torch.py").write_text(INTERRUPTED)
     handler = signal.SIG_IGN if ignored else signal.SIG_DFL
 

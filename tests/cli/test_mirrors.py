@@ -1,10 +1,7 @@
 """``checkpoints push`` and ``pull``, by the URL of a mirror."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -17,8 +14,8 @@ Say = Callable[..., tuple[int, list[str]]]
 
 
 @pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Say:
-    def run_command(*words: object) -> tuple[int, list[str]]:
+def say(capsys):
+    def run_command(*words):
         capsys.readouterr()
         code = main(["checkpoints", *map(str, words)])
         captured = capsys.readouterr()
@@ -28,7 +25,7 @@ def say(capsys: pytest.CaptureFixture[str]) -> Say:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     for iteration in (100, 200):
         save(store, iteration, run_id="the run", metrics={"val/loss": iteration / 100})
@@ -36,11 +33,11 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> str:
+def url(tmp_path):
     return f"memory://{tmp_path.name}/mirror"
 
 
-def test_what_is_pushed_is_pulled(tmp_path: Path, run: Path, url: str, say: Say) -> None:
+def test_what_is_pushed_is_pulled(tmp_path, run, url, say):
     here = tmp_path / "here"
     assert say("push", run, url) == (0, [f"iteration_00000200  uploaded to {url}"])
     assert say("push", run / "checkpoints" / "iteration_00000100", url)[0] == 0
@@ -52,7 +49,7 @@ def test_what_is_pushed_is_pulled(tmp_path: Path, run: Path, url: str, say: Say)
     assert [one.iteration for one in CheckpointStore(here).checkpoints()] == [100, 200]
 
 
-def test_pull_takes_the_folder_of_a_run(run: Path, url: str, say: Say) -> None:
+def test_pull_takes_the_folder_of_a_run(run, url, say):
     say("push", run, url)
     shutil.rmtree(run / "checkpoints" / "iteration_00000200")
 
@@ -60,7 +57,7 @@ def test_pull_takes_the_folder_of_a_run(run: Path, url: str, say: Say) -> None:
     assert [one.iteration for one in CheckpointStore(run / "checkpoints").checkpoints()] == [100, 200]
 
 
-def test_what_is_damaged_is_neither_pulled_nor_pushed(tmp_path: Path, run: Path, url: str, say: Say) -> None:
+def test_what_is_damaged_is_neither_pulled_nor_pushed(tmp_path, run, url, say):
     say("push", run, url)
     Remote(url).write("iteration_00000200/rank_0.pt", b"half")
     code, (line,) = say("pull", url, tmp_path / "here")

@@ -1,9 +1,5 @@
 """Intervals and durations: one unit, a bare number is the first one, and they are written back as they were."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from pydantic import ValidationError
 
@@ -25,7 +21,7 @@ from ignite_engine.config.intervals import Every, EveryOrMinutes, TimeLimit
         (TimeLimit, {"hours": 23.5}, "hours", 23.5),
     ],
 )
-def test_number_has_one_unit(kind: type[Any], written: Any, unit: str, number: float) -> None:
+def test_number_has_one_unit(kind, written, unit, number):
     interval = kind.model_validate(written)
 
     assert interval.model_dump() == (number if written == {"iterations": 500} else written)
@@ -52,19 +48,19 @@ def test_number_has_one_unit(kind: type[Any], written: Any, unit: str, number: f
         (TimeLimit, float("inf"), "got inf seconds, expected"),
     ],
 )
-def test_what_is_not_an_interval_is_refused_with_what_was_given(kind: type[Any], written: Any, complaint: str) -> None:
+def test_what_is_not_an_interval_is_refused_with_what_was_given(kind, written, complaint):
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(written)
 
     assert complaint in str(caught.value)
 
 
-def test_what_yaml_reads_as_text_or_a_fraction_is_a_whole_number() -> None:
+def test_what_yaml_reads_as_text_or_a_fraction_is_a_whole_number():
     for written in ("1e6", 1e6, 1000000):
         assert Every.model_validate({"tokens": written}) == Every(tokens=1000000)
 
 
-def test_limit_is_in_seconds() -> None:
+def test_limit_is_in_seconds():
     totals = [TimeLimit.model_validate(each).total_s for each in (90, {"minutes": 1.5}, {"hours": 0.025})]
 
     assert totals == [90.0, 90.0, 90.0]

@@ -1,7 +1,5 @@
 """Configs: what is accepted, and the one line that is said about everything else."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import warnings
@@ -16,13 +14,13 @@ from ignite_engine.ext.sparse import RowwiseAdagrad
 MINIMAL = "task: tasks.py:build\nrun:\n  max_iterations: 10\n"
 
 
-def written(tmp_path: Path, text: str = MINIMAL) -> Path:
+def written(tmp_path, text=MINIMAL):
     path = tmp_path / "run.yaml"
     path.write_text(text)
     return path
 
 
-def complaint(tmp_path: Path, *overrides: str, text: str = MINIMAL) -> str:
+def complaint(tmp_path, *overrides, text=MINIMAL):
     with pytest.raises(ConfigError) as caught:
         load_config(written(tmp_path, text), overrides)
     line = str(caught.value)
@@ -30,7 +28,7 @@ def complaint(tmp_path: Path, *overrides: str, text: str = MINIMAL) -> str:
     return line.replace(str(tmp_path), "DIR")
 
 
-def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
+def test_defaults_fill_what_is_not_said(tmp_path):
     config = load_config(written(tmp_path))
 
     assert (config.name, config.directory, config.folder) == ("run", Path("runs/run"), tmp_path)
@@ -39,7 +37,7 @@ def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
     assert config.checkpoint.every is not None and config.checkpoint.every.epochs == 1
 
 
-def test_mode_of_a_followed_metric_is_what_its_name_says(tmp_path: Path) -> None:
+def test_mode_of_a_followed_metric_is_what_its_name_says(tmp_path):
     text = MINIMAL + "checkpoint: {best: val/accuracy}\nearly_stopping: {metric: val/loss}\n"
     config = load_config(written(tmp_path, text))
     assert (config.checkpoint.mode, config.early_stopping.mode) == ("max", "min")
@@ -47,7 +45,7 @@ def test_mode_of_a_followed_metric_is_what_its_name_says(tmp_path: Path) -> None
     assert load_config(written(tmp_path, text), ["checkpoint.best=val/score"]).checkpoint.mode == "min"
 
 
-def test_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
+def test_numbers_without_a_dot_are_numbers(tmp_path):
     text = MINIMAL + 'optimizer: {lr: 1e-3, eps: 1e-9, weight_decay: "1e-2"}\ntask_options: {rate: 5E+2}\n'
     config = load_config(written(tmp_path, text), ["update.clip_norm=1e0"])
 
@@ -56,7 +54,7 @@ def test_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
     assert config.update.clip_norm == 1.0
 
 
-def test_overrides_go_before_the_file_and_the_last_one_first(tmp_path: Path) -> None:
+def test_overrides_go_before_the_file_and_the_last_one_first(tmp_path):
     overrides = ["run.seed=1", "run.seed=2", "task_options.width=8", "evaluation.every={epochs: 2}", "run.name=x"]
     config = load_config(written(tmp_path, MINIMAL + "evaluation: {every: 500}\n"), overrides)
 
@@ -65,7 +63,7 @@ def test_overrides_go_before_the_file_and_the_last_one_first(tmp_path: Path) -> 
 
 
 @pytest.mark.row("J2")
-def test_optimizers_go_by_name_in_any_case_with_their_own_options(tmp_path: Path) -> None:
+def test_optimizers_go_by_name_in_any_case_with_their_own_options(tmp_path):
     config = load_config(
         written(tmp_path), ["optimizer={name: sgd, lr: 0.1, momentum: 0.9, nesterov: true, fused: true}"]
     )
@@ -76,7 +74,7 @@ def test_optimizers_go_by_name_in_any_case_with_their_own_options(tmp_path: Path
     assert load_config(written(tmp_path), ["optimizer.betas=[0.8, 0.9]"]).optimizer.options["betas"] == (0.8, 0.9)
 
 
-def test_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
+def test_resolved_config_reads_back_as_itself(tmp_path):
     config = load_config(written(tmp_path), ["evaluation.every=7", "optimizer.betas=[0.8, 0.9]", "schedule.warmup=0.1"])
     values = config.to_dict()
 
@@ -87,7 +85,7 @@ def test_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(config)).to_dict() == values  # ranks are handed it
 
 
-def test_paces_and_limits_may_be_of_the_clock(tmp_path: Path) -> None:
+def test_paces_and_limits_may_be_of_the_clock(tmp_path):
     config = load_config(written(tmp_path), ["checkpoint.every={minutes: 2.5}", "run.time_limit={hours: 1.5}"])
     assert config.checkpoint.every is not None and config.checkpoint.every.minutes == 2.5
     assert config.run.time_limit is not None and config.run.time_limit.total_s == 5400.0
@@ -191,14 +189,14 @@ WRONG = [
 
 @pytest.mark.row("J1")
 @pytest.mark.parametrize(("override", "line"), WRONG, ids=[override for override, _ in WRONG])
-def test_wrong_override_is_one_line(tmp_path: Path, override: str, line: str) -> None:
+def test_wrong_override_is_one_line(tmp_path, override, line):
     said = complaint(tmp_path, override)
 
     assert said.startswith("command line: ")
     assert said.removeprefix("command line: ").startswith(line.removesuffix("...")) and len(said) < 240
 
 
-def test_run_without_a_length_is_refused(tmp_path: Path) -> None:
+def test_run_without_a_length_is_refused(tmp_path):
     line = "DIR/run.yaml:2: run: expected one of max_iterations and max_epochs, or both, got neither."
 
     assert complaint(tmp_path, "run.max_iterations=null") == line
@@ -221,11 +219,11 @@ def test_run_without_a_length_is_refused(tmp_path: Path) -> None:
         ("task: a.py:b\n", "DIR/run.yaml: run: this is missing, expected a section with max_iterations or max_epochs."),
     ],
 )
-def test_wrong_file_is_one_line_with_its_place(tmp_path: Path, text: str, line: str) -> None:
+def test_wrong_file_is_one_line_with_its_place(tmp_path, text, line):
     assert complaint(tmp_path, text=text).startswith(line)
 
 
-def test_missing_file_names_a_near_one(tmp_path: Path) -> None:
+def test_missing_file_names_a_near_one(tmp_path):
     written(tmp_path)
 
     with pytest.raises(ConfigError, match=r"run\.yml: there is no such file; did you mean '.*run\.yaml'\?$"):
@@ -239,13 +237,13 @@ def test_missing_file_names_a_near_one(tmp_path: Path) -> None:
         load_config(tmp_path / "binary.yaml")
 
 
-def test_misspelt_required_key_is_reported_and_not_the_missing_one(tmp_path: Path) -> None:
+def test_misspelt_required_key_is_reported_and_not_the_missing_one(tmp_path):
     line = complaint(tmp_path, text="tsk: a.py:b\nrun: {max_epochs: 1}\n")
 
     assert line == "DIR/run.yaml:1: tsk: got 'a.py:b' for a key that is not known; did you mean 'task'?"
 
 
-def test_all_mistakes_of_a_file_are_told_at_once_in_their_order(tmp_path: Path) -> None:
+def test_all_mistakes_of_a_file_are_told_at_once_in_their_order(tmp_path):
     mistakes = "update:\n  precision: bf61\n  clip_nrm: 1.0\noptimizer:\n  lr: fast\ndata:\n  batch_size: 0\n"
 
     with pytest.raises(ConfigError) as caught:
@@ -257,7 +255,7 @@ def test_all_mistakes_of_a_file_are_told_at_once_in_their_order(tmp_path: Path) 
     ]
 
 
-def test_several_optimizers_go_by_name_with_a_schedule_each(tmp_path: Path) -> None:
+def test_several_optimizers_go_by_name_with_a_schedule_each(tmp_path):
     text = MINIMAL + (
         "schedule: {name: cosine}\n"
         "optimizers:\n"
@@ -288,12 +286,12 @@ def test_several_optimizers_go_by_name_with_a_schedule_each(tmp_path: Path) -> N
         ("optimizers={x: {schedule: {power: 3}}}", "optimizers.x.schedule.power has no effect without"),
     ],
 )
-def test_setting_without_effect_is_a_warning(tmp_path: Path, override: str, line: str) -> None:
+def test_setting_without_effect_is_a_warning(tmp_path, override, line):
     with pytest.warns(ConfigWarning, match=re.escape(line)):
         load_config(written(tmp_path), [override])
 
 
-def test_settings_with_effect_are_silent(tmp_path: Path) -> None:
+def test_settings_with_effect_are_silent(tmp_path):
     overrides = ["schedule={name: wsd, decay: 0.2, total: 5}", "data.num_workers=2", "data.prefetch_factor=2"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")

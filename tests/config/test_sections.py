@@ -1,7 +1,5 @@
 """Sections: strict types, and errors that name the key."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from pydantic import ValidationError
@@ -9,15 +7,15 @@ from pydantic import ValidationError
 from ignite_engine.config.sections import OptimizerSection, RunSection, ScheduleSection, optimizer_types
 
 
-def test_sections_do_not_change_and_compare_by_value() -> None:
+def test_sections_do_not_change_and_compare_by_value():
     one, other = RunSection(max_epochs=1), RunSection(max_epochs=1)
 
     assert one == other
     with pytest.raises(ValidationError, match="frozen"):
-        one.seed = 2  # type: ignore[misc]  # it is frozen
+        one.seed = 2
 
 
-def test_every_optimizer_without_a_closure_can_be_named() -> None:
+def test_every_optimizer_without_a_closure_can_be_named():
     assert {"adamw", "sgd", "sparseadam"} <= set(optimizer_types()) and "lbfgs" not in optimizer_types()
     section = OptimizerSection.model_validate({"name": "ADAMW", "lr": "1e-2", "betas": [0.5, 0.6], "fused": True})
 
@@ -26,8 +24,8 @@ def test_every_optimizer_without_a_closure_can_be_named() -> None:
 
 
 def test_rate_alone_makes_no_optimizer_but_one_that_may_not_be_taken_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     with pytest.raises(ValidationError, match="SparseAdam says: Invalid learning rate"):
         OptimizerSection.model_validate({"name": "SparseAdam", "lr": 0})
     made = list[object]()
@@ -38,7 +36,7 @@ def test_rate_alone_makes_no_optimizer_but_one_that_may_not_be_taken_does(
         assert len(made) == count
 
 
-def test_run_has_a_length_in_epochs_or_iterations_or_both() -> None:
+def test_run_has_a_length_in_epochs_or_iterations_or_both():
     with pytest.raises(ValidationError, match="expected one of max_iterations and max_epochs, or both, got neither"):
         RunSection.model_validate({})
     both = RunSection.model_validate({"max_epochs": 1, "max_iterations": 2})
@@ -47,7 +45,7 @@ def test_run_has_a_length_in_epochs_or_iterations_or_both() -> None:
 
 
 @pytest.mark.parametrize("warmup", [-1, 1.5, True, "some"])
-def test_warmup_is_steps_or_a_fraction(warmup: object) -> None:
+def test_warmup_is_steps_or_a_fraction(warmup):
     assert ScheduleSection.model_validate({"warmup": 0.5}).warmup == 0.5
     with pytest.raises(ValidationError, match="got "):
         ScheduleSection.model_validate({"warmup": warmup})

@@ -1,13 +1,9 @@
 """A file and overrides become values, each with the place it came from."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from ignite_engine.config.yaml_file import display, read_config_source
 
 
-def test_each_value_has_the_place_that_set_it(tmp_path: Path) -> None:
+def test_each_value_has_the_place_that_set_it(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("run:\n  seed: 1\n  name: x\ndata: {}\n")
     source = read_config_source(path, ["run.seed=2", "data.batch_size=4"])
@@ -18,7 +14,7 @@ def test_each_value_has_the_place_that_set_it(tmp_path: Path) -> None:
     assert source.place("optimizer.lr") == str(path)
 
 
-def test_value_in_a_message_is_at_most_80_characters() -> None:
+def test_value_in_a_message_is_at_most_80_characters():
     values = [display(each) for each in (None, True, "x", {}, {"a": 1}, 1.5, ["y" * 100])]
 
     assert values[:-1] == ["nothing", "true", "'x'", "an empty mapping", "the mapping {'a': 1}", "1.5"]

@@ -1,10 +1,6 @@
 """Other data of the same size is noticed on a resume; the same data is not, wherever it lies."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,43 +9,43 @@ import torch
 from ignite.engine import Events
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset, TensorDataset
 
-from ignite_engine import Trainer, Windows, loader
+from ignite_engine import Windows, loader
 from ignite_engine.checkpointing import NotExact
 from ignite_engine.data.fingerprint import fingerprint
 from ignite_engine.handlers import Checkpoint
-from tests.builders import Numbers, linear, trainer_of
+from tests.kit.tiny import Numbers, linear, trainer_of
 
 
 class Arrays(Dataset[Any]):
-    def __init__(self, columns: dict[str, Any]) -> None:
+    def __init__(self, columns):
         self.columns = columns
 
 
 class Files(Dataset[Any]):
     """Opened in the workers; what is drawn and counted is its own."""
 
-    def __init__(self, *paths: str) -> None:
+    def __init__(self, *paths):
         self.samples = [(path, number % 2) for number, path in enumerate(paths)]
-        self.opened: list[int] = []
+        self.opened = []
         self.generator = random.Random(0)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         raise AssertionError("no sample is read")
 
 
-def values(shift: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def values(shift, dtype=torch.float32):
     return (torch.arange(12).reshape(6, 2) + shift).to(dtype)
 
 
-def changed(data: Any, where: slice, value: int) -> Any:
+def changed(data, where, value):
     data[where] = value
     return data
 
 
-OTHERS: dict[str, Callable[[int], Any]] = {
+OTHERS = {
     "list": lambda n: [(values(n)[0], 1), (values(0)[1], 2)],
     "last of a list": lambda n: [1, 2, 3, n],
     "middle text": lambda n: ["a", "b", f"c{n}", "d", "e"],
@@ -79,13 +75,13 @@ OTHERS: dict[str, Callable[[int], Any]] = {
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_other_data_has_another_fingerprint(case: str) -> None:
+def test_other_data_has_another_fingerprint(case):
     make = OTHERS[case]
     assert fingerprint(make(0)) == fingerprint(make(0)) is not None
     assert fingerprint(make(0)) != fingerprint(make(1))
 
 
-def test_data_that_moved_or_counts_is_the_same() -> None:
+def test_data_that_moved_or_counts_is_the_same():
     data = Files("/a/1.png", "/a/2.png")
     before = fingerprint(data)
     data.opened.append(3)
@@ -93,11 +89,11 @@ def test_data_that_moved_or_counts_is_the_same() -> None:
 
 
 @pytest.mark.parametrize("data", [object(), [], range(3), Subset([], []), [object()] * 2, torch.ones(3).to_sparse()])
-def test_what_cannot_be_told_is_no_error(data: Any) -> None:
+def test_what_cannot_be_told_is_no_error(data):
     fingerprint(data)
 
 
-def _run(folder: Path, data: Any, *, iterations: int, strict: bool = False) -> Trainer:
+def _run(folder, data, *, iterations, strict=False):
     trainer, checkpoint = trainer_of(linear()), Checkpoint(folder, strict=strict)
     checkpoint.attach(trainer)
     checkpoint.resume()
@@ -106,10 +102,8 @@ def _run(folder: Path, data: Any, *, iterations: int, strict: bool = False) -> T
 
 
 @pytest.mark.parametrize("kind", ["loader", "sampler of one's own", "windows"])
-def test_a_run_resumed_with_other_data_of_the_size_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
-) -> None:
-    def data(shift: float) -> Any:
+def test_a_run_resumed_with_other_data_of_the_size_says_so(tmp_path, caplog, kind):
+    def data(shift):
         dataset = TensorDataset(Numbers(12).inputs + shift, Numbers(12).targets)
         if kind == "windows":
             return Windows([1, 2], lambda name: loader(dataset, 2))
@@ -131,9 +125,7 @@ def test_a_run_resumed_with_other_data_of_the_size_says_so(
             _run(tmp_path, data(0), iterations=5, strict=True)
 
 
-def test_a_run_that_continues_in_the_process_may_have_changed_its_data(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_continues_in_the_process_may_have_changed_its_data(tmp_path, caplog):
     dataset = Numbers(12)
     data, trainer = loader(dataset, 2), trainer_of(linear())
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: trainer.request_stop("a test"))

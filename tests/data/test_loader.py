@@ -1,18 +1,15 @@
 """Which sample comes when, on which rank, with which randomness; and what a resume loads."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import random
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ignite.engine import Engine, Events
+from ignite.engine import Events
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -27,18 +24,18 @@ from torch.utils.data import (
 from ignite_engine import StopRequested, Trainer, TrainingEvents, loader
 from ignite_engine.data import DataSource, ResumableSampler, resumable
 from ignite_engine.errors import StateMismatch
-from tests.builders import Numbers, Passes, linear, numbers_loader, trainer_of, weights
+from tests.kit.tiny import Numbers, Passes, linear, numbers_loader, trainer_of, weights
 
 
-def note_batch(engine: Engine, batch: Any) -> Any:
+def note_batch(engine, batch):
     return batch
 
 
-def captured_at(data: Any, iteration: int, *, epochs: int = 2, **options: Any) -> tuple[Any, list[Any]]:
+def captured_at(data, iteration, *, epochs=2, **options):
     """What a checkpoint holds at ``iteration``, and the batches of the whole run."""
     trainer, batches, saved = Trainer(note_batch, **options), list[Any](), list[Any]()
 
-    def save() -> None:
+    def save():
         if trainer.state.iteration == iteration:
             saved.append(copy.deepcopy(trainer.registry.capture()[1]))
 
@@ -48,7 +45,7 @@ def captured_at(data: Any, iteration: int, *, epochs: int = 2, **options: Any) -
     return saved[-1], batches
 
 
-def resumed_batches(saved: Any, data: Any, *, epochs: int = 2, **options: Any) -> list[Any]:
+def resumed_batches(saved, data, *, epochs=2, **options):
     trainer, batches = Trainer(note_batch, **options), list[Any]()
     trainer.registry.load(saved, source="memory")
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: batches.append(trainer.state.batch))
@@ -59,14 +56,14 @@ def resumed_batches(saved: Any, data: Any, *, epochs: int = 2, **options: Any) -
 class Indices(Dataset[Any]):
     """Samples that are their indices; counts what is loaded."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         self.count = count
-        self.loaded: list[int] = []
+        self.loaded = []
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.count
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         self.loaded.append(index)
         return index
 
@@ -74,7 +71,7 @@ class Indices(Dataset[Any]):
 class Augmented(Indices):
     """Samples made of their index and of every generator there is."""
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
 
 
@@ -84,7 +81,7 @@ class Augmented(Indices):
 @pytest.mark.row("H3")
 @pytest.mark.parametrize("iteration", [1, 3, 4, 6, 8])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_resume_loads_nothing_of_what_it_skips(iteration: int, shuffle: bool) -> None:
+def test_resume_loads_nothing_of_what_it_skips(iteration, shuffle):
     # 11 samples by 3: 4 batches an epoch
     saved, whole = captured_at(loader(Indices(11), 3, shuffle=shuffle, seed=4), iteration, epochs=3)
     data = Indices(11)
@@ -94,7 +91,7 @@ def test_resume_loads_nothing_of_what_it_skips(iteration: int, shuffle: bool) ->
     assert data.loaded == torch.cat(whole[iteration:]).tolist()
 
 
-def test_incomplete_last_batch_may_be_dropped() -> None:
+def test_incomplete_last_batch_may_be_dropped():
     saved, whole = captured_at(loader(Indices(11), 3, shuffle=True, drop_last=True), 4)
     rest = resumed_batches(saved, loader(Indices(11), 3, shuffle=True, drop_last=True))
 
@@ -110,7 +107,7 @@ def test_incomplete_last_batch_may_be_dropped() -> None:
         (lambda: loader(Indices(11), 3, shuffle=True, seed=1), "seed 0 in its data, now it is 1"),
     ],
 )
-def test_changed_data_is_refused(changed: Any, message: str) -> None:
+def test_changed_data_is_refused(changed, message):
     saved, _ = captured_at(loader(Indices(11), 3, shuffle=True), 2)
 
     with pytest.raises(ValueError, match=message) as caught:
@@ -118,9 +115,9 @@ def test_changed_data_is_refused(changed: Any, message: str) -> None:
     assert "resume(ignore=['data'])" in str(caught.value)
 
 
-def test_explicit_epoch_length_resumes_in_the_middle_of_a_pass() -> None:
-    def run(trainer: Trainer) -> list[list[int]]:
-        batches: list[list[int]] = []
+def test_explicit_epoch_length_resumes_in_the_middle_of_a_pass():
+    def run(trainer):
+        batches = []
         trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: batches.append(trainer.state.batch.tolist()))
         trainer.run(loader(Indices(10), 2, shuffle=True), max_epochs=4, epoch_length=3)
         return batches
@@ -143,7 +140,7 @@ def test_explicit_epoch_length_resumes_in_the_middle_of_a_pass() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_ranks_share_one_order_without_padding(world_size: int, shuffle: bool) -> None:
+def test_ranks_share_one_order_without_padding(world_size, shuffle):
     single = ResumableSampler(11, shuffle=shuffle, seed=3, rank=0, world_size=1)
     samplers = [
         ResumableSampler(11, shuffle=shuffle, seed=3, rank=rank, world_size=world_size) for rank in range(world_size)
@@ -156,7 +153,7 @@ def test_ranks_share_one_order_without_padding(world_size: int, shuffle: bool) -
     assert shards == [whole[rank::world_size] for rank in range(world_size)]
 
 
-def test_shard_resumes_at_its_position() -> None:
+def test_shard_resumes_at_its_position():
     sampler = ResumableSampler(11, shuffle=True, seed=3, rank=1, world_size=2)
     whole = list(sampler)
     sampler.start = 3
@@ -169,7 +166,7 @@ def test_shard_resumes_at_its_position() -> None:
 # -- randomness -------------------------------------------------------------------------------------------------------
 
 
-def augmented(workers: int, *, epochs: int = 2, saved: Any = None, batch_size: int = 3) -> list[torch.Tensor]:
+def augmented(workers, *, epochs=2, saved=None, batch_size=3):
     data = loader(Augmented(7), batch_size, shuffle=True, seed=9, num_workers=workers)
     trainer, batches = Trainer(note_batch), list[torch.Tensor]()
     if saved is not None:
@@ -179,7 +176,7 @@ def augmented(workers: int, *, epochs: int = 2, saved: Any = None, batch_size: i
     return batches
 
 
-def generators() -> list[float]:
+def generators():
     state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     drawn = [random.random(), float(np.random.rand()), torch.rand(()).item()]
     random.setstate(state[0])
@@ -189,7 +186,7 @@ def generators() -> list[float]:
 
 
 @pytest.mark.row("H6")
-def test_sample_randomness_is_the_same_with_any_number_of_workers() -> None:
+def test_sample_randomness_is_the_same_with_any_number_of_workers():
     before = generators()
     here = augmented(0)
     after = generators()
@@ -202,14 +199,14 @@ def test_sample_randomness_is_the_same_with_any_number_of_workers() -> None:
     assert len({tuple(sample.tolist()[1:]) for sample in samples}) == 14  # 7 samples in each of 2 epochs
 
 
-def test_sample_randomness_depends_on_the_sample_alone() -> None:
+def test_sample_randomness_depends_on_the_sample_alone():
     """Another batch size is another order of work, as another number of ranks is."""
     by_3 = {tuple(sample.tolist()) for sample in torch.cat(augmented(0))}
 
     assert {tuple(sample.tolist()) for sample in torch.cat(augmented(0, batch_size=2))} == by_3
 
 
-def test_workers_leave_the_generators_of_this_process_alone() -> None:
+def test_workers_leave_the_generators_of_this_process_alone():
     before = generators()
     augmented(2)
 
@@ -217,23 +214,23 @@ def test_workers_leave_the_generators_of_this_process_alone() -> None:
 
 
 class AugmentedLate(Indices):
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return torch.tensor([random.random(), np.random.randn()] if index < 20 else [0.0, 0.0])
 
 
 @pytest.mark.parametrize("kind", [Augmented, AugmentedLate])
-def test_stop_that_breaks_into_a_fetch_anywhere_leaves_the_generators_as_they_were(kind: type[Indices]) -> None:
+def test_stop_that_breaks_into_a_fetch_anywhere_leaves_the_generators_as_they_were(kind):
     """A signal's handler may raise where any function begins or ends, so also while the generators are put back."""
-    used: Any = loader(kind(200), batch_size=3).dataset
+    used = loader(kind(200), batch_size=3).dataset
     for first in range(100, 200, 10):  # until it seeds only what was drawn from
         used.__getitems__([(0, index) for index in range(first, first + 10)])
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
     expected = generators()
 
-    def broken_off_at(moment: int) -> bool:
+    def broken_off_at(moment):
         moments, data = 0, copy.deepcopy(used)
 
-        def break_in(frame: Any, *_: Any) -> None:
+        def break_in(frame, *_):
             nonlocal moments
             moments += frame.f_code is not broken_off_at.__code__
             if moments == moment:
@@ -257,7 +254,7 @@ def test_stop_that_breaks_into_a_fetch_anywhere_leaves_the_generators_as_they_we
     assert tried > 60
 
 
-def test_seed_of_sample_randomness_counts() -> None:
+def test_seed_of_sample_randomness_counts():
     first, second = (next(iter(loader(Augmented(4), 4, seed=seed))) for seed in (0, 1))
 
     assert torch.equal(first[:, 0], second[:, 0]) and not (first[:, 1:] == second[:, 1:]).any()
@@ -267,8 +264,8 @@ def test_seed_of_sample_randomness_counts() -> None:
 
 
 @pytest.mark.row("H3")
-def test_plain_loader_is_rebuilt_to_resume_exactly(caplog: pytest.LogCaptureFixture) -> None:
-    def plain(data: Indices) -> DataLoader[Any]:
+def test_plain_loader_is_rebuilt_to_resume_exactly(caplog):
+    def plain(data):
         return DataLoader(data, 3, shuffle=True, collate_fn=torch.tensor)
 
     with caplog.at_level(logging.INFO, logger="ignite_engine.data"):
@@ -284,12 +281,12 @@ def test_plain_loader_is_rebuilt_to_resume_exactly(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_loader_of_single_samples_is_rebuilt_too(shuffle: bool) -> None:
-    def plain(data: Any) -> DataLoader[Any]:
+def test_loader_of_single_samples_is_rebuilt_too(shuffle):
+    def plain(data):
         return DataLoader(data, batch_size=None, shuffle=shuffle)
 
     class Rows(Indices):
-        def __getitem__(self, index: int) -> Any:
+        def __getitem__(self, index):
             return np.array([super().__getitem__(index)] * 2), str(index)
 
     saved, whole = captured_at(plain(Rows(5)), 7)
@@ -301,8 +298,8 @@ def test_loader_of_single_samples_is_rebuilt_too(shuffle: bool) -> None:
     assert sorted(index for _, index in whole[:5]) == [*"01234"] and whole[0][0].shape == (2,)
 
 
-def test_rebuilt_loader_keeps_its_options() -> None:
-    def init(worker: int) -> None: ...
+def test_rebuilt_loader_keeps_its_options():
+    def init(worker): ...
 
     rebuilt = resumable(
         DataLoader(Indices(5), 2, num_workers=2, prefetch_factor=3, drop_last=True, timeout=7, worker_init_fn=init)
@@ -310,7 +307,7 @@ def test_rebuilt_loader_keeps_its_options() -> None:
 
     assert isinstance(rebuilt.sampler, ResumableSampler) and not rebuilt.sampler.shuffle
     assert (rebuilt.num_workers, rebuilt.prefetch_factor, rebuilt.drop_last, rebuilt.timeout) == (2, 3, True, 7)
-    assert rebuilt.worker_init_fn.user is init  # type: ignore[attr-defined]  # wrapped
+    assert rebuilt.worker_init_fn.user is init
     assert len(rebuilt) == 2
 
 
@@ -318,12 +315,12 @@ class Subclass(DataLoader[Any]): ...
 
 
 class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter(range(6))
 
 
 class SizedStream(Stream):
-    def __len__(self) -> int:
+    def __len__(self):
         return 6
 
 
@@ -342,7 +339,7 @@ LEFT_ALONE = {
 
 
 @pytest.mark.parametrize("kind", LEFT_ALONE)
-def test_custom_order_is_left_alone_and_said_to_be_inexact(kind: str) -> None:
+def test_custom_order_is_left_alone_and_said_to_be_inexact(kind):
     data = LEFT_ALONE[kind]()
     trainer = Trainer(note_batch)
     trainer.run(data)
@@ -351,7 +348,7 @@ def test_custom_order_is_left_alone_and_said_to_be_inexact(kind: str) -> None:
     assert trainer.reproducibility() == [f"{kind} keeps no state: its batches are replayed"]
 
 
-def test_loader_of_ours_is_exact() -> None:
+def test_loader_of_ours_is_exact():
     trainer = Trainer(note_batch)
     trainer.run(numbers_loader())
 
@@ -359,14 +356,14 @@ def test_loader_of_ours_is_exact() -> None:
 
 
 class Batches:
-    def __len__(self) -> int:
+    def __len__(self):
         return 4
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter([10, 20, 30, 40])
 
 
-def test_replayed_data_leaves_out_what_was_consumed(caplog: pytest.LogCaptureFixture) -> None:
+def test_replayed_data_leaves_out_what_was_consumed(caplog):
     saved, _ = captured_at(Batches(), 6)
     with caplog.at_level(logging.WARNING, logger="ignite_engine.data"):
         rest = resumed_batches(saved, Batches())
@@ -375,8 +372,8 @@ def test_replayed_data_leaves_out_what_was_consumed(caplog: pytest.LogCaptureFix
     assert "the 2 batches that were consumed are loaded again and skipped" in caplog.text
 
 
-def test_batch_size_may_change_with_the_ranks_where_the_global_batch_stays() -> None:
-    def resumed(ranks: int, batch_size: int, steps: int = 1) -> DataSource:
+def test_batch_size_may_change_with_the_ranks_where_the_global_batch_stays():
+    def resumed(ranks, batch_size, steps=1):
         before = DataSource(numbers_loader(24, batch_size), steps)
         before.consumed(2)
         now = DataSource(numbers_loader(24, 4), 2)
@@ -397,46 +394,46 @@ def test_batch_size_may_change_with_the_ranks_where_the_global_batch_stays() -> 
 class StatefulNumbers:
     """A loader that saves its own position, and draws from the global generator at the start of a pass."""
 
-    def __init__(self, count: int, *, sized: bool) -> None:
+    def __init__(self, count, *, sized):
         self.count, self.next, self.epochs = count, 0, list[int]()
         if sized and type(self) is StatefulNumbers:
             self.__class__ = SizedStatefulNumbers
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         torch.rand(())  # as a DataLoader does
         return self._rest()
 
-    def _rest(self) -> Iterator[Any]:
+    def _rest(self):
         while self.next < self.count:
             self.next += 1
             inputs = torch.full((2, 3), float(self.next))
             yield inputs, inputs[:, :1]
         self.next = 0
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self.epochs.append(epoch)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"next": self.next}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.next = state["next"]
 
 
 class SizedStatefulNumbers(StatefulNumbers):
-    def __len__(self) -> int:
+    def __len__(self):
         return self.count
 
 
 @pytest.mark.row("D13")
 @pytest.mark.parametrize("sized", [True, False])
-def test_loader_with_a_state_of_its_own_resumes_at_every_edge(sized: bool) -> None:
-    def make() -> Trainer:
+def test_loader_with_a_state_of_its_own_resumes_at_every_edge(sized):
+    def make():
         torch.manual_seed(0)
         return trainer_of(linear(dropout=True))
 
-    def run(trainer: Trainer) -> tuple[list[Any], list[int], Any]:
-        seen: list[Any] = []
+    def run(trainer):
+        seen = []
         data = StatefulNumbers(4, sized=sized)
         trainer.add_event_handler(
             Events.ITERATION_COMPLETED, lambda: seen.append((trainer.state.epoch, trainer.state.batch[0][0, 0].item()))
@@ -466,11 +463,11 @@ def test_loader_with_a_state_of_its_own_resumes_at_every_edge(sized: bool) -> No
 class Prompt(SizedStatefulNumbers):
     """Taken up at the end of a pass, it begins the next one at once."""
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.next = state["next"] % self.count
 
 
-def test_loader_that_begins_the_next_pass_at_once_is_counted_right() -> None:
+def test_loader_that_begins_the_next_pass_at_once_is_counted_right():
     saved, _ = captured_at(Prompt(4, sized=True), 4, epochs=3)
     trainer, seen = Trainer(note_batch), list[Any]()
     trainer.registry.load(saved, source="memory")
@@ -487,9 +484,9 @@ def test_loader_that_begins_the_next_pass_at_once_is_counted_right() -> None:
     ]
 
 
-def test_unsized_data_resumes_at_every_edge() -> None:
-    def run(trainer: Trainer) -> list[tuple[int, float]]:
-        seen: list[tuple[int, float]] = []
+def test_unsized_data_resumes_at_every_edge():
+    def run(trainer):
+        seen = []
         trainer.add_event_handler(
             Events.ITERATION_COMPLETED, lambda: seen.append((trainer.state.epoch, trainer.state.batch.item()))
         )
@@ -512,20 +509,20 @@ def test_unsized_data_resumes_at_every_edge() -> None:
 class Generated:
     """Passes of 3, 5 and 2 batches, each a function of the pass's number."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.number = 0
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self.number = epoch
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self):
         data = Passes(3, 5, 2)
         data.passes = self.number
         return iter(data)
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_loader_whose_workers_were_ended_gives_new_ones(persistent: bool) -> None:
+def test_loader_whose_workers_were_ended_gives_new_ones(persistent):
     data = loader(Indices(8), 2, num_workers=1, persistent_workers=persistent)
     source = DataSource(data, None)
     assert next(iter(source)).tolist() == [0, 1]
@@ -540,7 +537,7 @@ def test_loader_whose_workers_were_ended_gives_new_ones(persistent: bool) -> Non
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_loaded_is_refused() -> None:
+def test_what_cannot_be_loaded_is_refused():
     with pytest.raises(TypeError, match="needs a dataset with __len__ and __getitem__, got Stream"):
         loader(Stream(), 2)
     with pytest.raises(TypeError, match="needs a dataset with __len__ and __getitem__, got SizedStream"):
@@ -555,17 +552,17 @@ def test_what_cannot_be_loaded_is_refused() -> None:
         loader(Indices(0), 2)
 
 
-def test_collate_fn_and_worker_init_fn_are_the_users() -> None:
+def test_collate_fn_and_worker_init_fn_are_the_users():
     assert list(loader(Indices(5), 2, collate_fn=sum)) == [1, 5, 4]
 
 
-def test_numbers_are_loaded_once_each() -> None:
+def test_numbers_are_loaded_once_each():
     data = Numbers(5)
     list(loader(data, 2))
 
     assert data.loaded == [0, 1, 2, 3, 4]
 
 
-def test_number_in_the_place_of_a_dataset_is_refused() -> None:
+def test_number_in_the_place_of_a_dataset_is_refused():
     with pytest.raises(ValueError, match=r"must have samples along its first dimension, got Tensor \[\] float32\.$"):
         loader(torch.tensor(1.0), 2)

@@ -1,47 +1,43 @@
 """Batches that cannot be read: the run ends with the true error, or leaves them out and says how many."""
 
-from __future__ import annotations
-
 import copy
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ignite.engine import Events
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ignite_engine import Trainer, TrainingEvents, Update, loader
 from ignite_engine.errors import PeerFailed
-from tests.builders import linear, one
+from tests.kit.tiny import linear, one
 from tests.ranks.forkserver import on_ranks
 
 
 class Broken(Dataset[Any]):
     """Sample i is ``(i, features)``; those of ``bad`` cannot be read."""
 
-    def __init__(self, count: int, *bad: int) -> None:
+    def __init__(self, count, *bad):
         self.count, self.bad = count, bad
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.count
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         if index in self.bad:
             raise OSError(5, f"sample {index} is damaged")
         return index, torch.tensor([(index * k % 7) / 7 - 0.5 for k in (1, 2, 3)])
 
 
-def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+def loss_fn(model, batch):
     ids, inputs = batch
     return (model(inputs).squeeze(1) - ids.remainder(5) / 5).square().mean()
 
 
-def trainer_of(limit: int, steps: int | None = None, *, weighted: bool = False) -> tuple[Trainer, list[Any]]:
+def trainer_of(limit, steps=None, *, weighted=False):
     """Its list gets ``(epoch, samples of each micro-batch that counts)`` of every update."""
     model = linear()
     wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
@@ -50,7 +46,7 @@ def trainer_of(limit: int, steps: int | None = None, *, weighted: bool = False) 
     trainer, seen = Trainer(update, steps, max_read_errors=limit), list[Any]()
 
     @trainer.on(Events.ITERATION_COMPLETED)
-    def note() -> None:
+    def note():
         group = trainer.state.batch if steps else [trainer.state.batch]
         real = group[: len(group) - trainer.state.padding]
         seen.append((trainer.state.epoch, [ids.tolist() for ids, _ in real]))
@@ -58,11 +54,11 @@ def trainer_of(limit: int, steps: int | None = None, *, weighted: bool = False) 
     return trainer, seen
 
 
-def weights(trainer: Trainer) -> Tensor:
-    return one(trainer.update.model).clone()  # type: ignore[attr-defined]  # an Update
+def weights(trainer):
+    return one(trainer.update.model).clone()
 
 
-def test_by_default_the_run_ends_with_the_error() -> None:
+def test_by_default_the_run_ends_with_the_error():
     trainer, seen = trainer_of(0)
     with pytest.raises(OSError, match="sample 4 is damaged"):
         trainer.run(loader(Broken(10, 4), 2), max_epochs=1)
@@ -72,7 +68,7 @@ def test_by_default_the_run_ends_with_the_error() -> None:
 @pytest.mark.row("H5")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("bad", [0, 4, 9], ids=["first", "middle", "last"])
-def test_batch_that_cannot_be_read_is_left_out(bad: int, workers: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_batch_that_cannot_be_read_is_left_out(bad, workers, caplog):
     trainer, seen = trainer_of(4)
     events = list[tuple[int, int]]()
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: events.append((trainer.state.epoch, len(seen))))
@@ -87,14 +83,14 @@ def test_batch_that_cannot_be_read_is_left_out(bad: int, workers: int, caplog: p
     assert lines[0].startswith(f"A batch at iteration {bad // 2 + 1} cannot be read and is left out (1 of at most 4): ")
 
 
-def test_one_more_than_the_limit_ends_the_run() -> None:
+def test_one_more_than_the_limit_ends_the_run():
     trainer, seen = trainer_of(2)
     with pytest.raises(OSError, match="sample 6 is damaged"):
         trainer.run(loader(Broken(10, 0, 4, 6), 2), max_epochs=1)
     assert (len(seen), trainer.state.read_errors) == (1, 1), "what is not consumed is not counted"
 
 
-def test_group_is_what_is_left_of_it() -> None:
+def test_group_is_what_is_left_of_it():
     """Its mean is over what was read; a group of which nothing was is no iteration."""
     trainer, seen = trainer_of(9, steps=2)
     state = trainer.run(loader(Broken(14, 2, 4, 7, 13), 2), max_epochs=1)
@@ -107,13 +103,13 @@ def test_group_is_what_is_left_of_it() -> None:
 class Reader:
     """Own iteration: ``next`` can be called again after an error."""
 
-    def __init__(self, count: int, bad: int) -> None:
+    def __init__(self, count, bad):
         self.count, self.bad, self.at = count, bad, 0
 
-    def __iter__(self) -> Reader:
+    def __iter__(self):
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self):
         self.at += 1
         if self.at > self.count:
             self.at = 0
@@ -124,12 +120,12 @@ class Reader:
 
 
 class Generated(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self):
         yield torch.zeros(1)
         raise OSError("damaged")
 
 
-def test_data_that_ends_with_its_error_raises_it() -> None:
+def test_data_that_ends_with_its_error_raises_it():
     for data in (DataLoader(Generated(), 1), iter(Generated()), DataLoader(Generated(), 1, num_workers=1)):
         with pytest.raises(OSError, match="damaged"):
             Trainer(lambda engine, batch: None, max_read_errors=5).run(data, max_epochs=1)
@@ -138,12 +134,12 @@ def test_data_that_ends_with_its_error_raises_it() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"steps": 2}, {"steps": 3, "weighted": True}, {"stateful": True}], ids=str)
-def test_resumed_anywhere_it_ends_with_the_same_bits(options: dict[str, Any]) -> None:
+def test_resumed_anywhere_it_ends_with_the_same_bits(options):
     stateful = options.pop("stateful", False)
 
-    def data() -> Any:
+    def data():
         if stateful:
-            from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+            from torchdata.stateful_dataloader import StatefulDataLoader
 
             return StatefulDataLoader(Broken(21, 2, 3, 4, 20), 2)
         return loader(Broken(21, 2, 3, 4, 20), 2, shuffle=True)
@@ -152,7 +148,7 @@ def test_resumed_anywhere_it_ends_with_the_same_bits(options: dict[str, Any]) ->
     saved = list[Any]()
 
     @trainer.on(TrainingEvents.RESUME_POINT)
-    def save() -> None:
+    def save():
         shared, local = trainer.registry.capture()
         saved.append((trainer.state.iteration, copy.deepcopy({**shared, **local})))
 
@@ -168,10 +164,10 @@ def test_resumed_anywhere_it_ends_with_the_same_bits(options: dict[str, Any]) ->
         assert torch.equal(weights(resumed), weights(trainer))
 
 
-def test_settings_that_cannot_be_are_refused() -> None:
+def test_settings_that_cannot_be_are_refused():
     for limit in (-1, 1.5, True):
         with pytest.raises(ValueError, match=r"^max_read_errors must be a whole number of at least 0"):
-            Trainer(lambda engine, batch: None, max_read_errors=limit)  # type: ignore[arg-type]  # on purpose
+            Trainer(lambda engine, batch: None, max_read_errors=limit)
     with pytest.raises(ValueError, match=r"^max_read_errors=1 would make"):
         Trainer(lambda engine, batch: None, global_micro_batches=2, max_read_errors=1)
 
@@ -180,15 +176,15 @@ def test_settings_that_cannot_be_are_refused() -> None:
 
 
 class Lines(logging.Handler):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(logging.WARNING)
-        self.lines: list[str] = []
+        self.lines = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         self.lines.append(record.getMessage())
 
 
-PLANS: dict[str, dict[str, Any]] = {
+PLANS = {
     "one by one": {},
     "groups": {"steps": 2},
     "weighted": {"steps": 3, "weighted": True},
@@ -201,13 +197,13 @@ BAD = (0, 1, 2, 3, 11, 19)
 class Owned:
     """Every third sample, a batch each; where it is in its pass is its own state."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank):
         self.rank, self.next, self.samples = rank, 0, Broken(23, *BAD)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self):
         index = 3 * self.next + self.rank
         if index >= 23:
             self.next = 0
@@ -215,14 +211,14 @@ class Owned:
         self.next += 1
         return tuple(torch.as_tensor(each)[None] for each in self.samples[index])
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"next": self.next}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.next = state["next"]
 
 
-def plan_on_ranks(name: str, stop_at: int | None, state: Any) -> dict[str, Any]:
+def plan_on_ranks(name, stop_at, state):
     options = PLANS[name]
     trainer, seen = trainer_of(20, **options)
     if state is not None:
@@ -232,25 +228,25 @@ def plan_on_ranks(name: str, stop_at: int | None, state: Any) -> dict[str, Any]:
     saved = dict[str, Any]()
 
     @trainer.on(Events.ITERATION_COMPLETED)
-    def stop() -> None:
+    def stop():
         if trainer.state.iteration == stop_at:
             trainer.request_stop("here")
             trainer.vote_at_next_boundary()
 
     @trainer.on(TrainingEvents.RESUME_POINT)
-    def save() -> None:
+    def save():
         shared, local = trainer.registry.capture()
         saved.update(copy.deepcopy({**shared, **local}) if trainer.state.stopping else {})
 
-    data: Any = Owned(dist.get_rank()) if name == OWN else loader(Broken(23, *BAD), 1)
+    data = Owned(dist.get_rank()) if name == OWN else loader(Broken(23, *BAD), 1)
     state = trainer.run(data, max_epochs=2)
     logging.getLogger("ignite_engine.data.read_errors").removeHandler(logged)
     report = {"seen": seen, "weights": weights(trainer), "count": state.read_errors, "lines": logged.lines}
     return report | {"saved": saved, "iteration": state.iteration}
 
 
-def _rank(rank: int, folder: str) -> None:
-    reports: dict[str, Any] = {}
+def _rank(rank, folder):
+    reports = {}
     for name in PLANS:
         reports[name] = plan_on_ranks(name, None, None)
         first = plan_on_ranks(name, 2, None)
@@ -265,7 +261,7 @@ def _rank(rank: int, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def reports(tmp_path_factory):
     folder = tmp_path_factory.mktemp("read_errors")
     on_ranks(3, _rank, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(3)]
@@ -274,7 +270,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", PLANS)
-def test_ranks_leave_the_same_out_and_stay_in_step(reports: list[dict[str, Any]], name: str) -> None:
+def test_ranks_leave_the_same_out_and_stay_in_step(reports, name):
     """Of samples 0, 1 and 2 no rank has anything to train on: with a batch of one that is no iteration."""
     ranks = [report[name] for report in reports]
     seen = [(epoch, each) for report in ranks for epoch, batches in report["seen"] for (each,) in batches]
@@ -301,7 +297,7 @@ def test_ranks_leave_the_same_out_and_stay_in_step(reports: list[dict[str, Any]]
         assert report[f"{name}, resumed"]["count"] == 2 * len(BAD)
 
 
-def by_hand(updates: list[list[int]]) -> Tensor:
+def by_hand(updates):
     """The weights of a loop that takes the mean over the samples of each update."""
     model, whole = linear(), Broken(23)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -315,7 +311,7 @@ def by_hand(updates: list[list[int]]) -> Tensor:
 
 @pytest.mark.row("H5")
 @pytest.mark.distributed
-def test_on_another_number_of_ranks_each_sample_comes_once(reports: list[dict[str, Any]]) -> None:
+def test_on_another_number_of_ranks_each_sample_comes_once(reports):
     for name in PLANS.keys() - {OWN}:
         first = [report[f"{name}, stopped"] for report in reports]
         rest = plan_on_ranks(name, None, first[0]["saved"])
@@ -325,7 +321,7 @@ def test_on_another_number_of_ranks_each_sample_comes_once(reports: list[dict[st
 
 
 @pytest.mark.distributed
-def test_error_beyond_the_limit_is_named_on_every_rank(reports: list[dict[str, Any]]) -> None:
+def test_error_beyond_the_limit_is_named_on_every_rank(reports):
     peers = ("PeerFailed: Rank 1 failed, reading its data: sample 10 is damaged", 3)
     own = ("OSError: [Errno 5] sample 10 is damaged", 3)
     assert [report["too many"] for report in reports] == [peers, own, peers]

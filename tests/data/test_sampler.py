@@ -1,10 +1,7 @@
 """The order of samples and what their random numbers depend on, below the loader."""
 
-from __future__ import annotations
-
 import random
 import tracemalloc
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,34 +15,34 @@ from ignite_engine.data import ResumableSampler, SeededDataset
 class Reads(Dataset[Any]):
     """Samples of an index and a random number, read alone or many at once; counts the reads."""
 
-    def __init__(self) -> None:
-        self.reads: list[int] = []
+    def __init__(self):
+        self.reads = []
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 7
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         self.reads.append(1)
         return index, random.random()
 
 
 class ReadsBatches(Reads):
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+    def __getitems__(self, indices):
         self.reads.append(len(indices))
         return [(index, random.random()) for index in indices]
 
 
 class ReadsBatchesOnly(ReadsBatches):
-    __getitem__ = None  # type: ignore[assignment]  # as if it were not there
+    __getitem__ = None
 
 
-def batches(dataset: Any, **options: Any) -> list[Any]:
+def batches(dataset, **options):
     return [(indices.tolist(), drawn.tolist()) for indices, drawn in loader(dataset, shuffle=True, seed=3, **options)]
 
 
 @pytest.mark.parametrize("kind", [ReadsBatches, ReadsBatchesOnly])
 @pytest.mark.parametrize("plain", [False, True])
-def test_dataset_that_reads_batches_is_asked_for_batches(kind: type[Reads], plain: bool) -> None:
+def test_dataset_that_reads_batches_is_asked_for_batches(kind, plain):
     dataset = kind()
     data = DataLoader(dataset, batch_size=3) if plain else loader(dataset, 3)
     Trainer(lambda engine, batch: None).run(data)
@@ -53,7 +50,7 @@ def test_dataset_that_reads_batches_is_asked_for_batches(kind: type[Reads], plai
     assert dataset.reads == [3, 3, 1]
 
 
-def test_random_numbers_of_a_dataset_that_reads_batches_do_not_depend_on_the_workers() -> None:
+def test_random_numbers_of_a_dataset_that_reads_batches_do_not_depend_on_the_workers():
     alone = batches(ReadsBatches(), batch_size=3)
 
     assert batches(ReadsBatches(), batch_size=3, num_workers=2) == alone
@@ -62,10 +59,10 @@ def test_random_numbers_of_a_dataset_that_reads_batches_do_not_depend_on_the_wor
 
 
 class UsesUpItsKeys(Reads):
-    def __len__(self) -> int:
+    def __len__(self):
         return 120
 
-    def __getitems__(self, keys: list[int]) -> list[Any]:
+    def __getitems__(self, keys):
         made = []
         while keys:
             key = keys.pop(0)
@@ -73,12 +70,12 @@ class UsesUpItsKeys(Reads):
         return made
 
 
-def test_batch_that_is_read_again_is_asked_for_the_same_samples() -> None:
+def test_batch_that_is_read_again_is_asked_for_the_same_samples():
     read = [each for batch in loader(UsesUpItsKeys(), 5, collate_fn=list) for each in batch]
     assert [key for key, _ in read] == [*range(120)]
 
 
-def test_subset_keeps_the_random_numbers_of_each_sample() -> None:
+def test_subset_keeps_the_random_numbers_of_each_sample():
     """Torch's Subset has ``__getitems__`` whatever it is a subset of."""
     whole, part = Reads(), Subset(Reads(), range(7))
     by_3 = {pair for indices, drawn in batches(part, batch_size=3) for pair in zip(indices, drawn, strict=True)}
@@ -90,20 +87,20 @@ def test_subset_keeps_the_random_numbers_of_each_sample() -> None:
     assert batches(nested, batch_size=3) == batches(ReadsBatches(), batch_size=3)
 
 
-def test_single_sample_is_a_batch_of_one() -> None:
+def test_single_sample_is_a_batch_of_one():
     data = SeededDataset(Reads(), list, seed=1)
 
     assert data[(0, 4)] == data.__getitems__([(0, 4)]) and data[(0, 4)] != data[(1, 4)]
     assert len(data) == 7
 
 
-def test_length_may_be_given_as_a_number() -> None:
+def test_length_may_be_given_as_a_number():
     sampler = ResumableSampler(5, shuffle=False, seed=0, rank=1, world_size=2)
 
     assert list(sampler) == [(0, 1), (0, 3)] and len(sampler) == 2
 
 
-def test_loader_that_is_iterated_by_hand_sees_what_was_added() -> None:
+def test_loader_that_is_iterated_by_hand_sees_what_was_added():
     data = list(range(4))
     batches = loader(data, 2)
     assert len(list(batches)) == 2
@@ -112,7 +109,7 @@ def test_loader_that_is_iterated_by_hand_sees_what_was_added() -> None:
     assert torch.cat(list(batches)).tolist() == data
 
 
-def test_stopped_run_leaves_the_loader_at_its_first_sample() -> None:
+def test_stopped_run_leaves_the_loader_at_its_first_sample():
     trainer = Trainer(lambda engine, batch: engine.terminate())
     data = loader(list(range(4)))
     trainer.run(data)
@@ -120,7 +117,7 @@ def test_stopped_run_leaves_the_loader_at_its_first_sample() -> None:
     assert torch.cat(list(data)).tolist() == [0, 1, 2, 3]
 
 
-def test_order_of_a_large_pass_is_not_a_list_of_numbers() -> None:
+def test_order_of_a_large_pass_is_not_a_list_of_numbers():
     """A Python number takes 32 bytes and its place in a list 8: of 400,000 samples 16 MB."""
     sampler = ResumableSampler(400_000, shuffle=True, seed=3, rank=0, world_size=2)
     tracemalloc.start()
@@ -134,12 +131,12 @@ def test_order_of_a_large_pass_is_not_a_list_of_numbers() -> None:
 
 
 class HasNoNext(Reads):
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return next(iter([index] if index != 4 else []))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_stop_iteration_of_a_sample_or_of_a_collate_function_is_an_error(workers: int) -> None:
+def test_stop_iteration_of_a_sample_or_of_a_collate_function_is_an_error(workers):
     """Else it would end the pass, and the epoch be filled from another one."""
     trainer = Trainer(lambda engine, batch: None)
     with pytest.raises(RuntimeError, match=r"HasNoNext\[4\] raised StopIteration, which would end the pass"):

@@ -1,17 +1,13 @@
 """The source that a Trainer iterates: its length, its position, the order of a user's own loader, its end."""
 
-from __future__ import annotations
-
 import copy
 import multiprocessing
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ignite.engine import Engine, Events
+from ignite.engine import Events
 from ignite.metrics import Average
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorDataset, WeightedRandomSampler
@@ -23,25 +19,25 @@ from ignite_engine.data.source import DataSource
 from ignite_engine.data.workers import end_workers
 from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import Checkpoint, Evaluation
-from tests.builders import Numbers, on_two_ranks, trainer_of, weights
+from tests.kit.tiny import Numbers, on_two_ranks, trainer_of, weights
 from tests.search.resume_data import RewoundLoader
 
 
-def keep_batch(engine: Engine, batch: Any) -> Any:
+def keep_batch(engine, batch):
     return batch
 
 
-def trainer_with_batches(accumulation_steps: int | None = None) -> tuple[Trainer, list[Any]]:
+def trainer_with_batches(accumulation_steps=None):
     trainer, batches = Trainer(keep_batch, accumulation_steps), list[Any]()
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: batches.append(trainer.state.batch))
     return trainer, batches
 
 
-def save_everywhere(trainer: Trainer) -> list[tuple[int, dict[str, Any]]]:
+def save_everywhere(trainer):
     """Gets the iteration and all that a checkpoint would hold, at each step boundary from now on."""
-    saved: list[tuple[int, dict[str, Any]]] = []
+    saved = []
 
-    def save() -> None:
+    def save():
         shared, local = trainer.registry.capture()
         saved.append((trainer.state.iteration, copy.deepcopy({**shared, **local})))
 
@@ -52,13 +48,13 @@ def save_everywhere(trainer: Trainer) -> list[tuple[int, dict[str, Any]]]:
 class Growing(Dataset[int]):
     """Its samples are their indices; there may be more of them later."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         self.count = count
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.count
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         return index
 
 
@@ -67,7 +63,7 @@ class Growing(Dataset[int]):
 
 @pytest.mark.parametrize("make", [DataLoader, loader], ids=["plain", "ours"])
 @pytest.mark.parametrize(("count", "lengths"), [(9, [2, 3, 3]), (3, [2, 1, 1])], ids=["grows", "shrinks"])
-def test_length_is_read_again_at_each_pass(make: Any, count: int, lengths: list[int]) -> None:
+def test_length_is_read_again_at_each_pass(make, count, lengths):
     dataset = Growing(6)
     data = make(dataset, batch_size=3, shuffle=True)
     trainer, batches = trainer_with_batches()
@@ -81,8 +77,8 @@ def test_length_is_read_again_at_each_pass(make: Any, count: int, lengths: list[
     assert [sorted(each.tolist()) for each in passes] == [list(range(each)) for each in (6, count, count)]
 
 
-def test_growing_dataset_is_resumed_at_each_boundary() -> None:
-    def run(dataset: Growing, saved: Any = None) -> tuple[list[Any], Any]:
+def test_growing_dataset_is_resumed_at_each_boundary():
+    def run(dataset, saved=None):
         trainer, batches = trainer_with_batches()
         trainer.add_event_handler(Events.EPOCH_COMPLETED(once=1), lambda: setattr(dataset, "count", 9))
         if saved is not None:
@@ -98,7 +94,7 @@ def test_growing_dataset_is_resumed_at_each_boundary() -> None:
         assert rest == whole[iteration:], iteration
 
 
-def test_epoch_length_that_was_given_stays() -> None:
+def test_epoch_length_that_was_given_stays():
     dataset = Growing(6)
     trainer, batches = trainer_with_batches()
     trainer.add_event_handler(Events.EPOCH_COMPLETED(once=1), lambda: setattr(dataset, "count", 12))
@@ -113,45 +109,45 @@ def test_epoch_length_that_was_given_stays() -> None:
 class Shuffled(Sampler[int]):
     """An order that is a function of the epoch, as that of DistributedSampler."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         self.count, self.epoch = count, -1
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self.epoch = epoch
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.count
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter(torch.randperm(self.count, generator=torch.Generator().manual_seed(self.epoch)).tolist())
 
 
 class ShuffledBatches(BatchSampler):
-    def __init__(self, sampler: Any) -> None:
+    def __init__(self, sampler):
         super().__init__(sampler, 2, drop_last=False)
         self.epoch = -1
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self.epoch = epoch
 
 
 class Wrapped(Sampler[int]):
     """A sampler in a sampler, as accelerate's and lightning's wrap the user's."""
 
-    def __init__(self, sampler: Any) -> None:
+    def __init__(self, sampler):
         self.sampler = sampler
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter(self.sampler)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.sampler)
 
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("stateful", [False, True])
-def test_epoch_reaches_the_batch_sampler_and_every_sampler_in_it(nested: bool, stateful: bool) -> None:
-    from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+def test_epoch_reaches_the_batch_sampler_and_every_sampler_in_it(nested, stateful):
+    from torchdata.stateful_dataloader import StatefulDataLoader
 
     kind = StatefulDataLoader if stateful else DataLoader
     sampler = Shuffled(6)
@@ -171,10 +167,10 @@ def test_epoch_reaches_the_batch_sampler_and_every_sampler_in_it(nested: bool, s
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("steps", [None, 2])
-def test_generator_that_the_loader_shares_with_its_sampler_is_resumed(workers: int, steps: int | None) -> None:
+def test_generator_that_the_loader_shares_with_its_sampler_is_resumed(workers, steps):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    def run(seed: int, saved: Any = None) -> tuple[list[Any], list[Any]]:
+    def run(seed, saved=None):
         own = torch.Generator().manual_seed(seed)
         data = StatefulDataLoader(TensorDataset(torch.arange(5)), 1, shuffle=True, generator=own, num_workers=workers)
         trainer, batches = trainer_with_batches(steps)
@@ -206,11 +202,11 @@ class Bare:
 
     batch_size = None
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self):
         return iter(torch.arange(3))
 
 
-def test_loader_without_a_batch_sampler_is_reported_as_replayed() -> None:
+def test_loader_without_a_batch_sampler_is_reported_as_replayed():
     trainer, batches = trainer_with_batches()
     trainer.run(Bare(), max_epochs=1)
 
@@ -218,9 +214,7 @@ def test_loader_without_a_batch_sampler_is_reported_as_replayed() -> None:
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_listed_batches_are_exact_and_resumed_without_a_warning(
-    kind: type[list[Tensor] | tuple[Tensor, ...]], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_listed_batches_are_exact_and_resumed_without_a_warning(kind, tmp_path, caplog):
     seen = list[Tensor]()
     for until in (2, 6):
         trainer, batches = trainer_with_batches()
@@ -237,12 +231,12 @@ def test_listed_batches_are_exact_and_resumed_without_a_warning(
 
 
 class Empty:
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self):
         return iter(())
 
 
 class EmptySized(Empty):
-    def __len__(self) -> int:
+    def __len__(self):
         return 0
 
 
@@ -250,7 +244,7 @@ class EmptySized(Empty):
     "data", [Empty(), EmptySized(), [], DataLoader(Growing(0))], ids=lambda data: type(data).__name__
 )
 @pytest.mark.parametrize("epoch_length", [None, 4])
-def test_data_without_a_batch_is_an_error_and_counts_nothing(data: Any, epoch_length: int | None) -> None:
+def test_data_without_a_batch_is_an_error_and_counts_nothing(data, epoch_length):
     trainer, batches = trainer_with_batches()
     for _ in range(3):  # each restart is the first run again
         with pytest.raises(ValueError, match=r"zero size|no batch"):
@@ -264,7 +258,7 @@ def test_data_without_a_batch_is_an_error_and_counts_nothing(data: Any, epoch_le
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_other_shuffle_is_refused(shuffle: bool) -> None:
+def test_other_shuffle_is_refused(shuffle):
     trainer, _ = trainer_with_batches()
     saved = save_everywhere(trainer)
     trainer.run(loader(Growing(6), 2, shuffle=shuffle), max_epochs=1)
@@ -282,12 +276,12 @@ def test_other_shuffle_is_refused(shuffle: bool) -> None:
 @pytest.mark.parametrize("own_generator", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["stateful", "ours"])
-def test_evaluation_over_the_training_loader_leaves_no_trace(kind: str, workers: int, own_generator: bool) -> None:
+def test_evaluation_over_the_training_loader_leaves_no_trace(kind, workers, own_generator):
     """Within an epoch and at its end: the same batches as without it, and as in a resumed run."""
 
-    def run(evaluate: bool, saved: Any = None) -> tuple[list[Any], list[Any]]:
+    def run(evaluate, saved=None):
         torch.manual_seed(3)
-        options: dict[str, Any] = {"shuffle": True, "num_workers": workers}
+        options = {"shuffle": True, "num_workers": workers}
         if own_generator and kind == "stateful":
             options["generator"] = torch.Generator().manual_seed(4)
         data = KINDS[kind](Growing(6), 2, **options)
@@ -323,7 +317,7 @@ def test_evaluation_over_the_training_loader_leaves_no_trace(kind: str, workers:
 class Subclass(DataLoader[Any]): ...
 
 
-def stateful(*arguments: Any, **options: Any) -> Any:
+def stateful(*arguments, **options):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     return StatefulDataLoader(*arguments, **options)
@@ -335,13 +329,13 @@ KINDS = {"ours": loader, "plain": DataLoader, "subclass": Subclass, "stateful": 
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True], ids=["completes", "fails"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_loader_workers_end_with_the_run(kind: str, fails: bool) -> None:
+def test_loader_workers_end_with_the_run(kind, fails):
     before = set(multiprocessing.active_children())
     trainer, batches = trainer_with_batches()
     if fails:
         handler = trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: 1 / 0)
     data = KINDS[kind](Growing(8), 2, num_workers=2)
-    error: BaseException | None = None
+    error = None
     try:
         trainer.run(data, max_iters=3)
     except ZeroDivisionError as raised:
@@ -355,7 +349,7 @@ def test_loader_workers_end_with_the_run(kind: str, fails: bool) -> None:
     assert not set(multiprocessing.active_children()) - before
 
 
-def test_loader_workers_end_with_a_pass_that_is_dealt_out() -> None:
+def test_loader_workers_end_with_a_pass_that_is_dealt_out():
     source = source_of(loader(Growing(8), 2, num_workers=1), None, global_micro_batches=2)
     source.agree_lengths()
 
@@ -363,7 +357,7 @@ def test_loader_workers_end_with_a_pass_that_is_dealt_out() -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_persistent_workers_outlive_the_run() -> None:
+def test_persistent_workers_outlive_the_run():
     before = set(multiprocessing.active_children())
     trainer, _ = trainer_with_batches()
     data = loader(Growing(8), 2, num_workers=1, persistent_workers=True)
@@ -375,10 +369,10 @@ def test_persistent_workers_outlive_the_run() -> None:
     end_workers(data._iterator, data)
 
 
-def test_generators_of_the_loader_are_loaded_with_the_position() -> None:
+def test_generators_of_the_loader_are_loaded_with_the_position():
     """An evaluation over the same loader at STARTED draws from them before the pass is opened."""
 
-    def source() -> DataSource:
+    def source():
         torch.manual_seed(0)
         return DataSource(KINDS["stateful"](Growing(6), 2, shuffle=True), None)
 
@@ -395,7 +389,7 @@ def test_generators_of_the_loader_are_loaded_with_the_position() -> None:
     )
 
 
-def test_an_evaluation_before_the_first_batch_reads_the_pass_that_was_saved() -> None:
+def test_an_evaluation_before_the_first_batch_reads_the_pass_that_was_saved():
     """An interrupted evaluation over the training data is done again when the run is resumed, before a pass is open."""
     order = Shuffled(4)
     for data, current in (
@@ -414,21 +408,21 @@ def test_an_evaluation_before_the_first_batch_reads_the_pass_that_was_saved() ->
 class Proxy:
     """Each attribute of it is another proxy."""
 
-    def __getattr__(self, name: str) -> Proxy:
+    def __getattr__(self, name):
         return Proxy()
 
-    def __call__(self, *arguments: object) -> Proxy:
+    def __call__(self, *arguments):
         return Proxy()
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter([1, 2, 3])
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 3
 
 
 @pytest.mark.timeout(60)
-def test_run_over_data_that_answers_every_attribute_ends() -> None:
+def test_run_over_data_that_answers_every_attribute_ends():
     trainer, batches = trainer_with_batches()
 
     trainer.run(Proxy(), max_epochs=2)
@@ -439,20 +433,20 @@ def test_run_over_data_that_answers_every_attribute_ends() -> None:
 class Wrapping(Sampler[int]):
     """Tells the sampler inside which pass is read only where it is told itself."""
 
-    def __init__(self, sampler: Any) -> None:
+    def __init__(self, sampler):
         self.sampler, self.passes = sampler, list[int]()
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self.passes.append(epoch)
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter(self.sampler)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.sampler)
 
 
-def test_samplers_within_samplers_are_told_the_pass_once_each() -> None:
+def test_samplers_within_samplers_are_told_the_pass_once_each():
     inner = Wrapping(range(4))
     middle = Wrapping(inner)
     outer = Wrapping(middle)
@@ -463,8 +457,8 @@ def test_samplers_within_samplers_are_told_the_pass_once_each() -> None:
     assert inner.passes == middle.passes == outer.passes == [0, 1]
 
 
-def test_sampler_that_draws_another_order_than_before_is_a_reason() -> None:
-    def run(weights: list[float], saved: Any = None) -> tuple[list[Any], bool]:
+def test_sampler_that_draws_another_order_than_before_is_a_reason():
+    def run(weights, saved=None):
         trainer, _ = trainer_with_batches()
         if saved is not None:
             trainer.registry.load(saved, source="memory")
@@ -480,20 +474,20 @@ def test_sampler_that_draws_another_order_than_before_is_a_reason() -> None:
 class Curriculum(Sampler[int]):
     """Two samples more in each epoch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.epoch = 0
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self.epoch = epoch
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 4 + 2 * self.epoch
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter(range(len(self)))
 
 
-CURRICULA: dict[str, Any] = {
+CURRICULA = {
     "loader": lambda data: loader(data, 2, sampler=Curriculum()),
     "DataLoader": lambda data: DataLoader(data, 2, sampler=Curriculum()),
     "batch sampler": lambda data: DataLoader(data, batch_sampler=BatchSampler(Curriculum(), 2, drop_last=False)),
@@ -502,8 +496,8 @@ CURRICULA: dict[str, Any] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CURRICULA)
-def test_epochs_of_a_sampler_that_grows_have_their_own_length_also_where_it_resumes(tmp_path: Path, kind: str) -> None:
-    def run(folder: Path | None, stop_at: int | None = None, again: bool = False) -> tuple[list[int], Tensor]:
+def test_epochs_of_a_sampler_that_grows_have_their_own_length_also_where_it_resumes(tmp_path, kind):
+    def run(folder, stop_at=None, again=False):
         trainer, ends = trainer_of(), list[int]()
         trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: ends.append(trainer.state.iteration))
         if folder is not None:
@@ -533,7 +527,7 @@ def test_epochs_of_a_sampler_that_grows_have_their_own_length_also_where_it_resu
     [(Events.ITERATION_COMPLETED(once=3), [4, 2, 7, 12]), (Events.EPOCH_STARTED(once=1), [2, 2, 5, 9])],
 )
 @pytest.mark.parametrize("kind", CURRICULA)
-def test_pass_after_a_terminated_one_has_its_own_length(kind: str, event: Any, expected: list[int]) -> None:
+def test_pass_after_a_terminated_one_has_its_own_length(kind, event, expected):
     """The length that the second run starts with, and the iterations at which the epochs end."""
     trainer, ends, data = trainer_of(), list[int](), CURRICULA[kind](Numbers(10))
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: ends.append(trainer.state.iteration))
@@ -544,27 +538,27 @@ def test_pass_after_a_terminated_one_has_its_own_length(kind: str, event: Any, e
     assert ends == expected and trainer.state.epoch == 4  # as in Ignite the epoch that was left counts
 
 
-def test_with_global_micro_batches_one_batch_is_a_pass() -> None:
+def test_with_global_micro_batches_one_batch_is_a_pass():
     trainer = Trainer(lambda engine, batch: None, global_micro_batches=2)
     assert trainer.run(loader(Numbers(2), 2), max_epochs=3).iteration == 3
 
 
 class Shifted(Curriculum):
-    def __init__(self, by: int) -> None:
+    def __init__(self, by):
         super().__init__()
         self.by = by
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter([(index + self.by) % len(self) for index in range(len(self))])
 
 
-def shard(rank: int) -> TensorDataset:
+def shard(rank):
     """A rank's own, as ``dataset.shard(world, rank)`` gives it."""
     return TensorDataset(torch.arange(8.0) + 8 * rank)
 
 
-def test_shard_with_a_sampler_of_the_users_is_read_whole_by_its_rank(tmp_path: Path) -> None:
-    def seen(rank: int) -> dict[str, Any]:
+def test_shard_with_a_sampler_of_the_users_is_read_whole_by_its_rank(tmp_path):
+    def seen(rank):
         found = list[float]()
         trainer = Trainer(lambda engine, batch: found.extend(batch[0].tolist()))
         trainer.run(DataLoader(shard(rank), 2, sampler=range(8)), max_epochs=1)
@@ -573,8 +567,8 @@ def test_shard_with_a_sampler_of_the_users_is_read_whole_by_its_rank(tmp_path: P
     assert on_two_ranks(seen, tmp_path / "meet")["seen"] == [[*range(8)], [*range(8, 16)]]
 
 
-def test_ranks_that_would_share_out_other_orders_are_refused(tmp_path: Path) -> None:
-    def cases(rank: int) -> dict[str, Any]:
+def test_ranks_that_would_share_out_other_orders_are_refused(tmp_path):
+    def cases(rank):
         said = {}
         for name, data in {
             "seed": loader(Numbers(8), 2, shuffle=True, seed=rank),
@@ -585,7 +579,7 @@ def test_ranks_that_would_share_out_other_orders_are_refused(tmp_path: Path) -> 
             "dataset": DataLoader(shard(rank), 2, shuffle=True),
         }.items():
             for options in ({}, {"global_micro_batches": 2}):
-                trainer = Trainer(lambda engine, batch: None, **options)  # type: ignore[arg-type]  # mypy takes any value
+                trainer = Trainer(lambda engine, batch: None, **options)
                 try:
                     said[f"{name} {len(options)}"] = str(trainer.run(data, max_epochs=1).iteration)
                 except ValueError as error:
@@ -606,8 +600,8 @@ def test_ranks_that_would_share_out_other_orders_are_refused(tmp_path: Path) -> 
     assert len(said) == 12
 
 
-def test_what_one_rank_refuses_of_a_saved_place_is_raised_on_all(tmp_path: Path) -> None:
-    def refused(rank: int) -> dict[str, Any]:
+def test_what_one_rank_refuses_of_a_saved_place_is_raised_on_all(tmp_path):
+    def refused(rank):
         first, second = Trainer(lambda engine, batch: None), Trainer(lambda engine, batch: None)
         first.run(loader(Numbers(8), 2), max_iters=1)
         shared, local = first.registry.capture()
@@ -626,12 +620,12 @@ class Rewound:
 
     at, loaded = 0, False
 
-    def __iter__(self) -> Rewound:
+    def __iter__(self):
         self.at = self.at if self.loaded else 0
         self.loaded = False
         return self
 
-    def __next__(self) -> int:
+    def __next__(self):
         if self.at == 6:
             raise StopIteration
         self.at += 1
@@ -639,30 +633,28 @@ class Rewound:
 
 
 class RewoundWithState(Rewound):
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"at": self.at}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.at, self.loaded = state["at"], True
 
 
-def rewound_loader(workers: int) -> RewoundLoader:
-    return RewoundLoader([1, 2, 3, 4, 5, 6], batch_size=None, num_workers=workers)  # type: ignore[arg-type]
+def rewound_loader(workers):
+    return RewoundLoader([1, 2, 3, 4, 5, 6], batch_size=None, num_workers=workers)
 
 
-WHOLE: dict[int | None, list[Any]] = {None: [1, 2, 3, 4, 5, 6], 2: [[1, 2], [3, 4], [5, 6]]}
+WHOLE = {None: [1, 2, 3, 4, 5, 6], 2: [[1, 2], [3, 4], [5, 6]]}
 
 
 @pytest.mark.parametrize(
     "make", [Rewound, partial(rewound_loader, 0), partial(rewound_loader, 1)], ids=["plain", "loader", "with a worker"]
 )
 @pytest.mark.parametrize("steps", [None, 2])
-def test_data_that_begins_anew_where_it_is_asked_for_an_iterator_is_asked_once_in_a_pass(
-    steps: int | None, make: Any
-) -> None:
+def test_data_that_begins_anew_where_it_is_asked_for_an_iterator_is_asked_once_in_a_pass(steps, make):
     trainer, batches = trainer_with_batches(steps)
     evaluation = Evaluation(create_evaluator(nn.Identity(), lambda model, batch: batch), make())
-    seen: list[int] = []
+    seen = []
     evaluation.evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: seen.append(engine.state.output))
     evaluation.attach(trainer, Events.EPOCH_COMPLETED)
     trainer.run(make(), max_epochs=2)
@@ -670,7 +662,7 @@ def test_data_that_begins_anew_where_it_is_asked_for_an_iterator_is_asked_once_i
 
 
 @pytest.mark.parametrize("make", [Rewound, partial(rewound_loader, 0)], ids=["plain", "loader"])
-def test_batches_that_were_consumed_are_skipped_once_in_data_that_begins_anew(make: Any) -> None:
+def test_batches_that_were_consumed_are_skipped_once_in_data_that_begins_anew(make):
     trainer, batches = trainer_with_batches()
     saved = save_everywhere(trainer)
     trainer.run(make(), max_epochs=2)
@@ -682,7 +674,7 @@ def test_batches_that_were_consumed_are_skipped_once_in_data_that_begins_anew(ma
 
 
 @pytest.mark.parametrize("steps", [None, 2])
-def test_data_that_would_begin_anew_goes_on_from_its_state(steps: int | None) -> None:
+def test_data_that_would_begin_anew_goes_on_from_its_state(steps):
     trainer, batches = trainer_with_batches(steps)
     saved = save_everywhere(trainer)
     trainer.run(RewoundWithState(), max_epochs=2)

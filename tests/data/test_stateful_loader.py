@@ -1,42 +1,39 @@
 """A loader with a state of its own is resumed by it, wherever in a pass it was saved."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ignite.engine import Events
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.handlers import Checkpoint, Evaluation
-from tests.builders import linear, mse, trainer_of, weights
+from tests.kit.tiny import linear, mse, trainer_of, weights
 
 
 class Stream(IterableDataset[Any]):
     """Five samples in a pass, without a length, which goes on where its state says."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.given = 0
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self):
         while self.given < 5:
             self.given += 1
             yield torch.full((3,), float(self.given)), torch.ones(1)
         self.given = 0
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"given": self.given}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.given = state["given"]
 
 
@@ -45,20 +42,20 @@ class BeginsAnew(Stream):
 
     loaded = False
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 5
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self):
         torch.rand(())
         self.given, self.loaded = self.given if self.loaded else 0, False
         return super().__iter__()
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         super().load_state_dict(state)
         self.loaded = True
 
 
-def numbers() -> Dataset[Any]:
+def numbers():
     generator = torch.Generator().manual_seed(3)
     return TensorDataset(torch.randn(5, 3, generator=generator), torch.randn(5, 1, generator=generator))
 
@@ -67,16 +64,14 @@ def numbers() -> Dataset[Any]:
 @pytest.mark.parametrize("cut_short", [False, True])
 @pytest.mark.parametrize("steps", [None, 2, 5], ids=lambda steps: f"groups_of_{steps}")
 @pytest.mark.parametrize("kind", [numbers, Stream, "plain", "begins anew"])
-def test_resumes_bit_for_bit_at_every_edge(
-    kind: Any, steps: int | None, cut_short: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_resumes_bit_for_bit_at_every_edge(kind, steps, cut_short, caplog):
     """Also at those where the loader has already said that its pass is over: the last group is a short one."""
-    from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+    from torchdata.stateful_dataloader import StatefulDataLoader
 
-    def make(seed: int) -> tuple[Trainer, list[Any], Any]:
+    def make(seed):
         torch.manual_seed(seed)
         trainer, seen = trainer_of(linear(dropout=True), steps), list[Any]()
-        dataset: Any = Stream() if kind is Stream else numbers()
+        dataset = Stream() if kind is Stream else numbers()
         if cut_short:
             trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: trainer.terminate_epoch())
         trainer.add_event_handler(
@@ -89,11 +84,11 @@ def test_resumes_bit_for_bit_at_every_edge(
         loader = DataLoader if kind == "plain" else StatefulDataLoader
         return trainer, seen, loader(dataset, 1, shuffle=kind is not Stream)
 
-    def save() -> None:
+    def save():
         shared, local = whole.registry.capture()
         saved.append((len(expected), copy.deepcopy({**shared, **local})))
 
-    saved: list[tuple[int, dict[str, Any]]] = []
+    saved = []
     whole, expected, data = make(0)
     whole.add_event_handler(TrainingEvents.RESUME_POINT, save)
     whole.run(data, max_epochs=3)
@@ -109,7 +104,7 @@ def test_resumes_bit_for_bit_at_every_edge(
 class Generated(IterableDataset[Any]):
     """A stream without a state, which torchdata replays."""
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self):
         for index in range(9):
             yield torch.full((3,), float(index)), torch.ones(1)
 
@@ -117,44 +112,44 @@ class Generated(IterableDataset[Any]):
 class Listed(IterableDataset[Any]):
     """The same by a method that is no generator function."""
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self):
         return iter([(torch.full((3,), float(index)), torch.ones(1)) for index in range(9)])
 
 
 class CountedIterator(Iterator[tuple[Tensor, Tensor]]):
     """Over the same, with a state."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.given = 0
 
-    def __next__(self) -> tuple[Tensor, Tensor]:
+    def __next__(self):
         if self.given == 9:
             raise StopIteration
         self.given += 1
         return torch.full((3,), float(self.given - 1)), torch.ones(1)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"given": self.given}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.given = state["given"]
 
 
 class Counted(IterableDataset[Any]):
     """A stream whose iterator has a state."""
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self):
         return CountedIterator()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stream", [Generated, Listed, Counted])
-def test_stream_goes_on_where_it_was_in_a_second_resume_too(stream: type[IterableDataset[Any]], workers: int) -> None:
+def test_stream_goes_on_where_it_was_in_a_second_resume_too(stream, workers):
     """Torchdata counts twice what it has replayed."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    state: dict[str, Any] | None = None
-    seen: list[float] = []
+    state = None
+    seen = []
     for limit in (2, 3, 5, 18):
         trainer = trainer_of()
         trainer.add_event_handler(
@@ -178,7 +173,7 @@ def test_stream_goes_on_where_it_was_in_a_second_resume_too(stream: type[Iterabl
 class Shared(Stream):
     """The samples of a :class:`Stream`, dealt out to two workers."""
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self):
         worker = torch.utils.data.get_worker_info()
         own = range(5) if worker is None else range(worker.id, 5, worker.num_workers)
         while self.given < len(own):
@@ -189,11 +184,11 @@ class Shared(Stream):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [Shared, Counted])
-def test_workers_whose_stream_begins_anew_when_asked_again_are_announced(stream: type[IterableDataset[Any]]) -> None:
+def test_workers_whose_stream_begins_anew_when_asked_again_are_announced(stream):
     """Torchdata forgets that a worker's stream has ended: only the state of an iterator still says so."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    def run(limit: int, state: dict[str, Any] | None = None) -> tuple[list[list[float]], Trainer]:
+    def run(limit, state=None):
         trainer, seen = trainer_of(), list[list[float]]()
         trainer.add_event_handler(
             Events.ITERATION_COMPLETED, lambda engine: seen.append(engine.state.batch[0][:, 0].tolist())
@@ -213,11 +208,11 @@ def test_workers_whose_stream_begins_anew_when_asked_again_are_announced(stream:
     assert (first + rest == whole) == (not announced) == (stream is Counted)
 
 
-def test_stopped_in_the_evaluation_of_the_iteration_that_ends_an_epoch_twice(tmp_path: Path) -> None:
+def test_stopped_in_the_evaluation_of_the_iteration_that_ends_an_epoch_twice(tmp_path):
     """``terminate_epoch()`` in an epoch's last iteration opens the next pass before the save, as in the whole run."""
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
 
-    def drawn(folder: str, stop: bool = False) -> list[str]:
+    def drawn(folder, stop=False):
         torch.manual_seed(1)
         model = linear()
         trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse))
@@ -228,7 +223,7 @@ def test_stopped_in_the_evaluation_of_the_iteration_that_ends_an_epoch_twice(tmp
         trainer.add_event_handler(Events.ITERATION_COMPLETED(every=4), lambda: trainer.terminate_epoch())
         checkpoint = Checkpoint(tmp_path / folder)
         checkpoint.attach(trainer, Events.EPOCH_COMPLETED)
-        noted: list[str] = []
+        noted = []
         trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: noted.append(digest()))
         if stop:
             trainer.add_event_handler(
@@ -239,7 +234,7 @@ def test_stopped_in_the_evaluation_of_the_iteration_that_ends_an_epoch_twice(tmp
         trainer.run(torchdata.StatefulDataLoader(numbers(), 3, shuffle=True), max_epochs=4)
         return [*noted, digest()]
 
-    def digest() -> str:
+    def digest():
         return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:8]
 
     whole = drawn("whole")

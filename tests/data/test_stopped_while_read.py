@@ -1,18 +1,15 @@
 """Runs of one process that end while data is read, or a window is opened: the resumed one has the bits of the whole."""
 
-from __future__ import annotations
-
 import os
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from ignite.engine import Events
 from ignite.metrics import Average
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -23,12 +20,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # b
 Attach = Callable[[Trainer], None]
 
 
-def noted(batch: Tensor, seen: list[float]) -> Tensor:
+def noted(batch, seen):
     seen += batch[:, 0].floor().tolist()
     return batch
 
 
-def trained(folder: Path, data: Any, attach: Attach = lambda trainer: None, steps: int | None = None) -> list[float]:
+def trained(folder, data, attach=lambda trainer: None, steps=None):
     """What is trained on, and at the end the weights."""
     torch.manual_seed(0)
     model, seen = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1)), list[float]()
@@ -48,11 +45,11 @@ def trained(folder: Path, data: Any, attach: Attach = lambda trainer: None, step
     return [*seen, *weights(model)] if trainer.state.reason == "max_epochs" else seen
 
 
-def weights(model: nn.Module) -> list[float]:
+def weights(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
 
 
-def number(at: int) -> Tensor:
+def number(at):
     """Which sample it is, and a random number."""
     return torch.tensor([float(at), torch.rand(()).item()])
 
@@ -60,10 +57,10 @@ def number(at: int) -> Tensor:
 class Stream:
     """Has a state, which changes before a sample is there."""
 
-    def __init__(self, kill_at: int | None) -> None:
+    def __init__(self, kill_at):
         self.at, self.kill_at = 0, kill_at
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self):
         while self.at < 9:
             self.at += 1
             sample = number(self.at)
@@ -71,30 +68,30 @@ class Stream:
             yield sample[None]
         self.at = 0
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"at": self.at}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.at = state["at"]
 
 
 class Samples(Dataset[Any]):
-    def __init__(self, kill_at: int | None) -> None:
+    def __init__(self, kill_at):
         self.kill_at = kill_at
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 9
 
-    def __getitem__(self, index: int) -> Tensor:
+    def __getitem__(self, index):
         sample = number(index + 1)
         kill(self.kill_at == index + 1)
         return sample
 
 
-killed: list[bool] = []
+killed = []
 
 
-def kill(now: bool) -> None:
+def kill(now):
     """Once."""
     if now and not killed:
         killed.append(True)
@@ -102,11 +99,11 @@ def kill(now: bool) -> None:
 
 
 @pytest.fixture(autouse=True)
-def not_killed() -> None:
+def not_killed():
     killed.clear()
 
 
-DATA: dict[str, Callable[[int | None], Any]] = {
+DATA = {
     "own": Stream,
     "torchdata": lambda kill_at: StatefulDataLoader(Samples(kill_at), batch_size=1),
 }
@@ -114,7 +111,7 @@ DATA: dict[str, Callable[[int | None], Any]] = {
 
 @pytest.mark.parametrize("steps", [None, 2])
 @pytest.mark.parametrize("name", DATA)
-def test_signal_while_data_with_a_state_is_read_loses_no_sample(name: str, steps: int | None, tmp_path: Path) -> None:
+def test_signal_while_data_with_a_state_is_read_loses_no_sample(name, steps, tmp_path):
     whole = trained(tmp_path / "whole", DATA[name](None), steps=steps)
     for at in (1, 4, 9):
         killed.clear()
@@ -124,12 +121,12 @@ def test_signal_while_data_with_a_state_is_read_loses_no_sample(name: str, steps
 
 @pytest.mark.parametrize("steps", [None, 2])
 @pytest.mark.parametrize("name", DATA)
-def test_run_that_ends_with_a_group_in_hand_has_it_again(name: str, steps: int | None, tmp_path: Path) -> None:
+def test_run_that_ends_with_a_group_in_hand_has_it_again(name, steps, tmp_path):
     whole = trained(tmp_path / "whole", DATA[name](None), steps=steps)
     last = 4 if steps else 8  # before the last one of an epoch
     for at in (1, 3, last, last + 1):
 
-        def terminates(trainer: Trainer, at: int = at) -> None:
+        def terminates(trainer, at=at):
             trainer.add_event_handler(Events.GET_BATCH_COMPLETED(once=at), trainer.terminate)
 
         first = trained(tmp_path / str(at), DATA[name](None), terminates, steps)
@@ -137,8 +134,8 @@ def test_run_that_ends_with_a_group_in_hand_has_it_again(name: str, steps: int |
 
 
 @pytest.mark.parametrize("at", [1, 2])
-def test_window_that_was_being_opened_is_opened_again_with_the_same_random_numbers(at: int, tmp_path: Path) -> None:
-    def open_window(window: int, kill_at: int | None = None) -> list[Tensor]:
+def test_window_that_was_being_opened_is_opened_again_with_the_same_random_numbers(at, tmp_path):
+    def open_window(window, kill_at=None):
         batches = []
         for place in range(3):
             batches.append(number(10 * window + place)[None])
@@ -150,12 +147,12 @@ def test_window_that_was_being_opened_is_opened_again_with_the_same_random_numbe
     assert killed and first + trained(tmp_path / "cut", Windows([1, 2, 3], open_window)) == whole
 
 
-def test_evaluation_that_is_stopped_as_a_window_ends_is_repeated_over_that_window(tmp_path: Path) -> None:
-    def run(name: str, stops: bool = False) -> tuple[list[Any], list[float]]:
-        evaluated: list[Any] = []
+def test_evaluation_that_is_stopped_as_a_window_ends_is_repeated_over_that_window(tmp_path):
+    def run(name, stops=False):
+        evaluated = []
 
-        def attach(trainer: Trainer) -> None:
-            def predict(model: Any, batch: Tensor) -> Tensor:
+        def attach(trainer):
+            def predict(model, batch):
                 if stops and trainer.state.windows == 2:
                     trainer.request_stop("test")
                 return batch[:, 0].mean()
@@ -181,12 +178,12 @@ def test_evaluation_that_is_stopped_as_a_window_ends_is_repeated_over_that_windo
     assert before + after == [*evaluated[:2], evaluated[3], evaluated[2], *evaluated[4:]]
 
 
-def test_window_that_is_evaluated_again_has_its_order_whatever_else_was_opened(tmp_path: Path) -> None:
-    def run(name: str, until: int | None = None) -> list[float]:
-        found: list[float] = []
+def test_window_that_is_evaluated_again_has_its_order_whatever_else_was_opened(tmp_path):
+    def run(name, until=None):
+        found = []
 
-        def attach(trainer: Trainer) -> None:
-            def evaluation(data: Any, **options: Any) -> Evaluation:
+        def attach(trainer):
+            def evaluation(data, **options):
                 evaluator = create_evaluator(nn.Linear(1, 1), lambda model, batch: batch[:, 0].mean(), {"a": Average()})
                 return Evaluation(evaluator, data, **options)
 
@@ -205,6 +202,6 @@ def test_window_that_is_evaluated_again_has_its_order_whatever_else_was_opened(t
     assert run("cut", until=3) + run("cut") == whole and len(set(whole)) > 2
 
 
-def shuffled_window(window: int) -> Any:
-    data: Any = torch.arange(24.0).view(12, 2) + 100 * window
+def shuffled_window(window):
+    data = torch.arange(24.0).view(12, 2) + 100 * window
     return DataLoader(data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(window))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +36,17 @@ if __name__ == "__main__":
 """
 
 
-def alive(pid: int) -> bool:
+def alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
 
 
-def wait_until(condition: object, seconds: float = 60.0) -> bool:
+def wait_until(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if condition():  # type: ignore[operator]  # a function
+        if condition():
             return True
         time.sleep(0.05)
     return False
@@ -58,7 +57,7 @@ def wait_until(condition: object, seconds: float = 60.0) -> bool:
     # slow: these import torch
     ["fork", pytest.param("spawn", marks=pytest.mark.long), pytest.param("forkserver", marks=pytest.mark.long)],
 )
-def test_busy_workers_end_when_their_trainer_is_killed(context: str, tmp_path: Path) -> None:
+def test_busy_workers_end_when_their_trainer_is_killed(context, tmp_path):
     pids = tmp_path / "pids"
     pids.mkdir()
     trainer = program(tmp_path, PROGRAM, str(pids), context)
@@ -77,7 +76,7 @@ def test_busy_workers_end_when_their_trainer_is_killed(context: str, tmp_path: P
             os.kill(worker, signal.SIGKILL)
 
 
-def test_data_without_workers_is_left_alone() -> None:
+def test_data_without_workers_is_left_alone():
     data = [1, 2]
     iterator = begin_pass(data)
     end_workers(iterator, data)
@@ -90,17 +89,17 @@ class WithOwnWorkers:
 
     _workers: Any = 2
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self):
         raise StopIteration
 
-    def _shutdown_workers(self) -> None:
+    def _shutdown_workers(self):
         raise AssertionError("it is not asked")
 
 
-def test_an_iterator_of_a_users_is_left_alone_whatever_its_attributes_are() -> None:
+def test_an_iterator_of_a_users_is_left_alone_whatever_its_attributes_are():
     data = WithOwnWorkers()
     end_workers(begin_pass(data), data)
 
@@ -108,14 +107,14 @@ def test_an_iterator_of_a_users_is_left_alone_whatever_its_attributes_are() -> N
 class Around:
     """Data of a user's around a loader whose workers persist."""
 
-    def __init__(self) -> None:
-        self.loader = DataLoader([1, 2, 3], batch_size=None, num_workers=1, persistent_workers=True)  # type: ignore[arg-type]  # a list is map-style
+    def __init__(self):
+        self.loader = DataLoader([1, 2, 3], batch_size=None, num_workers=1, persistent_workers=True)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return iter(self.loader)
 
 
-def test_persistent_workers_of_a_loader_within_the_data_are_asked_again() -> None:
+def test_persistent_workers_of_a_loader_within_the_data_are_asked_again():
     data = Around()
     iterator = begin_pass(data)
     assert next(iterator) == 1
@@ -129,14 +128,14 @@ def test_persistent_workers_of_a_loader_within_the_data_are_asked_again() -> Non
 class TellsWhatIsBlocked:
     """Data over which an iteration gives the signals that were blocked when it began."""
 
-    def __init__(self, worker_init_fn: Any) -> None:
+    def __init__(self, worker_init_fn):
         self.worker_init_fn = worker_init_fn
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return iter(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
 
 
-def test_signals_are_blocked_while_workers_start_that_let_them_in_again_and_no_others() -> None:
+def test_signals_are_blocked_while_workers_start_that_let_them_in_again_and_no_others():
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     asking_to_stop = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 

@@ -1,26 +1,20 @@
 """What ``describe()`` says of a run: what it trains, its rates, what a checkpoint holds, and the bus."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
-import torch
 from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.data import loader
 from ignite_engine.ext.windows import Windows
 from ignite_engine.handlers import EMA, Checkpoint, MetricLogger
-from tests.builders import numbers_loader, trainer_of
+from tests.kit.tiny import numbers_loader, trainer_of
 
 
-def optimizer_of(trainer: Trainer) -> torch.optim.Optimizer:
-    return next(iter(trainer.update.optimizers.values()))  # type: ignore[attr-defined]  # an Update
+def optimizer_of(trainer):
+    return next(iter(trainer.update.optimizers.values()))
 
 
-def test_model_length_and_content_of_a_checkpoint_are_told_and_nothing_is_written(tmp_path: Path) -> None:
+def test_model_length_and_content_of_a_checkpoint_are_told_and_nothing_is_written(tmp_path):
     trainer = trainer_of()
     EMA().attach(trainer)
     Checkpoint(tmp_path).attach(trainer)
@@ -33,8 +27,8 @@ def test_model_length_and_content_of_a_checkpoint_are_told_and_nothing_is_writte
     assert "Trains for a run whose length is not known before\n" in trainer_of().describe()
 
 
-def test_windows_are_described_without_being_opened() -> None:
-    opened: list[Any] = []
+def test_windows_are_described_without_being_opened():
+    opened = []
     windows = Windows(["a", "b"], opened.append)
     trainer = trainer_of()
     MetricLogger(console=False).attach(trainer, TrainingEvents.WINDOW_COMPLETED)
@@ -43,13 +37,13 @@ def test_windows_are_described_without_being_opened() -> None:
 
 
 @pytest.mark.parametrize("kind", ["windows", "loader", "dealt out"])
-def test_describing_a_run_that_is_under_way_changes_nothing(kind: str) -> None:
-    def iterations(described: bool) -> list[str]:
-        seen: list[str] = []
+def test_describing_a_run_that_is_under_way_changes_nothing(kind):
+    def iterations(described):
+        seen = []
         trainer = Trainer(
             lambda engine, batch: seen.append(str(batch)), global_micro_batches=2 if kind == "dealt out" else None
         )
-        data: Any = loader(list(range(12)), 2, shuffle=True, seed=3)
+        data = loader(list(range(12)), 2, shuffle=True, seed=3)
         if kind == "windows":
             data = Windows(iter([[1], [2], [3]]), loader)
         if described:
@@ -60,7 +54,7 @@ def test_describing_a_run_that_is_under_way_changes_nothing(kind: str) -> None:
     assert iterations(described=True) == iterations(described=False)
 
 
-def test_update_of_the_users_own_is_described() -> None:
+def test_update_of_the_users_own_is_described():
     trainer = Trainer(lambda engine, batch: 0.0)
 
     assert "Trains for 4 iterations" in trainer.describe([1, 2], max_epochs=2)

@@ -1,7 +1,5 @@
 """The learning rate over a run as a plot in characters."""
 
-from __future__ import annotations
-
 import pytest
 
 from ignite_engine.describe.lr_text import lr_text
@@ -10,12 +8,12 @@ from ignite_engine.describe.lr_text import lr_text
 class Steps:
     """Rates of two groups; the second's is a tenth."""
 
-    def lrs_at(self, step: int) -> list[float]:
+    def lrs_at(self, step):
         return [0.5 * (step + 1) / 100, 0.05 * (step + 1) / 100, 0.05 * (step + 1) / 100]
 
 
 @pytest.mark.row("E4")
-def test_rate_is_plotted_in_characters() -> None:
+def test_rate_is_plotted_in_characters():
     lines = lr_text(Steps(), 100)
     plot = lines[-14:-2]
 
@@ -27,5 +25,5 @@ def test_rate_is_plotted_in_characters() -> None:
     assert lines[-1].split() == ["update", "1", "50.5", "100"] and len(lines[-1]) == 73
 
 
-def test_one_update_can_be_plotted() -> None:
+def test_one_update_can_be_plotted():
     assert len(lr_text(Steps(), 1)) > 12

@@ -1,12 +1,7 @@
 """The table of a model's parts at the start of a run."""
 
-from __future__ import annotations
-
 import logging
-from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -14,11 +9,11 @@ from ignite_engine.describe.model_table import ROWS, model_table
 from tests.runs.test_fit import QUIET, fitted
 
 
-def cells(lines: list[str]) -> list[list[str]]:
+def cells(lines):
     return [line.split() for line in lines]
 
 
-def test_parts_have_their_parameters_once_and_the_whole_has_all() -> None:
+def test_parts_have_their_parameters_once_and_the_whole_has_all():
     body = nn.Linear(4, 8).requires_grad_(False)
     model = nn.ModuleDict({"body": body, "act": nn.ReLU(), "again": body, "head": nn.Linear(8, 3, dtype=torch.float64)})
 
@@ -30,28 +25,28 @@ def test_parts_have_their_parameters_once_and_the_whole_has_all() -> None:
     ]
 
 
-def test_only_what_an_optimizer_holds_is_trained() -> None:
+def test_only_what_an_optimizer_holds_is_trained():
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
     rows = cells(model_table(model, model[0].parameters()))
     assert [row[-4] for row in rows[1:]] == ["40", "0", "40"]
 
 
-def test_wrapper_of_one_module_shows_what_is_in_it_and_a_leaf_itself() -> None:
+def test_wrapper_of_one_module_shows_what_is_in_it_and_a_leaf_itself():
     wrapped = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)))
     assert [row[0] for row in cells(model_table(wrapped, wrapped.parameters()))[1:]] == ["0.0", "0.1", "Sequential"]
     assert cells(model_table(nn.Linear(4, 8), []))[1][0] == "Linear"
     assert len(model_table(nn.Sequential(*[nn.Linear(2, 2) for _ in range(40)]), [])) == ROWS + 2
 
 
-def test_parameters_of_the_model_itself_are_a_row() -> None:
+def test_parameters_of_the_model_itself_are_a_row():
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
     model.scale = nn.Parameter(torch.ones(5))
     assert ["of", "its", "own", "5", "5", "float32", "20", "bytes"] in cells(model_table(model, model.parameters()))
 
 
-def test_fresh_run_begins_with_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fresh_run_begins_with_it(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    logging_on: dict[str, Any] = {"logging": {**QUIET["logging"], "console": True, "every": 4}}
+    logging_on = {"logging": {**QUIET["logging"], "console": True, "every": 4}}
     fitted(tmp_path, **logging_on)
     assert [line for line in caplog.messages if line.split()[:3] == ["0", "Linear", "40"]]
     caplog.clear()
@@ -59,9 +54,7 @@ def test_fresh_run_begins_with_it(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert not any("Linear" in line for line in caplog.messages)
 
 
-def test_console_has_one_heading_where_evaluations_come_before_the_first_log_point(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_console_has_one_heading_where_evaluations_come_before_the_first_log_point(tmp_path, capsys):
     logging_on = {"logging": {**QUIET["logging"], "console": True, "throughput": True, "every": 9}}
     fitted(tmp_path, **logging_on)
     heading, *rows = (line.split() for line in capsys.readouterr().out.splitlines())

@@ -5,14 +5,11 @@ A test that is skipped fails, but on a real device those of the fake one.
 Usage: ``python -m tests.device [--kind cuda|fake] [arguments of pytest]``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from tests.device.fake import KINDS, ONLY, VARIABLE
@@ -20,8 +17,8 @@ from tests.device.fake import KINDS, ONLY, VARIABLE
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def main(arguments: list[str]) -> int:
-    kinds: tuple[str | None, ...] = KINDS
+def main(arguments):
+    kinds = KINDS
     if arguments[:1] == ["--kind"]:
         kinds, arguments = (arguments[1],), arguments[2:]
     elif _has_accelerator():
@@ -29,18 +26,18 @@ def main(arguments: list[str]) -> int:
     return max(_run(kind, arguments) for kind in kinds)
 
 
-def _has_accelerator() -> bool:
+def _has_accelerator():
     """Asked in another process: a fake device is to be loaded before torch."""
     question = "import sys, torch; sys.exit(0 if torch.accelerator.is_available() else 1)"
     return subprocess.run([sys.executable, "-c", question]).returncode == 0
 
 
-def markers_of(kind: str | None) -> list[str]:
+def markers_of(kind):
     """Of the tests that run on a device of this kind; None: this machine's."""
     return ["accelerator"] if kind == "fake" else ["accelerator", "cuda"]
 
 
-def files_of(markers: Sequence[str]) -> list[str]:
+def files_of(markers):
     """The files that have a test with one of these markers."""
     marks = [f"pytest.mark.{marker}" for marker in markers]
     return [
@@ -50,7 +47,7 @@ def files_of(markers: Sequence[str]) -> list[str]:
     ]
 
 
-def _run(kind: str | None, arguments: list[str]) -> int:
+def _run(kind, arguments):
     markers = markers_of(kind)
     files = files_of(markers)
     own = [argument for argument in arguments if argument.endswith(".py") or "::" in argument]

@@ -1,7 +1,5 @@
 """Loads the fake device of ``fake_device.cpp``, built on demand with the machine's compiler; see :func:`load`."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import importlib.util
@@ -13,7 +11,6 @@ import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 SOURCE = Path(__file__).with_name("fake_device.cpp")
 KINDS = ("cuda", "fake")
@@ -31,7 +28,7 @@ class Unavailable(Exception):
     """There can be no fake device here; the message says why."""
 
 
-def load(kind: str) -> None:
+def load(kind):
     """Give this process an accelerator of two devices.
 
     Args:
@@ -41,7 +38,7 @@ def load(kind: str) -> None:
     Raises:
         Unavailable: no compiler, a torch with CUDA, or one whose headers are missing.
     """
-    folder = Path(str(importlib.util.find_spec("torch").origin)).parent  # type: ignore[union-attr]
+    folder = Path(str(importlib.util.find_spec("torch").origin)).parent
     if kind == "cuda" and "torch" in sys.modules:
         raise Unavailable("torch was imported before, and looks for CUDA once")
     version = (folder / "version.py").read_text()
@@ -55,7 +52,7 @@ def load(kind: str) -> None:
     import torch
 
     if kind == "cuda":
-        module: ModuleType = torch.cuda
+        module = torch.cuda
     else:
         torch.utils.rename_privateuse1_backend("fake")
         torch.ops.load_library(str(library))
@@ -72,13 +69,13 @@ def load(kind: str) -> None:
         _register_autocast(torch)
 
 
-def _cloned(storage: Any) -> Any:
+def _cloned(storage):
     import torch
 
     return torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device).untyped_storage().copy_(storage)
 
 
-def built(kind: str, torch: Path, version: str) -> Path:
+def built(kind, torch, version):
     """The library, from the cache or made anew (10 s)."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "c++", "g++", "clang++"))), None)
     if compiler is None:
@@ -101,14 +98,14 @@ def built(kind: str, torch: Path, version: str) -> Path:
     return library
 
 
-def counts() -> dict[str, int]:
+def counts():
     """What was done since the last call, without zeros: host waits, copies, kernels, races."""
     import torch
 
     return {name: count for name, count in zip(COUNTS, torch.ops.fake_device.counts().tolist(), strict=True) if count}
 
 
-def set_options(**options: int) -> None:
+def set_options(**options):
     """``no_waits``: the host may not wait for the device."""
     import torch
 
@@ -116,39 +113,39 @@ def set_options(**options: int) -> None:
         torch.ops.fake_device.option(name, value)
 
 
-def _module(torch: Any, *, type_of: str) -> dict[str, Any]:
+def _module(torch, *, type_of):
     """The functions of ``torch.cuda``, or of ``torch.fake``."""
     ops, accelerator, count = torch.ops.fake_device, torch.accelerator, 2
 
-    def index(device: Any = None) -> int:
+    def index(device=None):
         if isinstance(device, int):
             return device
         given = None if device is None else torch.device(device).index
         return accelerator.current_device_index() if given is None else given
 
     class OnStream:
-        def __init__(self, stream: Any) -> None:
+        def __init__(self, stream):
             self.stream = stream
 
-        def __enter__(self) -> None:
+        def __enter__(self):
             if self.stream is not None:
                 self.before = accelerator.current_stream(self.stream.device), accelerator.current_device_index()
                 accelerator.set_stream(self.stream)
 
-        def __exit__(self, *error: object) -> None:
+        def __exit__(self, *error):
             if self.stream is not None:
                 accelerator.set_stream(self.before[0])
                 accelerator.set_device_index(self.before[1])
 
-    class OnDevice(accelerator.device_index):  # type: ignore[misc, name-defined]
-        def __init__(self, device: Any) -> None:
+    class OnDevice(accelerator.device_index):
+        def __init__(self, device):
             super().__init__(index(device))
 
-    def set_states(states: Any) -> None:
+    def set_states(states):
         for device, state in enumerate(states):
             ops.set_rng_state(state, device)
 
-    def seed_all(seed: int) -> None:
+    def seed_all(seed):
         for device in range(count):
             ops.seed(seed & (2**63 - 1), device)
 
@@ -189,19 +186,19 @@ def _module(torch: Any, *, type_of: str) -> dict[str, Any]:
     }
 
 
-def _register_autocast(torch: Any) -> None:
+def _register_autocast(torch):
     """Of CUDA torch has the casts; of the devices of others each brings its own."""
     key = "AutocastPrivateUse1"
     everything, aten = torch.library.Library("_", "IMPL", key), torch.library.Library("aten", "IMPL", key)
     _libraries.extend((everything, aten))  # they unregister when they are freed
     everything.fallback(torch.library.fallthrough_kernel, key)
 
-    def casting(operator: Any, dtype: Any) -> Any:
-        def cast(value: Any) -> Any:
+    def casting(operator, dtype):
+        def cast(value):
             floats = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
             return value.to(dtype()) if floats else value
 
-        def call(*arguments: Any, **options: Any) -> Any:
+        def call(*arguments, **options):
             with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))):
                 return operator(*map(cast, arguments), **{name: cast(value) for name, value in options.items()})
 
@@ -214,4 +211,4 @@ def _register_autocast(torch: Any) -> None:
         aten.impl(name, casting(getattr(torch.ops.aten, name).default, lambda: torch.float32), key)
 
 
-_libraries: list[Any] = []
+_libraries = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -28,21 +27,19 @@ pytestmark = [
 
 
 @pytest.fixture
-def asked_anew() -> Iterator[None]:
+def asked_anew():
     devices._has.cache_clear()
     devices._said.clear()
     yield
     devices._has.cache_clear()
 
 
-def has_not(*_: Any, **__: Any) -> Any:
+def has_not(*_, **__):
     raise NotImplementedError
 
 
 @pytest.mark.usefixtures("asked_anew")
-def test_a_kind_without_events_statistics_streams_and_autocast_gets_the_plain_way(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_kind_without_events_statistics_streams_and_autocast_gets_the_plain_way(monkeypatch, caplog):
     monkeypatch.setattr(torch, "Event", has_not)
     monkeypatch.setattr(torch.Tensor, "record_stream", has_not)
     monkeypatch.setattr(torch.accelerator, "memory_stats", has_not)
@@ -62,8 +59,8 @@ def test_a_kind_without_events_statistics_streams_and_autocast_gets_the_plain_wa
     assert said == [f" {words}" for words in lacks]
 
 
-def test_a_run_takes_the_plain_way_to_the_same_weights(monkeypatch: pytest.MonkeyPatch, asked_anew: None) -> None:
-    def trained() -> list[Tensor]:
+def test_a_run_takes_the_plain_way_to_the_same_weights(monkeypatch, asked_anew):
+    def trained():
         model, batches = net(DEVICE), [(torch.ones(4, 3) * at, torch.ones(4, 1)) for at in range(4)]
         trainer = trainer_of(model)
         MemoryLogger().attach(trainer)
@@ -78,7 +75,7 @@ def test_a_run_takes_the_plain_way_to_the_same_weights(monkeypatch: pytest.Monke
     assert all(torch.equal(*pair) for pair in zip(whole, trained(), strict=True))
 
 
-def test_models_go_where_their_ranks_reduce(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_models_go_where_their_ranks_reduce(monkeypatch, caplog):
     devices._said.clear()
     assert devices.for_models() == devices.current() != torch.device("cpu")
     monkeypatch.setattr(devices.dist, "is_initialized", lambda: True)
@@ -110,14 +107,14 @@ class Frozen:
 
 
 class Movable:
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor):
         self.tensor = tensor
 
-    def to(self, device: torch.device) -> Movable:
+    def to(self, device):
         return Movable(self.tensor.to(device))
 
 
-def test_batches_of_each_shape_are_moved() -> None:
+def test_batches_of_each_shape_are_moved():
     one = torch.arange(6.0).reshape(2, 3)
     batch = {
         "ordered": OrderedDict(inputs=one),
@@ -136,12 +133,12 @@ def test_batches_of_each_shape_are_moved() -> None:
     assert all(tensor.device.type == DEVICE.type and torch.equal(tensor.cpu(), one) for tensor in tensors)
     assert type(moved["ordered"]) is OrderedDict and type(moved["pair"]) is Pair and moved["frozen"].name == "a"
     assert moved["others"][1:] == [b"bytes", 3, None, ["no tensor"]] and moved["half"][1] is float
-    assert moved["others"][4] is batch["others"][4] and batch["pair"].first is one  # type: ignore[index, attr-defined]
+    assert moved["others"][4] is batch["others"][4] and batch["pair"].first is one
     assert device_of(nn.BatchNorm1d(2, affine=False).to(DEVICE)).type == DEVICE.type
     assert device_of(nn.ReLU()) == torch.device("cpu")
 
 
-def test_a_snapshot_takes_what_is_no_plain_tensor() -> None:
+def test_a_snapshot_takes_what_is_no_plain_tensor():
     weight, sparse = torch.ones(4, device=DEVICE), torch.eye(3).to_sparse()
     state = {
         "weight": weight,
@@ -152,12 +149,12 @@ def test_a_snapshot_takes_what_is_no_plain_tensor() -> None:
     }
     copied = Snapshot().take(state)
     torch.accelerator.synchronize()
-    assert copied["tied"] is copied["weight"] is not weight and copied["meta"].is_meta  # type: ignore[attr-defined]
+    assert copied["tied"] is copied["weight"] is not weight and copied["meta"].is_meta
     assert torch.equal(copied["sparse"].to_dense(), torch.eye(3)) and copied["sparse"] is not sparse
     assert copied["b"] == bytearray(2) and copied["b"] is not state["b"]
 
 
-def test_memory_of_an_update_without_a_device_is_that_of_the_device_in_use() -> None:
+def test_memory_of_an_update_without_a_device_is_that_of_the_device_in_use():
     held = torch.ones(1000, device=DEVICE)
     trainer = Trainer(lambda engine, batch: {"loss": held.sum()})
     MemoryLogger().attach(trainer, Events.ITERATION_COMPLETED)
@@ -166,7 +163,7 @@ def test_memory_of_an_update_without_a_device_is_that_of_the_device_in_use() -> 
     assert ("memory/peak_mib" in trainer.state.metrics) == devices.has_memory_statistics(DEVICE.type)
 
 
-def test_doctor_prints_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_prints_what_is_here(capsys):
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
     assert DEVICE.type in said and "beside computing" in said

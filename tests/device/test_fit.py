@@ -1,15 +1,12 @@
 """What ``fit``, a config and the launcher do with a device: placing, settings, one device for each rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from ignite.engine import Events
 from ignite.metrics import Accuracy
-from torch import Tensor, nn
+from torch import nn
 
 from ignite_engine import devices, fit
 from ignite_engine.checkpointing.environment import environment_values, inexact_reasons
@@ -21,11 +18,11 @@ INPUTS, LABELS = torch.arange(48.0).reshape(16, 3) / 48, torch.arange(16) % 3
 is_fake = hasattr(torch.ops.fake_device, "counts")
 
 
-def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+def loss_fn(model, batch):
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def fitted(folder: Path, model: nn.Module | None = None, **options: Any) -> Any:
+def fitted(folder, model=None, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3)) if model is None else model
     arrays = (INPUTS, LABELS)
@@ -37,14 +34,14 @@ def fitted(folder: Path, model: nn.Module | None = None, **options: Any) -> Any:
 
 @pytest.mark.row("N2")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_fit_trains_on_the_device_and_evaluates_there(precision: str, tmp_path: Path) -> None:
+def test_fit_trains_on_the_device_and_evaluates_there(precision, tmp_path):
     run = fitted(tmp_path, precision=precision)
     assert next(run.trainer.update.model.parameters()).device == torch.device(DEVICE.type, 0)
     assert run.trainer.state.status == "completed" and 0 <= run.metrics["val/accuracy"] <= 1
     assert run.trainer.state.dataloader.pin_memory
 
 
-def test_fit_resumes_to_the_same_bits(tmp_path: Path) -> None:
+def test_fit_resumes_to_the_same_bits(tmp_path):
     whole = bits(fitted(tmp_path / "whole").trainer.update.model)
     stopping = Events.ITERATION_COMPLETED(once=5), lambda trainer: trainer.request_stop("test")
     fitted(tmp_path / "cut", handlers=[Stop(*stopping)])
@@ -53,14 +50,14 @@ def test_fit_resumes_to_the_same_bits(tmp_path: Path) -> None:
 
 
 class Stop:
-    def __init__(self, event: Any, act: Any) -> None:
+    def __init__(self, event, act):
         self.event, self.act = event, act
 
-    def attach(self, trainer: Any) -> None:
+    def attach(self, trainer):
         trainer.add_event_handler(self.event, self.act)
 
 
-def test_model_on_a_device_or_on_several_stays_there(tmp_path: Path) -> None:
+def test_model_on_a_device_or_on_several_stays_there(tmp_path):
     run = fitted(tmp_path / "one", nn.Linear(3, 3).to(SECOND))
     assert {parameter.device for parameter in run.trainer.update.model.parameters()} == {
         torch.device(SECOND.type, SECOND.index)
@@ -78,13 +75,13 @@ def test_model_on_a_device_or_on_several_stays_there(tmp_path: Path) -> None:
     assert run.trainer.update.model.upper.weight.device == SECOND
 
 
-def test_environment_names_the_devices() -> None:
+def test_environment_names_the_devices():
     saved = environment_values(1)
     assert len(saved["devices"]) == torch.accelerator.device_count()
     assert inexact_reasons(saved, saved | {"devices": []})[0].startswith("devices: ")
 
 
-def test_matmul_precision_is_of_convolutions_too() -> None:
+def test_matmul_precision_is_of_convolutions_too():
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:
         devices.set_matmul_precision("high")
@@ -97,12 +94,12 @@ def test_matmul_precision_is_of_convolutions_too() -> None:
         torch.backends.cudnn.allow_tf32 = before[1]
 
 
-def _device_of_rank(local_rank: int, folder: str) -> None:
+def _device_of_rank(local_rank, folder):
     index = torch.accelerator.current_device_index()
     (Path(folder) / f"{local_rank}.txt").write_text(f"{index} {devices.current()} {devices.for_models().type}")
 
 
-def test_each_rank_takes_a_device(tmp_path: Path) -> None:
+def test_each_rank_takes_a_device(tmp_path):
     count = torch.accelerator.device_count()
     backend = devices.default_backend() if count > 1 else "gloo"  # whose ranks may share the only device
     with Parallel(backend, nproc_per_node=2) as parallel:
@@ -113,7 +110,7 @@ def test_each_rank_takes_a_device(tmp_path: Path) -> None:
         assert (tmp_path / f"{rank}.txt").read_text() == f"{index} {DEVICE.type}:{index} {kind}"
 
 
-def test_rank_without_a_device_is_refused_where_ranks_reduce_on_devices() -> None:
+def test_rank_without_a_device_is_refused_where_ranks_reduce_on_devices():
     count = torch.accelerator.device_count()
     if count > 1:
         with pytest.raises(ValueError, match=f"local rank {count} has no device: this machine has {count}"):
@@ -122,7 +119,7 @@ def test_rank_without_a_device_is_refused_where_ranks_reduce_on_devices() -> Non
     assert torch.accelerator.current_device_index() == 0
 
 
-def test_ranks_of_gloo_share_the_only_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_gloo_share_the_only_device(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setattr(devices, "current", lambda: torch.device("cuda", 0))
     devices.set_current(1, "gloo")

@@ -1,7 +1,5 @@
 """A process that trains on a device is killed, and a fresh one ends with the same bits."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -49,7 +47,7 @@ print(weights_sha256(model), torch.rand(3, device=DEVICE).tolist())
 """
 
 
-def run(folder: Path, event: str, code: int = 0) -> str:
+def run(folder, event, code=0):
     paths = [str(ROOT / "tests" / "device" / "startup"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, "-c", PROGRAM, str(folder), event]
@@ -58,7 +56,7 @@ def run(folder: Path, event: str, code: int = 0) -> str:
     return done.stdout
 
 
-def test_process_killed_with_dropout_on_the_device_resumes_to_the_bits_of_the_whole_run(tmp_path: Path) -> None:
+def test_process_killed_with_dropout_on_the_device_resumes_to_the_bits_of_the_whole_run(tmp_path):
     whole = run(tmp_path / "whole", "none")
     run(tmp_path / "cut", "killed", -signal.SIGKILL)
     saved = [checkpoint.iteration for checkpoint in CheckpointStore(tmp_path / "cut").checkpoints()]

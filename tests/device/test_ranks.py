@@ -1,41 +1,37 @@
 """Ranks of gloo on devices, which it does not send from, and one rank of the backend that is made for them."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ignite.engine import Events
-from torch import Tensor, nn
+from torch import nn
 
 from ignite_engine import Trainer, Update, devices, loader
 from ignite_engine.ranks.launch import Parallel
-from tests.builders import Numbers, mse
 from tests.device.training import bits, net, run_saved, same
+from tests.kit.tiny import Numbers, mse
 
 pytestmark = pytest.mark.accelerator
 
 
-def _noting(operation: Any, kinds: set[str]) -> Any:
-    def made(call: Any, tensor: Tensor, *peer: Any) -> Any:
+def _noting(operation, kinds):
+    def made(call, tensor, *peer):
         kinds.add(tensor.device.type)
         return operation(call, tensor, *peer)
 
     return made
 
 
-def trained(local_rank: int, folder: str) -> list[Tensor]:
+def trained(local_rank, folder):
     """Rank-invariant, on this rank's device."""
     torch.manual_seed(local_rank)  # it begins with rank 0's weights
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)).to(devices.current())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     trainer = Trainer(Update(model, optimizer, mse, rank_invariant=True, clip_norm=1.0), global_micro_batches=4)
-    losses: list[Tensor] = []
-    sent: set[str] = set()
+    losses = []
+    sent = set()
     dist.P2POp = _noting(dist.P2POp, sent)  # in a process of its own, or without peers
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output["loss"].cpu()))
     trainer.run(loader(Numbers(41), 4, shuffle=True), max_epochs=2)
@@ -46,7 +42,7 @@ def trained(local_rank: int, folder: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_rank_invariant_runs_on_devices_have_the_bits_of_one_rank(ranks: int, tmp_path: Path) -> None:
+def test_rank_invariant_runs_on_devices_have_the_bits_of_one_rank(ranks, tmp_path):
     if 1 < torch.accelerator.device_count() < ranks:
         ranks = 2
     alone = trained(0, str(tmp_path))
@@ -59,42 +55,42 @@ def test_rank_invariant_runs_on_devices_have_the_bits_of_one_rank(ranks: int, tm
 class Batches:
     """Without a length: each group is fetched before the ranks agree that there is one."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         for number in range(3):
             yield torch.full((2, 3), float(number)), torch.ones(2, 1)
 
 
-def _streams(local_rank: int, folder: str) -> None:
+def _streams(local_rank, folder):
     trainer = Trainer(Update(model := net(devices.current()), torch.optim.SGD(model.parameters(), lr=0.1), mse))
     trainer.run(Batches(), max_epochs=2)
     (Path(folder) / str(local_rank)).write_text(str(trainer.state.iteration))
 
 
-def test_ranks_read_data_without_a_length(tmp_path: Path) -> None:
+def test_ranks_read_data_without_a_length(tmp_path):
     with Parallel("gloo", nproc_per_node=2) as parallel:
         parallel.run(_streams, str(tmp_path))
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["6", "6"]
 
 
-def _saves(local_rank: int, folder: str) -> None:
+def _saves(local_rank, folder):
     run_saved(net(devices.current()), Path(folder) / "checkpoints", 3)
     run_saved(net(devices.current()), Path(folder) / "checkpoints", 5)
 
 
-def test_one_rank_of_the_backend_of_the_device_saves_and_resumes(tmp_path: Path) -> None:
+def test_one_rank_of_the_backend_of_the_device_saves_and_resumes(tmp_path):
     with Parallel(devices.default_backend(), nproc_per_node=1) as parallel:
         parallel.run(_saves, str(tmp_path))
     assert (tmp_path / "checkpoints" / "iteration_00000005").is_dir()
 
 
 def test_config_that_trains_on_several_ranks_wraps_by_the_device_and_not_by_the_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """Ranks of gloo may share the only device, whose number is then not the rank's."""
     from ignite_engine.config import config_from_dict
     from ignite_engine.runs import wrapping
 
-    given: list[dict[str, Any]] = []
+    given = []
     monkeypatch.setattr(wrapping, "DistributedDataParallel", lambda model, **options: given.append(options) or model)
     second = {"device": devices.current(), "backend": "gloo", "get_local_rank": 1, "get_world_size": 2}
     for name, value in second.items():

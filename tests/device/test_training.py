@@ -1,26 +1,22 @@
 """A run on a device: the CPU's bits, no wait of the host, saved and resumed exactly, whichever the device is."""
 
-from __future__ import annotations
-
 import copy
 import json
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from ignite.engine import Events
-from torch import Tensor, nn
+from torch import Tensor
 
 from ignite_engine import Trainer, Update, create_evaluator, rng
 from ignite_engine.checkpointing import CheckpointStore, Snapshot
 from ignite_engine.handlers import Checkpoint, Evaluation, MemoryLogger, MetricLogger, Profiler, StepTimes
 from ignite_engine.handlers.meters import CHUNK, Meter
 from ignite_engine.step.device import to_device
-from tests.builders import mse
 from tests.device import fake
 from tests.device.training import DEVICE, SECOND, Split, bits, data, net, run_saved, same, trainer_of
+from tests.kit.tiny import mse
 
 pytestmark = [
     pytest.mark.accelerator,
@@ -30,7 +26,7 @@ CPU = torch.device("cpu")
 is_fake = hasattr(torch.ops.fake_device, "counts")
 
 
-def forbid_waits(forbidden: bool) -> None:
+def forbid_waits(forbidden):
     """Of the host for the device."""
     if is_fake:
         fake.set_options(no_waits=int(forbidden))
@@ -42,7 +38,7 @@ def forbid_waits(forbidden: bool) -> None:
 
 @pytest.mark.row("N1")
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}, {"log_grad_norm": True}], ids=str)
-def test_weights_are_those_of_the_cpu(options: dict[str, Any]) -> None:
+def test_weights_are_those_of_the_cpu(options):
     found = []
     for device in (DEVICE, CPU, SECOND):
         model = net(device)
@@ -55,17 +51,17 @@ def test_weights_are_those_of_the_cpu(options: dict[str, Any]) -> None:
 @pytest.mark.row("N1")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}, {"log_grad_norm": True}], ids=str)
-def test_host_waits_for_nothing_between_log_points(precision: str, options: dict[str, Any]) -> None:
+def test_host_waits_for_nothing_between_log_points(precision, options):
     trainer = trainer_of(net(DEVICE, dropout=0.1), precision=precision, **options)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: forbid_waits(True))
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=9), lambda: forbid_waits(False))
-    reached: list[int] = []
+    reached = []
     trainer.add_event_handler(Events.ITERATION_COMPLETED(every=5), lambda: reached.append(trainer.state.iteration))
     trainer.run(data(), max_epochs=2)
     assert reached == [5, 10]
 
 
-def test_host_waits_for_nothing_where_a_long_interval_is_added_up(tmp_path: Path) -> None:
+def test_host_waits_for_nothing_where_a_long_interval_is_added_up(tmp_path):
     iterations = 2 * CHUNK + 2  # values are added up twice before they are logged
     trainer = trainer_of(net(DEVICE), steps=None, log_grad_norm=True)
     MetricLogger(tmp_path, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=iterations))
@@ -75,8 +71,8 @@ def test_host_waits_for_nothing_where_a_long_interval_is_added_up(tmp_path: Path
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
 
 
-def test_a_read_in_the_update_would_be_seen() -> None:
-    def reads(model: nn.Module, batch: Any) -> Tensor:
+def test_a_read_in_the_update_would_be_seen():
+    def reads(model, batch):
         loss = mse(model, batch)
         loss.item()
         return loss
@@ -88,7 +84,7 @@ def test_a_read_in_the_update_would_be_seen() -> None:
     forbid_waits(False)
 
 
-def test_batches_are_copied_while_the_one_before_is_computed() -> None:
+def test_batches_are_copied_while_the_one_before_is_computed():
     batches = [(torch.full((4, 3), float(number)), torch.zeros(4, 1)) for number in range(6)]
     pinned = [tuple(tensor.pin_memory() for tensor in batch) for batch in batches]
     if is_fake:
@@ -106,14 +102,14 @@ def test_batches_are_copied_while_the_one_before_is_computed() -> None:
 class Moves:
     """A batch that moves itself."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor):
         self.tensor = tensor
 
-    def to(self, device: torch.device, *, non_blocking: bool) -> Moves:
+    def to(self, device, *, non_blocking):
         return Moves(self.tensor.to(device, non_blocking=non_blocking))
 
 
-def test_what_moves_itself_has_its_memory_until_it_is_computed_with() -> None:
+def test_what_moves_itself_has_its_memory_until_it_is_computed_with():
     tensors = [torch.full((4, 3), float(number)) for number in range(6)]
     found = []
     for moved in to_device([Moves(tensor.pin_memory()) for tensor in tensors], SECOND):
@@ -123,15 +119,15 @@ def test_what_moves_itself_has_its_memory_until_it_is_computed_with() -> None:
         assert tensor.device == SECOND and tensor.cpu().eq(2.0 * number).all()
 
 
-def test_what_is_on_the_device_already_is_taken_as_it_is() -> None:
+def test_what_is_on_the_device_already_is_taken_as_it_is():
     made = [torch.ones(3, device=DEVICE) * number for number in range(4)]
     moved = [tensor + 1 for tensor in to_device(made, DEVICE)]
     assert [tensor.tolist() for tensor in moved] == [[number + 1.0] * 3 for number in range(4)]
 
 
 @pytest.mark.parametrize("where", ["first", "second", "split"])
-def test_background_saves_hold_the_state_of_their_iteration(where: str, tmp_path: Path) -> None:
-    def saved(background: bool) -> dict[int, Any]:
+def test_background_saves_hold_the_state_of_their_iteration(where, tmp_path):
+    def saved(background):
         torch.manual_seed(3)
         first, second = (
             (DEVICE, SECOND) if where == "split" else (SECOND, SECOND) if where == "second" else (DEVICE,) * 2
@@ -148,7 +144,7 @@ def test_background_saves_hold_the_state_of_their_iteration(where: str, tmp_path
         assert_same(beside[iteration]["optimizer"], waited[iteration]["optimizer"])
 
 
-def assert_same(one: Any, other: Any) -> None:
+def assert_same(one, other):
     assert type(one) is type(other)
     if isinstance(one, Tensor):
         assert torch.equal(one, other)
@@ -164,7 +160,7 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("device", [DEVICE, SECOND], ids=["first", "second"])
-def test_resumed_at_every_iteration_with_dropout_to_the_same_bits(device: torch.device, tmp_path: Path) -> None:
+def test_resumed_at_every_iteration_with_dropout_to_the_same_bits(device, tmp_path):
     whole = run_saved(net(device, dropout=0.5), tmp_path / "whole", 7)
     for stop in range(1, 7):
         run_saved(net(device, dropout=0.5), tmp_path / str(stop), stop)
@@ -172,12 +168,12 @@ def test_resumed_at_every_iteration_with_dropout_to_the_same_bits(device: torch.
         assert same(run_saved(net(device, dropout=0.5), tmp_path / str(stop), 7), whole), stop
 
 
-def test_what_an_evaluation_draws_on_the_device_changes_nothing() -> None:
-    def trained(every: int) -> list[Tensor]:
+def test_what_an_evaluation_draws_on_the_device_changes_nothing():
+    def trained(every):
         model = net(DEVICE, dropout=0.5)
         trainer = trainer_of(model)
 
-        def predict(model: nn.Module, batch: Any) -> Any:
+        def predict(model, batch):
             torch.rand(5, device=DEVICE)
             return model(batch[0]), batch[1]
 
@@ -190,8 +186,8 @@ def test_what_an_evaluation_draws_on_the_device_changes_nothing() -> None:
     assert same(trained(2), trained(100))
 
 
-def test_generators_of_all_devices_are_captured_restored_isolated_and_derived() -> None:
-    def drawn() -> list[Tensor]:
+def test_generators_of_all_devices_are_captured_restored_isolated_and_derived():
+    def drawn():
         return [torch.rand(3, device=device).cpu() for device in {DEVICE, SECOND}]
 
     torch.manual_seed(1)
@@ -212,13 +208,13 @@ def test_generators_of_all_devices_are_captured_restored_isolated_and_derived() 
     assert torch.equal(torch.rand(3, device=DEVICE), one)
 
 
-def test_fp16_skips_what_overflows_and_reads_one_value_a_step() -> None:
-    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+def test_fp16_skips_what_overflows_and_reads_one_value_a_step():
+    def loss_fn(model, batch):
         return mse(model, batch) * (1e30 if scale.pop(0) else 1.0)
 
     scale = [False, False, True, False, False, False]
     trainer = trainer_of(net(DEVICE), steps=None, loss_fn=loss_fn, precision="fp16", grad_scaler={"init_scale": 1024.0})
-    waits: list[int] = []
+    waits = []
     if is_fake:
         trainer.add_event_handler(Events.ITERATION_STARTED, lambda: fake.counts() and None)
         trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: waits.append(fake.counts().get("item", 0)))
@@ -227,7 +223,7 @@ def test_fp16_skips_what_overflows_and_reads_one_value_a_step() -> None:
     assert all(count <= 2 for count in waits), waits
 
 
-def test_times_are_the_devices_own_and_read_without_waiting() -> None:
+def test_times_are_the_devices_own_and_read_without_waiting():
     trainer = trainer_of(net(SECOND))
     times = StepTimes()
     times.attach(trainer, Events.ITERATION_COMPLETED(every=4))
@@ -236,27 +232,27 @@ def test_times_are_the_devices_own_and_read_without_waiting() -> None:
     trainer.run(data(), max_epochs=2)
     waits = fake.counts() if is_fake else {}
     assert not {"wait_event", "wait_stream", "wait_device"} & waits.keys()
-    clock: Any = times._clock
+    clock = times._clock
     assert clock.steps == 8 and clock._before.device == SECOND  # read at the 4th and the 8th
     assert {"forward", "backward", "optimizer"} <= {part for part, seconds in clock.seconds.items() if seconds > 0}
 
 
-def test_memory_is_the_devices() -> None:
+def test_memory_is_the_devices():
     trainer = trainer_of(net(DEVICE))
     MemoryLogger().attach(trainer, Events.ITERATION_COMPLETED(every=2))
     state = trainer.run(data(), max_epochs=1)
     assert all(state.metrics[f"memory/{name}_mib"] > 0 for name in ("allocated", "reserved", "peak"))
 
 
-def test_profile_is_written(tmp_path: Path) -> None:
+def test_profile_is_written(tmp_path):
     trainer = trainer_of(net(DEVICE))
     Profiler(tmp_path, wait=1, warmup=1, active=1).attach(trainer)
     trainer.run(data(), max_epochs=1)
     assert len(list((tmp_path / "profiles").glob("*.json.gz"))) == 1
 
 
-def test_logged_losses_are_those_of_the_cpu(tmp_path: Path) -> None:
-    def logged(device: torch.device) -> list[float]:
+def test_logged_losses_are_those_of_the_cpu(tmp_path):
+    def logged(device):
         trainer, folder = trainer_of(net(device)), tmp_path / device.type
         MetricLogger(folder).attach(trainer, Events.ITERATION_COMPLETED(every=2))
         trainer.run(data(), max_epochs=1)
@@ -265,7 +261,7 @@ def test_logged_losses_are_those_of_the_cpu(tmp_path: Path) -> None:
     assert logged(DEVICE) == pytest.approx(logged(CPU), rel=0 if is_fake else 1e-6)
 
 
-def test_snapshots_in_turn_each_hold_their_own_bytes() -> None:
+def test_snapshots_in_turn_each_hold_their_own_bytes():
     """Its pinned buffers are used again: for the next one only when the one before has been read."""
     snapshot, weight = Snapshot(), torch.zeros(1000, device=SECOND)
     for number in range(3):
@@ -275,7 +271,7 @@ def test_snapshots_in_turn_each_hold_their_own_bytes() -> None:
         assert copied["weight"].eq(number).all() and copied["other"].eq(2.0 * number).all()
 
 
-def test_rank_invariant_runs_are_those_of_the_cpu() -> None:
+def test_rank_invariant_runs_are_those_of_the_cpu():
     found = []
     for device in (DEVICE, CPU):
         model = net(device)
@@ -285,7 +281,7 @@ def test_rank_invariant_runs_are_those_of_the_cpu() -> None:
     assert same(*found) or not is_fake
 
 
-def test_state_of_a_checkpoint_of_another_device_is_loaded(tmp_path: Path) -> None:
+def test_state_of_a_checkpoint_of_another_device_is_loaded(tmp_path):
     run_saved(net(DEVICE), tmp_path, 4)
     resumed = copy.deepcopy(net(CPU))
     trainer = trainer_of(resumed)
@@ -296,7 +292,7 @@ def test_state_of_a_checkpoint_of_another_device_is_loaded(tmp_path: Path) -> No
     assert trainer.state.iteration == 6 and next(resumed.parameters()).device == CPU
 
 
-def test_generator_that_is_seeded_is_that_of_the_device_given() -> None:
+def test_generator_that_is_seeded_is_that_of_the_device_given():
     drawn = []
     for _ in range(2):
         rng.seed_device(5, SECOND)
@@ -304,15 +300,15 @@ def test_generator_that_is_seeded_is_that_of_the_device_given() -> None:
     assert torch.equal(*drawn)
 
 
-def _note(found: list[Any], logger: MetricLogger) -> None:
+def _note(found, logger):
     found.append(logger.state_dict())
 
 
-def test_log_that_goes_on_is_saved_as_that_of_the_whole_run(tmp_path: Path) -> None:
+def test_log_that_goes_on_is_saved_as_that_of_the_whole_run(tmp_path):
     """What a checkpoint had of the interval is on the CPU, and the rest on the device."""
 
-    def saved(*stops: int) -> Any:
-        found: list[Any] = []
+    def saved(*stops):
+        found = []
         for stop in stops:
             trainer, logger = trainer_of(net(DEVICE)), MetricLogger(console=False)
             logger.attach(trainer, Events.ITERATION_COMPLETED(every=100))
@@ -326,7 +322,7 @@ def test_log_that_goes_on_is_saved_as_that_of_the_whole_run(tmp_path: Path) -> N
     assert_same(saved(2, 6), saved(6))
 
 
-def test_meter_that_goes_on_reads_nothing_from_the_device() -> None:
+def test_meter_that_goes_on_reads_nothing_from_the_device():
     before, since = Meter("sum"), Meter("sum")
     for number in range(3):
         before.update(torch.tensor(float(number), device=DEVICE))
@@ -341,7 +337,7 @@ def test_meter_that_goes_on_reads_nothing_from_the_device() -> None:
     assert since.reduced() == (6.0, 6.0)
 
 
-def test_kernels_whose_sums_may_change_are_in_the_report() -> None:
+def test_kernels_whose_sums_may_change_are_in_the_report():
     trainer = trainer_of(net(DEVICE))
     (reason,) = trainer.reproducibility()
     assert reason.startswith(f"kernels of {DEVICE.type} may add in an order that changes")

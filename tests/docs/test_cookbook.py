@@ -1,11 +1,5 @@
 """What the cookbook's blocks do beyond running."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
-import pytest
 import torch
 
 from ignite_engine.run_directory import RunDirectory
@@ -15,27 +9,27 @@ from tests.docs.test_snippets import DOCS, blocks_of
 class Trial:
     """One of a search: values in the middle, pruned from the second epoch on if asked for."""
 
-    def __init__(self, number: int, *, pruned: bool) -> None:
+    def __init__(self, number, *, pruned):
         self.number, self.pruned = number, pruned
-        self.reported: list[tuple[float, int]] = []
+        self.reported = []
 
-    def suggest_float(self, name: str, low: float, high: float, *, log: bool) -> float:
+    def suggest_float(self, name, low, high, *, log):
         return (low * high) ** 0.5
 
-    def suggest_int(self, name: str, low: int, high: int) -> int:
+    def suggest_int(self, name, low, high):
         return (low + high) // 2
 
-    def report(self, value: float, step: int) -> None:
+    def report(self, value, step):
         self.reported.append((value, step))
 
-    def should_prune(self) -> bool:
+    def should_prune(self):
         return self.pruned and len(self.reported) == 2
 
 
-def test_trial_reports_each_epoch_and_a_pruned_one_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_reports_each_epoch_and_a_pruned_one_ends(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    namespace: dict[str, Any] = {}
+    namespace = {}
     chosen = [block for block in blocks_of(DOCS / "cookbook.md") if block.language == "python"]
     shared, search = chosen[0], next(block for block in chosen if "def objective" in block.text)
     exec(shared.text + search.text, namespace)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,16 +38,16 @@ class Block:
     file: str | None
 
     @property
-    def starts_processes(self) -> bool:
+    def starts_processes(self):
         return 'if __name__ == "__main__":' in self.text
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
-def blocks_of(page: Path) -> list[Block]:
+def blocks_of(page):
     """All fenced blocks of a page; an unclosed one is an error."""
-    blocks: list[Block] = []
+    blocks = []
     language, start, lines = None, 0, []
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         fence = re.match(r"\s*```(.*)", line)
@@ -65,11 +64,11 @@ def blocks_of(page: Path) -> list[Block]:
     return blocks
 
 
-def blocks(language: str) -> list[Block]:
+def blocks(language):
     return [block for page in PAGES for block in blocks_of(page) if block.language == language]
 
 
-def prose_of(page: Path) -> str:
+def prose_of(page):
     """A page without its fenced blocks."""
     return re.sub(r"^\s*```.*?^\s*```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
@@ -87,13 +86,11 @@ SLOW = "time_travel.md"  # trains, replays and audits
     [pytest.param(page, marks=pytest.mark.slow) if page.name == SLOW else page for page in RUN_HERE],
     ids=lambda page: page.name,
 )
-def test_python_blocks_of_a_page_run_one_after_the_other(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_blocks_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)  # blocks that are files import each other
     torch.manual_seed(0)
-    namespace: dict[str, object] = {"__name__": "snippet"}
+    namespace = {"__name__": "snippet"}
     for block in blocks_of(page):
         if block.language == "python" and not block.starts_processes:
             # line numbers of a traceback are those of the page
@@ -107,10 +104,10 @@ def test_python_blocks_of_a_page_run_one_after_the_other(
 @pytest.mark.row("I1")
 @pytest.mark.distributed
 @pytest.mark.parametrize("block", SCRIPTS, ids=str)
-def test_scripts_that_start_processes_run_and_resume(block: Block, tmp_path: Path) -> None:
+def test_scripts_that_start_processes_run_and_resume(block, tmp_path):
     assert 'backend="gloo"' in block.text and "nproc_per_node=2" in block.text
     (tmp_path / "script.py").write_text(block.text)
-    saved: list[dict[Path, bytes]] = []
+    saved = []
     saves = "Checkpoint(" in block.text
     for _ in range(1 + saves):
         run = Command(tmp_path, "script.py", function="script")
@@ -124,7 +121,7 @@ def test_scripts_that_start_processes_run_and_resume(block: Block, tmp_path: Pat
 @pytest.mark.distributed
 @pytest.mark.long  # each rank imports torch
 @pytest.mark.parametrize("block", SCRIPTS, ids=str)
-def test_scripts_that_start_processes_spawn_them(block: Block, tmp_path: Path) -> None:
+def test_scripts_that_start_processes_spawn_them(block, tmp_path):
     """As a user starts them: what their ranks are given must be found again by its name."""
     (tmp_path / "script.py").write_text(block.text)
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -135,7 +132,7 @@ def test_scripts_that_start_processes_spawn_them(block: Block, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("block", blocks("yaml"), ids=str)
-def test_yaml_blocks_are_valid_configs_or_sections_of_one(block: Block, tmp_path: Path) -> None:
+def test_yaml_blocks_are_valid_configs_or_sections_of_one(block, tmp_path):
     values = yaml.safe_load(block.text)
     whole = values if "task" in values else {**LEAST_CONFIG, **values}
     path = tmp_path / "config.yaml"
@@ -147,14 +144,14 @@ def test_yaml_blocks_are_valid_configs_or_sections_of_one(block: Block, tmp_path
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_relative_links_lead_to_a_file(page: Path) -> None:
+def test_relative_links_lead_to_a_file(page):
     targets = re.findall(r"\]\(([^)\s]+)\)", prose_of(page))
     local = [target.split("#")[0] for target in targets if not re.match(r"[a-z]+:|#", target)]
     missing = [target for target in local if not (page.parent / target).exists()]
     assert not missing
 
 
-def test_commands_that_are_shown_exist() -> None:
+def test_commands_that_are_shown_exist():
     targets = set(re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     shown = [(page, *found) for page in ALL_PAGES for found in _commands(page.read_text())]
     assert {"train", "test"} <= {name for _, program, name in shown if program == "make"}
@@ -162,12 +159,12 @@ def test_commands_that_are_shown_exist() -> None:
         assert name in (targets if program == "make" else COMMANDS), f"{page.name}: {program} {name}"
 
 
-def _commands(text: str) -> Iterator[tuple[str, str]]:
+def _commands(text):
     for match in re.finditer(r"(?:^|`)(make|python -m ignite_engine|ignite-engine) ([a-z-]+)", text, re.MULTILINE):
         yield match[1], match[2]
 
 
-def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def keys_of(model, prefix=""):
     for name, field in model.model_fields.items():
         inner = type(field.default) if isinstance(field.default, BaseModel) else field.annotation  # a list, too
         if isinstance(inner, type) and issubclass(inner, BaseModel) and not issubclass(inner, Every):
@@ -176,27 +173,27 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def test_the_configuration_page_names_every_key_and_no_other() -> None:
+def test_the_configuration_page_names_every_key_and_no_other():
     text = (DOCS / "configuration.md").read_text()
     named = set(re.findall(r"^\| `([a-z_.]+)` \|", text, flags=re.MULTILINE))
     assert named == set(keys_of(Config))
 
 
-def test_the_configuration_page_gives_the_defaults() -> None:
+def test_the_configuration_page_gives_the_defaults():
     """The third cell starts with the default, as YAML writes it; that of a required key says so in words."""
     text = (DOCS / "configuration.md").read_text()
     rows = dict(re.findall(r"^\| `([a-z_.]+)` \| [^|]* \| `([^|`]+)`", text, flags=re.MULTILINE))
     config = Config.model_validate(LEAST_CONFIG)
     assert len(rows) > 20
     for key, written in rows.items():
-        value: object = config.model_dump(mode="json")
+        value = config.model_dump(mode="json")
         for part in key.split("."):
             assert isinstance(value, dict)
             value = value[part]
         assert yaml.safe_load(written) == value, key
 
 
-def test_tests_that_pages_name_exist() -> None:
+def test_tests_that_pages_name_exist():
     named = {found for page in PAGES for found in re.findall(r"`(tests/[\w/.]+\.py)::(\w+)`", page.read_text())}
     assert named
     missing = [

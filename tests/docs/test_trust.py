@@ -1,7 +1,5 @@
 """Each claim of docs/trust.md, watched from outside: an audit hook in every process of a run, its children included."""
 
-from __future__ import annotations
-
 import ast
 import configparser
 import hashlib
@@ -13,7 +11,6 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -75,7 +72,7 @@ SECRET = "hunter2-is-no-secret-of-anybody"
 class Watched:
     """A folder in which commands run, and what their processes did."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         for name in ("hook", "home", "temporary"):
             (folder / name).mkdir()
@@ -83,7 +80,7 @@ class Watched:
         (folder / "my_task.py").write_text(TASK)
         (folder / "config.yaml").write_text(CONFIG)
 
-    def run(self, *words: str) -> list[tuple[str, list[str]]]:
+    def run(self, *words):
         """The events of a command of Python and of its children."""
         log = self.folder / "audit.txt"
         log.unlink(missing_ok=True)
@@ -97,12 +94,12 @@ class Watched:
             [sys.executable, *words], cwd=self.folder, env=environment, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, done.stderr
-        events: list[tuple[str, list[str]]] = [ast.literal_eval(line) for line in log.read_text().splitlines()]
+        events = [ast.literal_eval(line) for line in log.read_text().splitlines()]
         return events
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
+def watched(tmp_path_factory):
     return Watched(tmp_path_factory.mktemp("watched"))
 
 
@@ -117,7 +114,7 @@ READERS = [
 
 
 @pytest.fixture(scope="module")
-def events_of_a_run(watched: Watched) -> list[tuple[str, list[str]]]:
+def events_of_a_run(watched):
     """Of a run with the defaults, its resume, and all that reads it."""
     engine = ("-m", "ignite_engine")
     found = watched.run(*engine, "train", "config.yaml")
@@ -128,11 +125,11 @@ def events_of_a_run(watched: Watched) -> list[tuple[str, list[str]]]:
     )
 
 
-def named(events: list[tuple[str, list[str]]], *prefixes: str) -> list[tuple[str, list[str]]]:
+def named(events, *prefixes):
     return [event for event in events if event[0].startswith(prefixes)]
 
 
-def test_the_hook_sees_a_connection_and_a_pickle(watched: Watched) -> None:
+def test_the_hook_sees_a_connection_and_a_pickle(watched):
     """Of Python itself; else the tests below could not fail."""
     program = "import pickle, socket, pathlib; pickle.loads(pickle.dumps(pathlib.PurePosixPath('x')))\n"
     program += "try: socket.create_connection(('127.0.0.1', 9), timeout=1)\nexcept OSError: pass\n"
@@ -140,7 +137,7 @@ def test_the_hook_sees_a_connection_and_a_pickle(watched: Watched) -> None:
     assert {"pickle.find_class", "socket.connect", "socket.getaddrinfo"} <= names
 
 
-def test_importing_it_connects_starts_and_writes_nothing(watched: Watched) -> None:
+def test_importing_it_connects_starts_and_writes_nothing(watched):
     theirs = "import torch, ignite.engine, ignite.metrics, numpy, yaml, psutil, pydantic"
     ours = "ignite_engine, ignite_engine.handlers, ignite_engine.ext.report, ignite_engine.runs.fit"
     without = watched.run("-c", theirs)
@@ -149,24 +146,22 @@ def test_importing_it_connects_starts_and_writes_nothing(watched: Watched) -> No
     assert [event for event in events if event not in without and temporary not in str(event)] == []
 
 
-def test_no_connection_is_opened_by_default(events_of_a_run: list[tuple[str, list[str]]]) -> None:
+def test_no_connection_is_opened_by_default(events_of_a_run):
     assert named(events_of_a_run, "socket.") == []
 
 
-def test_nothing_is_unpickled(events_of_a_run: list[tuple[str, list[str]]]) -> None:
+def test_nothing_is_unpickled(events_of_a_run):
     assert named(events_of_a_run, "pickle.") == []
 
 
-def test_programs_that_are_started_are_named_on_the_page(events_of_a_run: list[tuple[str, list[str]]]) -> None:
+def test_programs_that_are_started_are_named_on_the_page(events_of_a_run):
     started = {Path(ast.literal_eval(said[0])).name for _, said in named(events_of_a_run, "subprocess.Popen")}
     others = named(events_of_a_run, "os.system", "os.exec", "os.posix_spawn")
     assert started == {"git", Path(sys.executable).name} and others == []
     assert "`git`" in PAGE and "ClearML's session" in PAGE
 
 
-def test_what_is_written_is_in_the_runs_folder_and_named_on_the_page(
-    watched: Watched, events_of_a_run: list[tuple[str, list[str]]]
-) -> None:
+def test_what_is_written_is_in_the_runs_folder_and_named_on_the_page(watched, events_of_a_run):
     run, temporary = watched.folder / "run", watched.folder / "temporary"
     asked_for = {watched.folder / name for name in ("compare.html", "weights.safetensors")}
     changed = {Path(path) for event in named(events_of_a_run, "open", "os.", "shutil") for path in event[1]}
@@ -185,16 +180,14 @@ def test_what_is_written_is_in_the_runs_folder_and_named_on_the_page(
     assert {"metrics.jsonl", "checkpoints", "summary.json", "clearml"} <= top and top - {".lock"} <= rows
 
 
-def test_no_variable_of_the_environment_is_written_that_the_page_does_not_name(
-    watched: Watched, events_of_a_run: list[tuple[str, list[str]]]
-) -> None:
+def test_no_variable_of_the_environment_is_written_that_the_page_does_not_name(watched, events_of_a_run):
     files = [path for path in (watched.folder / "run").rglob("*") if path.is_file()]
     assert len(files) > 10 and [path for path in files if SECRET.encode() in path.read_bytes()] == []
     recorded = json.loads((watched.folder / "run" / "environment.json").read_text())["variables"]
     assert set(recorded) <= set(_VARIABLES) and len(_VARIABLES) == 5 and "the five variables" in PAGE
 
 
-def test_dependencies_are_named_on_the_page() -> None:
+def test_dependencies_are_named_on_the_page():
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")
     needed = re.findall(r"^([\w-]+)", settings["options"]["install_requires"], flags=re.MULTILINE)
@@ -203,9 +196,9 @@ def test_dependencies_are_named_on_the_page() -> None:
     assert set(needed) == set(re.findall(r"[\w-]+", sentence[1].replace(" and ", " ")))
 
 
-def test_code_in_a_checkpoint_is_refused_and_not_run(tmp_path: Path) -> None:
+def test_code_in_a_checkpoint_is_refused_and_not_run(tmp_path):
     class Payload:
-        def __reduce__(self) -> tuple[Any, ...]:
+        def __reduce__(self):
             return os.system, (f"touch {tmp_path / 'witness'}",)
 
     store = CheckpointStore(tmp_path / "checkpoints")
@@ -226,9 +219,7 @@ def test_code_in_a_checkpoint_is_refused_and_not_run(tmp_path: Path) -> None:
     assert (tmp_path / "witness").exists()
 
 
-def test_the_task_that_a_checkpoint_names_is_imported_only_if_asked_for(
-    watched: Watched, events_of_a_run: list[tuple[str, list[str]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_task_that_a_checkpoint_names_is_imported_only_if_asked_for(watched, events_of_a_run, monkeypatch):
     witness = watched.folder / "witness"
     (watched.folder / "my_task.py").write_text(f"open({str(witness)!r}, 'w').close()\n" + TASK)
     monkeypatch.chdir(watched.folder)
@@ -239,16 +230,14 @@ def test_the_task_that_a_checkpoint_names_is_imported_only_if_asked_for(
     assert witness.exists()
 
 
-def test_constraints_pin_one_version_of_each_package_and_no_hash() -> None:
+def test_constraints_pin_one_version_of_each_package_and_no_hash():
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     assert len(lines) > 90 and [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+", line)] == []
     assert "pins versions, not hashes" in PAGE
 
 
 @pytest.mark.packaging
-def test_wheel_is_text_alone_and_the_same_when_it_is_built_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wheel_is_text_alone_and_the_same_when_it_is_built_again(tmp_path, monkeypatch):
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     wheels = []
     for name in ("first", "second"):
@@ -259,7 +248,7 @@ def test_wheel_is_text_alone_and_the_same_when_it_is_built_again(
             options = (
                 {"symlinks": True, "ignore": shutil.ignore_patterns("__pycache__")} if (ROOT / part).is_dir() else {}
             )
-            copy(ROOT / part, source / part, **options)  # type: ignore[operator]
+            copy(ROOT / part, source / part, **options)
         wheels.append(build("wheel", source, tmp_path / f"{name}_wheel"))
     assert wheels[0].read_bytes() == wheels[1].read_bytes()
     with zipfile.ZipFile(wheels[0]) as wheel:

@@ -1,7 +1,5 @@
 """Which handlers of an event run, and in which order."""
 
-from __future__ import annotations
-
 import traceback
 from typing import Any
 
@@ -10,14 +8,14 @@ from ignite.engine import Engine, Events
 
 from ignite_engine import Phase, Trainer, TrainingEvents
 from ignite_engine.engine.bus import handlers_of
-from tests.builders import numbers_loader, trainer_of, weights, without_address
+from tests.kit.tiny import numbers_loader, trainer_of, weights, without_address
 
 
-def constant(engine: Engine, batch: Any) -> float:
+def constant(engine, batch):
     return 1.0
 
 
-def counts_heard(event: Any, *, epochs: int = 1, length: int = 20) -> list[int]:
+def counts_heard(event, *, epochs=1, length=20):
     """The iterations at which a handler of ``event`` runs."""
     trainer, heard = Trainer(constant), list[int]()
     trainer.add_event_handler(event, lambda: heard.append(trainer.state.iteration))
@@ -25,7 +23,7 @@ def counts_heard(event: Any, *, epochs: int = 1, length: int = 20) -> list[int]:
     return heard
 
 
-FILTERS: list[dict[str, Any]] = [
+FILTERS = [
     {"every": 1},
     {"every": 4},
     {"once": 7},
@@ -44,7 +42,7 @@ FILTERS: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     "event", [Events.ITERATION_STARTED, Events.ITERATION_COMPLETED, Events.GET_BATCH_COMPLETED], ids=lambda e: e.name
 )
-def test_filters_of_ignites_events_are_ignites(event: Any, options: dict[str, Any]) -> None:
+def test_filters_of_ignites_events_are_ignites(event, options):
     theirs, engine = list[int](), Engine(constant)
     engine.add_event_handler(event(**options), lambda: theirs.append(engine.state.iteration))
     engine.run(range(20))
@@ -54,7 +52,7 @@ def test_filters_of_ignites_events_are_ignites(event: Any, options: dict[str, An
 
 @pytest.mark.row("A5")
 @pytest.mark.parametrize("options", FILTERS, ids=without_address)
-def test_filters_work_on_our_events(options: dict[str, Any]) -> None:
+def test_filters_work_on_our_events(options):
     steps, engine = list[int](), Engine(constant)
     engine.add_event_handler(Events.ITERATION_COMPLETED(**options), lambda: steps.append(engine.state.iteration))
     engine.run(range(20))
@@ -67,16 +65,16 @@ def test_filters_work_on_our_events(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.row("A5")
-def test_each_of_our_events_counts_its_own() -> None:
+def test_each_of_our_events_counts_its_own():
     trainer = trainer_of(accumulation_steps=3)
-    heard: list[tuple[str, int]] = []
+    heard = []
     for event, counter in (
         (TrainingEvents.BACKWARD_COMPLETED, "micro_batches"),
         (TrainingEvents.OPTIMIZER_STEP_COMPLETED, "optimizer_steps"),
         (TrainingEvents.RESUME_POINT, "iteration"),
     ):
 
-        def hear(*, name: str = event.name, counter: str = counter) -> None:
+        def hear(*, name=event.name, counter=counter):
             heard.append((name, getattr(trainer.state, counter)))
 
         trainer.add_event_handler(event(every=4), hear)
@@ -92,13 +90,13 @@ def test_each_of_our_events_counts_its_own() -> None:
     ]
 
 
-def test_epoch_filters_and_unions() -> None:
+def test_epoch_filters_and_unions():
     union = Events.EPOCH_COMPLETED(every=2) | Events.ITERATION_COMPLETED(once=3) | TrainingEvents.RESUME_POINT(once=1)
 
     assert counts_heard(union, epochs=4, length=5) == [1, 3, 10, 20]
 
 
-def test_filters_start_again_with_a_second_run() -> None:
+def test_filters_start_again_with_a_second_run():
     trainer, heard = Trainer(constant), list[int]()
     trainer.add_event_handler(Events.ITERATION_COMPLETED(every=4), lambda: heard.append(trainer.state.iteration))
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=6), lambda: heard.append(trainer.state.iteration))
@@ -112,15 +110,15 @@ def test_filters_start_again_with_a_second_run() -> None:
 
 
 @pytest.mark.row("A6")
-def test_order_is_the_phase_then_the_attachment() -> None:
+def test_order_is_the_phase_then_the_attachment():
     trainer, order = Trainer(constant), list[str]()
 
-    def handler(name: str, phase: Phase | None = None) -> Any:
-        def handle() -> None:
+    def handler(name, phase=None):
+        def handle():
             order.append(name)
 
         if phase is not None:
-            handle.phase = phase  # type: ignore[attr-defined]
+            handle.phase = phase
         return handle
 
     event = Events.ITERATION_COMPLETED
@@ -135,16 +133,16 @@ def test_order_is_the_phase_then_the_attachment() -> None:
     assert order == ["evaluate", "measure", "measure again", "log", "first", "second"]
 
 
-def test_phase_of_an_object_counts_for_its_methods() -> None:
+def test_phase_of_an_object_counts_for_its_methods():
     trainer, order = Trainer(constant), list[str]()
 
     class Measures:
         phase = Phase.MEASURE
 
-        def method(self) -> None:
+        def method(self):
             order.append("method")
 
-        def __call__(self, engine: Engine) -> None:
+        def __call__(self, engine):
             order.append("call")
 
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: order.append("other"))
@@ -156,20 +154,20 @@ def test_phase_of_an_object_counts_for_its_methods() -> None:
     assert order == ["method", "call", "other"]
 
 
-def test_handlers_get_the_arguments_they_were_attached_with() -> None:
+def test_handlers_get_the_arguments_they_were_attached_with():
     trainer, got = Trainer(constant), list[Any]()
 
-    def with_engine(engine: Engine, *args: Any, **kwargs: Any) -> None:
+    def with_engine(engine, *args, **kwargs):
         got.append((engine, args, kwargs))
 
-    def without(word: str) -> None:
+    def without(word):
         got.append(word)
 
     trainer.add_event_handler(Events.COMPLETED, with_engine, 1, 2, key=3)
     trainer.add_event_handler(Events.COMPLETED, without, "word")
 
     @trainer.on(Events.COMPLETED, 5)
-    def decorated(number: int) -> None:
+    def decorated(number):
         got.append(number)
 
     trainer.run([1])
@@ -177,16 +175,16 @@ def test_handlers_get_the_arguments_they_were_attached_with() -> None:
     assert got == [(trainer, (1, 2), {"key": 3}), "word", 5]
 
 
-def test_removed_handlers_are_not_heard() -> None:
+def test_removed_handlers_are_not_heard():
     trainer, heard = Trainer(constant), list[str]()
 
-    def plain() -> None:
+    def plain():
         heard.append("plain")
 
-    def filtered() -> None:
+    def filtered():
         heard.append("filtered")
 
-    def both() -> None:
+    def both():
         heard.append("both")
 
     trainer.add_event_handler(Events.ITERATION_COMPLETED, plain)
@@ -202,10 +200,10 @@ def test_removed_handlers_are_not_heard() -> None:
     assert not trainer.has_event_handler(filtered) and not handlers_of(trainer, Events.ITERATION_COMPLETED)
 
 
-def test_handler_that_removes_itself_lets_the_others_run() -> None:
+def test_handler_that_removes_itself_lets_the_others_run():
     trainer, heard = Trainer(constant), list[str]()
 
-    def once() -> None:
+    def once():
         heard.append("once")
         handle.remove()
 
@@ -217,10 +215,10 @@ def test_handler_that_removes_itself_lets_the_others_run() -> None:
 
 
 @pytest.mark.parametrize("kind", [Engine, Trainer])
-def test_handler_added_while_its_event_fires_runs_in_the_same_fire(kind: type[Engine]) -> None:
+def test_handler_added_while_its_event_fires_runs_in_the_same_fire(kind):
     engine, calls = kind(constant), list[int]()
 
-    def add() -> None:
+    def add():
         engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: calls.append(engine.state.iteration))
 
     engine.add_event_handler(Events.ITERATION_COMPLETED(once=2), add)
@@ -229,28 +227,28 @@ def test_handler_added_while_its_event_fires_runs_in_the_same_fire(kind: type[En
     assert calls == [2, 3, 4]
 
 
-def test_handler_of_an_earlier_phase_added_while_its_event_fires_repeats_no_other() -> None:
+def test_handler_of_an_earlier_phase_added_while_its_event_fires_repeats_no_other():
     trainer, calls = Trainer(constant), list[str]()
 
-    def early() -> None:
+    def early():
         calls.append(f"early {trainer.state.iteration}")
 
-    def add() -> None:
+    def add():
         calls.append(f"add {trainer.state.iteration}")
         if trainer.state.iteration == 1:
             trainer.add_event_handler(Events.ITERATION_COMPLETED, early)
 
-    early.phase = Phase.PREPARE  # type: ignore[attr-defined]
+    early.phase = Phase.PREPARE
     trainer.add_event_handler(Events.ITERATION_COMPLETED, add)
     trainer.run([1, 2])
 
     assert calls == ["add 1", "early 1", "early 2", "add 2"]
 
 
-def test_users_filter_is_asked_each_time() -> None:
-    asked: list[int] = []
+def test_users_filter_is_asked_each_time():
+    asked = []
 
-    def ask(engine: Engine, event: int) -> bool:
+    def ask(engine, event):
         asked.append(event)
         return False
 
@@ -262,7 +260,7 @@ def test_users_filter_is_asked_each_time() -> None:
     assert asked == [1, 2, 3, 4, 5, 6]
 
 
-def test_event_without_handlers_has_no_listeners() -> None:
+def test_event_without_handlers_has_no_listeners():
     trainer = Trainer(constant)
 
     assert not handlers_of(trainer, TrainingEvents.BACKWARD_COMPLETED)
@@ -277,7 +275,7 @@ class Broken(Exception):
     pass
 
 
-def break_at_the_end(engine: Engine) -> None:
+def break_at_the_end(engine):
     raise Broken("why")
 
 
@@ -291,7 +289,7 @@ def break_at_the_end(engine: Engine) -> None:
         (Events.GET_BATCH_STARTED, "GET_BATCH_STARTED"),
     ],
 )
-def test_handler_that_raises_is_named_with_its_event(event: Any, name: str) -> None:
+def test_handler_that_raises_is_named_with_its_event(event, name):
     trainer = Trainer(constant)
     trainer.add_event_handler(event, break_at_the_end)
 
@@ -303,8 +301,8 @@ def test_handler_that_raises_is_named_with_its_event(event: Any, name: str) -> N
     assert trainer.state.status == "failed" and trainer.state.reason == "Broken: why"
 
 
-def test_update_that_raises_gets_no_note() -> None:
-    def update(engine: Engine, batch: Any) -> None:
+def test_update_that_raises_gets_no_note():
+    def update(engine, batch):
         raise Broken
 
     with pytest.raises(Broken) as caught:
@@ -312,11 +310,11 @@ def test_update_that_raises_gets_no_note() -> None:
     assert not hasattr(caught.value, "__notes__")
 
 
-def test_second_run_after_an_error_starts_clean() -> None:
+def test_second_run_after_an_error_starts_clean():
     trainer, reference = trainer_of(), trainer_of()
     data, seen, failing = numbers_loader(12, 2, shuffle=True), list[tuple[int, int]](), [True]
 
-    def fail(engine: Trainer) -> None:
+    def fail(engine):
         engine.state.metrics["left"] = 1.0
         if failing:
             raise Broken
@@ -326,8 +324,8 @@ def test_second_run_after_an_error_starts_clean() -> None:
         trainer.run(data, max_epochs=3)
     assert trainer.state.iteration == 9
     failing.clear()
-    trainer.update.model.load_state_dict(reference.update.model.state_dict())  # type: ignore[attr-defined]
-    trainer.update.optimizers["optimizer"].state.clear()  # type: ignore[attr-defined]
+    trainer.update.model.load_state_dict(reference.update.model.state_dict())
+    trainer.update.optimizers["optimizer"].state.clear()
     trainer.add_event_handler(
         Events.ITERATION_STARTED, lambda: seen.append((trainer.state.epoch, trainer.state.iteration))
     )
@@ -342,16 +340,16 @@ def test_second_run_after_an_error_starts_clean() -> None:
 
 
 @pytest.mark.parametrize("where", ["update", "handler"])
-def test_users_exception_handler_swallows_as_in_ignite(where: str) -> None:
-    def runs_of(kind: type[Engine]) -> tuple[list[Any], Any]:
-        def update(engine: Engine, batch: int) -> int:
+def test_users_exception_handler_swallows_as_in_ignite(where):
+    def runs_of(kind):
+        def update(engine, batch):
             if where == "update" and engine.state.iteration == 2:
                 raise Broken
             return batch
 
         engine, seen = kind(update), list[Any]()
 
-        def fail() -> None:
+        def fail():
             if where == "handler":
                 raise Broken
 
@@ -372,13 +370,13 @@ def test_users_exception_handler_swallows_as_in_ignite(where: str) -> None:
 
 
 @pytest.mark.row("A6")
-def test_describe_names_handlers_in_the_order_in_which_they_run() -> None:
+def test_describe_names_handlers_in_the_order_in_which_they_run():
     trainer = trainer_of()
 
-    def late() -> None: ...
-    def early() -> None: ...
+    def late(): ...
+    def early(): ...
 
-    early.phase = Phase.EVALUATE  # type: ignore[attr-defined]
+    early.phase = Phase.EVALUATE
     trainer.add_event_handler(Events.ITERATION_COMPLETED(every=3, after=2), late)
     trainer.add_event_handler(Events.ITERATION_COMPLETED, early)
     trainer.run(numbers_loader(4))
@@ -391,9 +389,9 @@ def test_describe_names_handlers_in_the_order_in_which_they_run() -> None:
     assert "model: Sequential, one copy" in text and "Resume is exact." in text
 
 
-def test_two_trainers_share_nothing() -> None:
+def test_two_trainers_share_nothing():
     first, second = trainer_of(), Trainer(constant)
-    heard: list[str] = []
+    heard = []
     first.add_event_handler(Events.ITERATION_COMPLETED, lambda: heard.append("first"))
     second.add_event_handler(Events.ITERATION_COMPLETED, lambda: first.run(numbers_loader(2)))
     second.run([1, 2])

@@ -1,11 +1,7 @@
 """A run that goes on, in this process or another: what a random search over features has once found different."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,24 +17,24 @@ from torch.utils.data import (
 
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader, rng
 from ignite_engine.handlers import Checkpoint, EarlyStopping, Evaluation
-from tests.builders import Numbers, trainer_of
+from tests.kit.tiny import Numbers, trainer_of
 
 Seen = list[tuple[Any, ...]]
 Made = tuple[Trainer, Seen]
 
 
-def stateful(count: int, **options: Any) -> Any:
-    from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+def stateful(count, **options):
+    from torchdata.stateful_dataloader import StatefulDataLoader
 
     return StatefulDataLoader(TensorDataset(torch.arange(count)), 1, **options)
 
 
-def noting(accumulation_steps: int | None = None) -> Made:
+def noting(accumulation_steps=None):
     """A trainer, and epoch, iteration and samples of each update."""
     torch.manual_seed(0)
-    seen: Seen = []
+    seen = []
 
-    def update(engine: Any, batch: Any) -> None:
+    def update(engine, batch):
         group = batch if accumulation_steps else [batch]
         seen.append((engine.state.epoch, engine.state.iteration, [int(torch.as_tensor(each[0])) for each in group]))
 
@@ -46,11 +42,11 @@ def noting(accumulation_steps: int | None = None) -> Made:
     return trainer, seen
 
 
-def assert_goes_on_everywhere(make: Callable[[], Made], run: Callable[[Trainer], Any]) -> Trainer:
+def assert_goes_on_everywhere(make, run):
     """From each edge of a run all that follows is seen again."""
     (whole, expected), saved = make(), list[tuple[int, Any]]()
 
-    def save() -> None:
+    def save():
         saved.append((len(expected), copy.deepcopy(whole.registry.capture())))
 
     whole.add_event_handler(TrainingEvents.RESUME_POINT, save)
@@ -67,10 +63,8 @@ def assert_goes_on_everywhere(make: Callable[[], Made], run: Callable[[Trainer],
 @pytest.mark.parametrize("read_between", [0, 2, 6])
 @pytest.mark.parametrize("how", ["stop", "interrupt"])
 @pytest.mark.parametrize("at", [2, 6])
-def test_loader_with_a_state_goes_on_in_this_process_whoever_reads_it_meanwhile(
-    at: int, how: str, read_between: int
-) -> None:
-    def run(how: str) -> Seen:
+def test_loader_with_a_state_goes_on_in_this_process_whoever_reads_it_meanwhile(at, how, read_between):
+    def run(how):
         trainer, seen = noting()
         data = stateful(6, shuffle=True)
         pause = {"stop": lambda: trainer.request_stop("a pause"), "interrupt": trainer.interrupt, "": lambda: None}[how]
@@ -85,48 +79,48 @@ def test_loader_with_a_state_goes_on_in_this_process_whoever_reads_it_meanwhile(
     assert run(how) == run("")
 
 
-def test_short_last_group_of_a_stream_with_a_state_ends_its_epoch() -> None:
+def test_short_last_group_of_a_stream_with_a_state_ends_its_epoch():
     """Gathering it has exhausted the pass: the stream's own state is that of the next one."""
 
     class Stream:
-        def __init__(self) -> None:
+        def __init__(self):
             self.given = self.passes = 0
 
-        def __iter__(self) -> Iterator[list[int]]:
+        def __iter__(self):
             while self.given < 3:
                 self.given += 1
                 yield [10 * self.passes + self.given]
             self.given, self.passes = 0, self.passes + 1
 
-        def state_dict(self) -> dict[str, int]:
+        def state_dict(self):
             return {"given": self.given, "passes": self.passes}
 
-        def load_state_dict(self, state: dict[str, int]) -> None:
+        def load_state_dict(self, state):
             self.given, self.passes = state["given"], state["passes"]
 
     assert_goes_on_everywhere(lambda: noting(2), lambda trainer: trainer.run(Stream(), max_epochs=3))
 
 
-def test_epoch_after_one_that_was_cut_at_the_end_of_a_stream_with_a_state_has_its_batches() -> None:
+def test_epoch_after_one_that_was_cut_at_the_end_of_a_stream_with_a_state_has_its_batches():
     """Such a stream goes back to its beginning only when it is asked past its end: the first pass asked is empty."""
 
     class Stream:
-        def __init__(self) -> None:
+        def __init__(self):
             self.given = 0
 
-        def __iter__(self) -> Iterator[list[int]]:
+        def __iter__(self):
             while self.given < 3:
                 self.given += 1
                 yield [self.given]
             self.given = 0
 
-        def state_dict(self) -> dict[str, int]:
+        def state_dict(self):
             return {"given": self.given}
 
-        def load_state_dict(self, state: dict[str, int]) -> None:
+        def load_state_dict(self, state):
             self.given = state["given"]
 
-    def make() -> Made:
+    def make():
         trainer, seen = noting()
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), trainer.terminate_epoch)
         return trainer, seen
@@ -136,11 +130,11 @@ def test_epoch_after_one_that_was_cut_at_the_end_of_a_stream_with_a_state_has_it
 
 
 @pytest.mark.parametrize("at", [Events.ITERATION_COMPLETED, TrainingEvents.METRICS_READY, Events.GET_BATCH_STARTED])
-def test_epoch_that_was_cut_short_is_cut_short(at: Any) -> None:
-    def make() -> Made:
+def test_epoch_that_was_cut_short_is_cut_short(at):
+    def make():
         trainer, seen = noting()
 
-        def cut() -> None:
+        def cut():
             if trainer.state.iteration == 5 and trainer.state.epoch == 1:
                 trainer.terminate_epoch()
 
@@ -154,7 +148,7 @@ def test_epoch_that_was_cut_short_is_cut_short(at: Any) -> None:
     )
 
 
-def test_epoch_that_is_cut_short_at_its_own_end_has_ended() -> None:
+def test_epoch_that_is_cut_short_at_its_own_end_has_ended():
     trainer, seen = noting()
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: trainer.state.metrics.update(x=1.0))
     trainer.add_event_handler(TrainingEvents.METRICS_READY, lambda: trainer.terminate_epoch())
@@ -163,7 +157,7 @@ def test_epoch_that_is_cut_short_at_its_own_end_has_ended() -> None:
     assert (state.status, len(seen)) == ("completed", 8)
 
 
-def test_save_that_was_asked_for_where_the_epoch_is_cut_short_is_made_at_its_end() -> None:
+def test_save_that_was_asked_for_where_the_epoch_is_cut_short_is_made_at_its_end():
     trainer, _ = noting()
     asked = list[tuple[int, int]]()
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: trainer.request_save())
@@ -171,7 +165,7 @@ def test_save_that_was_asked_for_where_the_epoch_is_cut_short_is_made_at_its_end
     trainer.add_event_handler(TrainingEvents.METRICS_READY, lambda: trainer.terminate_epoch())
 
     @trainer.on(TrainingEvents.RESUME_POINT)
-    def note() -> None:
+    def note():
         if trainer.state.save_requested:
             asked.append((trainer.state.iteration, trainer.progress.epochs_completed))
 
@@ -179,7 +173,7 @@ def test_save_that_was_asked_for_where_the_epoch_is_cut_short_is_made_at_its_end
     assert asked == [(2, 1)]
 
 
-def test_epoch_cut_short_before_an_update_leaves_a_clean_edge() -> None:
+def test_epoch_cut_short_before_an_update_leaves_a_clean_edge():
     trainer, _ = noting()
     last = list[bool]()
     trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: trainer.terminate_epoch())
@@ -190,8 +184,8 @@ def test_epoch_cut_short_before_an_update_leaves_a_clean_edge() -> None:
     assert last[-1]
 
 
-def test_end_of_a_pass_is_told_by_the_resumed_run_too() -> None:
-    def make() -> Made:
+def test_end_of_a_pass_is_told_by_the_resumed_run_too():
+    def make():
         trainer, seen = noting()
         trainer.add_event_handler(
             Events.DATALOADER_STOP_ITERATION, lambda: seen.append(("stop", trainer.state.iteration))
@@ -202,8 +196,8 @@ def test_end_of_a_pass_is_told_by_the_resumed_run_too() -> None:
     assert_goes_on_everywhere(make, lambda trainer: trainer.run(loader(data), max_epochs=3))
 
 
-def test_evaluation_before_training_is_not_made_again() -> None:
-    def make() -> Made:
+def test_evaluation_before_training_is_not_made_again():
+    def make():
         trainer, seen = noting()
         evaluator = create_evaluator(torch.nn.Linear(1, 1), lambda model, batch: 1.0, {"x": Average()})
         Evaluation(evaluator, [torch.zeros(1)]).attach(trainer, Events.STARTED | Events.EPOCH_COMPLETED)
@@ -215,14 +209,14 @@ def test_evaluation_before_training_is_not_made_again() -> None:
     assert (whole.state.iteration, whole.state.evaluations) == (12, 4)
 
 
-def test_iteration_is_evaluated_once_where_a_pass_without_a_length_ends() -> None:
+def test_iteration_is_evaluated_once_where_a_pass_without_a_length_ends():
     """Its last iteration has an edge of its own before the epoch's."""
 
     class Unsized:
-        def __iter__(self) -> Iterator[list[int]]:
+        def __iter__(self):
             return iter([[0], [1]])
 
-    def make() -> Made:
+    def make():
         trainer, seen = noting()
         evaluator = create_evaluator(torch.nn.Linear(1, 1), lambda model, batch: 1.0, {"x": Average()})
         evaluation = Evaluation(evaluator, [torch.zeros(1)])
@@ -244,7 +238,7 @@ def test_iteration_is_evaluated_once_where_a_pass_without_a_length_ends() -> Non
     assert expected[:before] == [(1, 1, [0]), (1, 2, [1]), ("evaluated", 2)] and seen == []
 
 
-def test_finished_run_stands_in_the_epoch_in_which_it_ended() -> None:
+def test_finished_run_stands_in_the_epoch_in_which_it_ended():
     data = TensorDataset(torch.arange(4))
     whole, _ = noting()
     whole.run(loader(data), max_iters=3)
@@ -258,7 +252,7 @@ def test_finished_run_stands_in_the_epoch_in_which_it_ended() -> None:
 
 
 @pytest.mark.parametrize("steps", [None, 2, 3, 5])
-def test_other_groups_from_anywhere_take_each_batch_once(steps: int | None) -> None:
+def test_other_groups_from_anywhere_take_each_batch_once(steps):
     data = TensorDataset(torch.arange(5))
     for at in range(1, 11):
         whole, seen = noting()
@@ -275,7 +269,7 @@ def test_other_groups_from_anywhere_take_each_batch_once(steps: int | None) -> N
         assert state.epoch == 2
 
 
-def test_other_groups_from_the_end_of_an_epoch_on() -> None:
+def test_other_groups_from_the_end_of_an_epoch_on():
     """Saved with every batch of the pass consumed, the next epoch begins at its first iteration."""
     whole, _ = noting(2)
     saved = list[Any]()
@@ -299,9 +293,7 @@ def test_other_groups_from_the_end_of_an_epoch_on() -> None:
     ],
     ids=["shuffled", "in order", "single", "weighted", "batches"],
 )
-def test_order_that_a_loader_with_a_state_does_not_save_is_in_the_exactness_report(
-    options: dict[str, Any], told: str | None
-) -> None:
+def test_order_that_a_loader_with_a_state_does_not_save_is_in_the_exactness_report(options, told):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     trainer, _ = noting()
@@ -311,14 +303,14 @@ def test_order_that_a_loader_with_a_state_does_not_save_is_in_the_exactness_repo
 
 
 @pytest.mark.parametrize("how", ["stop", "interrupt"])
-def test_no_data_after_a_pause_is_refused_before_the_run(how: str) -> None:
+def test_no_data_after_a_pause_is_refused_before_the_run(how):
     """The length of the epoch is known, so that nothing asks for the data's."""
     trainer, seen = noting()
     pause = {"stop": lambda: trainer.request_stop("a pause"), "interrupt": trainer.interrupt}[how]
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), pause)
     data = [torch.tensor([number]) for number in range(4)]
     trainer.run(data, max_epochs=2)
-    started: list[int] = []
+    started = []
     trainer.add_event_handler(Events.STARTED, lambda: started.append(1))
     with pytest.raises(ValueError, match="Input data has zero size"):
         trainer.run([], max_epochs=2)
@@ -327,11 +319,11 @@ def test_no_data_after_a_pause_is_refused_before_the_run(how: str) -> None:
     assert [number for _, number, _ in seen] == list(range(1, 9)), "the refused run has changed the run"
 
 
-def mean_of(model: Any, batch: Any) -> Any:
+def mean_of(model, batch):
     return model(batch[0][:, None]).mean()
 
 
-def test_refused_runs_leave_the_users_loader_as_it_was() -> None:
+def test_refused_runs_leave_the_users_loader_as_it_was():
     """It deals batches out, not samples, while a run counts micro-batches over all ranks."""
     data = loader(TensorDataset(torch.arange(4.0)), 1)
     before = dict(vars(data.sampler))
@@ -351,7 +343,7 @@ def test_refused_runs_leave_the_users_loader_as_it_was() -> None:
 
 @pytest.mark.parametrize("event", [TrainingEvents.METRICS_READY, TrainingEvents.RESUME_POINT])
 @pytest.mark.parametrize("at", [2, 4])
-def test_interrupt_after_the_vote_pauses_at_that_boundary(event: Any, at: int, tmp_path: Path) -> None:
+def test_interrupt_after_the_vote_pauses_at_that_boundary(event, at, tmp_path):
     """What was asked for there is done before the pause."""
     for asks in ("nothing", "save", "stop"):
         trainer, seen = noting()
@@ -359,7 +351,7 @@ def test_interrupt_after_the_vote_pauses_at_that_boundary(event: Any, at: int, t
         checkpoint.attach(trainer, Events.COMPLETED)
         trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: engine.state.metrics.update(x=1.0))
 
-        def pause(engine: Trainer) -> None:
+        def pause(engine):
             if engine.state.iteration == at and len(seen) == at:  # noqa: B023  # called in this turn
                 seen.append((0, 0, []))  # noqa: B023
                 engine.interrupt()
@@ -379,8 +371,8 @@ def test_interrupt_after_the_vote_pauses_at_that_boundary(event: Any, at: int, t
 
 
 @pytest.mark.parametrize("kind", ["update", "mapping", "number", "other"])
-def test_end_of_data_that_a_resume_finds_has_the_output_of_the_last_iteration(tmp_path: Path, kind: str) -> None:
-    def run(folder: Path | None, stop_at: int | None = None) -> list[Any]:
+def test_end_of_data_that_a_resume_finds_has_the_output_of_the_last_iteration(tmp_path, kind):
+    def run(folder, stop_at=None):
         outputs, seen = iter(range(1, 9)), list[Any]()
         if kind == "update":
             trainer = trainer_of(clip_norm=1.0)
@@ -411,8 +403,8 @@ def test_end_of_data_that_a_resume_finds_has_the_output_of_the_last_iteration(tm
 class Once:
     """Data without a length."""
 
-    def __init__(self, batches: list[Any]) -> None:
+    def __init__(self, batches):
         self.batches = batches
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return iter(self.batches)

@@ -1,18 +1,15 @@
 """What Ignite promises of an engine and the Trainer does by its own code: the same calls, the same outcome."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from ignite.engine import Engine, EventEnum, Events
 
 from ignite_engine import Trainer, TrainingEvents
-from tests.builders import events_of
+from tests.kit.tiny import events_of
 
 
-def constant(engine: Engine, batch: Any) -> float:
+def constant(engine, batch):
     return 1.0
 
 
@@ -23,7 +20,7 @@ KINDS = pytest.mark.parametrize("kind", [Engine, Trainer], ids=lambda kind: kind
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
-def counted(count: int) -> Iterator[int]:
+def counted(count):
     yield from range(count)
 
 
@@ -39,16 +36,16 @@ class Custom(EventEnum):
 
 
 @KINDS
-def test_custom_events_fire_with_and_without_a_counter(kind: type[Engine]) -> None:
-    heard: list[tuple[str, int]] = []
+def test_custom_events_fire_with_and_without_a_counter(kind):
+    heard = []
 
-    def update(engine: Any, batch: int) -> None:
+    def update(engine, batch):
         engine.state.steps = batch
         engine.fire_event(Custom.STEP)
         engine.fire_event(Custom.OTHER)
         engine.fire_event("by name")
 
-    engine: Any = kind(update)
+    engine = kind(update)
     engine.register_events(*Custom, "by name", event_to_attr={Custom.STEP: "steps"})
     engine.add_event_handler(Custom.STEP(every=2), lambda: heard.append(("every", engine.state.steps)))
     engine.add_event_handler(Custom.OTHER | Events.COMPLETED, lambda: heard.append(("other", engine.state.steps)))
@@ -71,12 +68,12 @@ def test_custom_events_fire_with_and_without_a_counter(kind: type[Engine]) -> No
 
 
 @pytest.mark.parametrize("way", ["assigned", "joined", "updated", "set"])
-def test_metrics_are_new_in_whatever_way_they_are_written(way: str) -> None:
+def test_metrics_are_new_in_whatever_way_they_are_written(way):
     trainer, published = Trainer(constant), list[dict[str, Any]]()
 
-    def write() -> None:
+    def write():
         if way == "assigned":  # Ignite's is a plain dict, so users do
-            trainer.state.metrics = {"new": 1.0}  # type: ignore[assignment]
+            trainer.state.metrics = {"new": 1.0}
         elif way == "joined":
             trainer.state.metrics |= {"new": 1.0}
         elif way == "updated":
@@ -105,8 +102,8 @@ def test_metrics_are_new_in_whatever_way_they_are_written(way: str) -> None:
     ],
     ids=lambda event: event.name,
 )
-def test_interrupt_at_any_event_pauses_at_the_step_boundary_that_follows(event: Any) -> None:
-    def runs_of(interrupts: bool) -> Any:
+def test_interrupt_at_any_event_pauses_at_the_step_boundary_that_follows(event):
+    def runs_of(interrupts):
         trainer, batches = Trainer(lambda engine, batch: batches.append(batch)), list[int]()
         seen = events_of(trainer)
         if interrupts:
@@ -125,7 +122,7 @@ def test_interrupt_at_any_event_pauses_at_the_step_boundary_that_follows(event: 
     assert seen[at : at + len(again)] == again and batches == all_batches
 
 
-def test_last_step_boundary_is_not_paused_at() -> None:
+def test_last_step_boundary_is_not_paused_at():
     trainer = Trainer(constant)
     trainer.add_event_handler(Events.ITERATION_COMPLETED, trainer.interrupt)
 

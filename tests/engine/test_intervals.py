@@ -1,10 +1,6 @@
 """An interval is an event: it comes where it says, on all ranks at once, and at the same places after a resume."""
 
-from __future__ import annotations
-
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,17 +10,17 @@ from torch import nn
 from ignite_engine import Trainer, TrainingEvents, create_evaluator, every, loader
 from ignite_engine.engine.saved_progress import counters
 from ignite_engine.handlers import Checkpoint, Evaluation, MetricLogger
-from tests.builders import Numbers, linear, numbers_loader, on_two_ranks, trainer_of
+from tests.kit.tiny import Numbers, linear, numbers_loader, on_two_ranks, trainer_of
 
 
-def seen_at(trainer: Trainer, **interval: Any) -> list[int]:
+def seen_at(trainer, **interval):
     """The iterations at which the interval comes, from now on."""
-    seen: list[int] = []
+    seen = []
     trainer.add_event_handler(every(**interval), lambda: seen.append(trainer.state.iteration))
     return seen
 
 
-def tokens_of(batch: Any) -> int:
+def tokens_of(batch):
     """Between 1 and 5 of each sample, by its values."""
     return int((batch[0][:, 0].abs() * 2).long().clamp(1, 5).sum())
 
@@ -41,16 +37,16 @@ def tokens_of(batch: Any) -> int:
         (0.01, 1, [1]),
     ],
 )
-def test_each_epoch_has_as_many_parts_and_the_last_is_its_end(part: float, length: int, places: list[int]) -> None:
+def test_each_epoch_has_as_many_parts_and_the_last_is_its_end(part, length, places):
     trainer = trainer_of()
     event = every(epochs=part)
-    seen: list[int] = []
+    seen = []
     trainer.add_event_handler(event, lambda: seen.append(trainer.state.iteration))
     trainer.run(numbers_loader(2 * length), max_epochs=3)
     assert seen == [epoch * length + place for epoch in range(3) for place in places]
 
 
-def test_whole_units_are_ignites_own_filters() -> None:
+def test_whole_units_are_ignites_own_filters():
     for event, expected in (
         (every(iterations=3), Events.ITERATION_COMPLETED),
         (every(epochs=2), Events.EPOCH_COMPLETED),
@@ -59,14 +55,14 @@ def test_whole_units_are_ignites_own_filters() -> None:
         assert event == expected
     trainer = trainer_of()
     assert seen_at(trainer, iterations=3) == [] == seen_at(trainer, epochs=2)
-    both: list[int] = []
+    both = []
     trainer.add_event_handler(every(epochs=1.5) | every(epochs=2), lambda: both.append(trainer.state.iteration))
     trainer.run(numbers_loader(8), max_epochs=6)  # of four iterations
     assert both == [6, 8, 12, 16, 18, 24, 24]
 
 
 @pytest.mark.parametrize("accumulation_steps", [None, 2])
-def test_samples_and_tokens_of_whole_iterations(accumulation_steps: int | None) -> None:
+def test_samples_and_tokens_of_whole_iterations(accumulation_steps):
     """11 samples in batches of 2: the last of a pass has one."""
     trainer = trainer_of(accumulation_steps=accumulation_steps, weight_fn=tokens_of)
     samples, tokens, own = (
@@ -74,11 +70,11 @@ def test_samples_and_tokens_of_whole_iterations(accumulation_steps: int | None) 
         seen_at(trainer, tokens=9),
         seen_at(trainer, tokens=1, count=tokens_of),
     )
-    totals: list[tuple[int, int]] = [(0, 0)]
-    counts: list[tuple[int, int]] = []
+    totals = [(0, 0)]
+    counts = []
 
     @trainer.on(Events.ITERATION_COMPLETED)
-    def count() -> None:
+    def count():
         batches = [trainer.state.batch] if accumulation_steps is None else trainer.state.batch
         counts.append((sum(len(each[0]) for each in batches), sum(map(tokens_of, batches))))
         totals.append((totals[-1][0] + counts[-1][0], totals[-1][1] + counts[-1][1]))
@@ -91,7 +87,7 @@ def test_samples_and_tokens_of_whole_iterations(accumulation_steps: int | None) 
     assert own == list(range(1, len(totals)))
 
 
-def test_what_no_interval_needs_is_not_counted() -> None:
+def test_what_no_interval_needs_is_not_counted():
     trainer = trainer_of()
     handlers = sum(map(len, trainer._event_handlers.values()))
     every(samples=5), every(seconds=1)
@@ -101,7 +97,7 @@ def test_what_no_interval_needs_is_not_counted() -> None:
     assert not {"samples", "tokens"} & set(counters(trainer.progress))
 
 
-def test_one_event_serves_several_handlers_and_trainers() -> None:
+def test_one_event_serves_several_handlers_and_trainers():
     event, seen = every(samples=4), list[tuple[str, int]]()
     trainers = trainer_of(), trainer_of()
     for name, trainer in zip("ab", trainers, strict=True):
@@ -117,8 +113,8 @@ def test_one_event_serves_several_handlers_and_trainers() -> None:
 
 
 @pytest.mark.parametrize("stop_at", range(1, 12))
-def test_a_resumed_run_has_the_places_of_the_whole_one(tmp_path: Path, stop_at: int) -> None:
-    def run_of(folder: Path) -> tuple[Trainer, list[list[int]], Checkpoint]:
+def test_a_resumed_run_has_the_places_of_the_whole_one(tmp_path, stop_at):
+    def run_of(folder):
         trainer, checkpoint = trainer_of(), Checkpoint(folder)
         seen = [seen_at(trainer, epochs=0.4), seen_at(trainer, samples=7), seen_at(trainer, tokens=11, count=tokens_of)]
         checkpoint.attach(trainer, Events.COMPLETED)
@@ -136,7 +132,7 @@ def test_a_resumed_run_has_the_places_of_the_whole_one(tmp_path: Path, stop_at: 
     assert (second.state.samples, second.state.tokens) == (whole.state.samples, whole.state.tokens)
 
 
-def test_clocks_come_as_often_as_they_say() -> None:
+def test_clocks_come_as_often_as_they_say():
     trainer = trainer_of()
     seen, minutes = seen_at(trainer, seconds=0.05), seen_at(trainer, minutes=1)
     trainer.add_event_handler(Events.ITERATION_STARTED, lambda: time.sleep(0.02))
@@ -145,7 +141,7 @@ def test_clocks_come_as_often_as_they_say() -> None:
     assert 2 <= len(seen) <= (time.monotonic() - began) / 0.05 and minutes == []
 
 
-def test_clocks_start_with_the_run() -> None:
+def test_clocks_start_with_the_run():
     trainer = trainer_of()
     seen = seen_at(trainer, seconds=0.5)
     time.sleep(0.5)
@@ -154,13 +150,13 @@ def test_clocks_start_with_the_run() -> None:
 
 
 class Unreadable(Numbers):
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         if index == 3:
             raise OSError("not readable")
         return super().__getitem__(index)
 
 
-def test_what_cannot_be_read_hides_no_part_of_an_epoch() -> None:
+def test_what_cannot_be_read_hides_no_part_of_an_epoch():
     """Of five batches the second is left out, with which the first part would have ended."""
     trainer = Trainer(trainer_of().update, max_read_errors=1)
     seen = seen_at(trainer, epochs=0.4)
@@ -168,11 +164,11 @@ def test_what_cannot_be_read_hides_no_part_of_an_epoch() -> None:
     assert seen == [2, 3] and trainer.state.iteration == 4
 
 
-def test_any_handler_takes_it(tmp_path: Path) -> None:
+def test_any_handler_takes_it(tmp_path):
     trainer = trainer_of()
     Checkpoint(tmp_path, keep_last=9).attach(trainer, every(samples=6))
     MetricLogger(console=False).attach(trainer, every(epochs=0.5))
-    evaluated: list[int] = []
+    evaluated = []
     look = create_evaluator(linear(), lambda model, batch: evaluated.append(trainer.state.iteration), {})
     Evaluation(look, numbers_loader(2)).attach(trainer, every(samples=4))  # before the handlers of other phases
     trainer.run(numbers_loader(12), max_epochs=1)
@@ -182,11 +178,11 @@ def test_any_handler_takes_it(tmp_path: Path) -> None:
     assert "MetricLogger (event_filter=every(epochs=0.5))" in described
 
 
-def on_a_rank(folder: Path, rank: int) -> dict[str, Any]:
+def on_a_rank(folder, rank):
     """Rank 1 is slower; its clock never decides."""
-    answers: dict[str, Any] = {}
+    answers = {}
     for name, ends in (("whole", [99]), ("cut", [3, 99])):
-        seen: list[list[int]] = [[], [], []]
+        seen = [[], [], []]
         for stop_at in ends:
             model = nn.parallel.DistributedDataParallel(linear())
             trainer, checkpoint = trainer_of(model, weight_fn=tokens_of), Checkpoint(folder / name)
@@ -211,7 +207,7 @@ def on_a_rank(folder: Path, rank: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_ranks_agree_and_resume_at_the_same_places(tmp_path: Path) -> None:
+def test_two_ranks_agree_and_resume_at_the_same_places(tmp_path):
     answers = on_two_ranks(lambda rank: on_a_rank(tmp_path, rank), tmp_path / "store")
     for name, (first, second) in answers.items():
         assert first == second, name

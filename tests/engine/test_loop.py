@@ -1,10 +1,6 @@
 """What the loop itself promises beyond Ignite's: where an epoch and a run end, and how few frames there are."""
 
-from __future__ import annotations
-
 import traceback
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,20 +10,20 @@ from ignite.metrics import Average
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator
 from ignite_engine.engine.saved_progress import counters
 from ignite_engine.handlers import Checkpoint, Evaluation
-from tests.builders import events_of, linear, mse, numbers_loader, trainer_of, weights
+from tests.kit.tiny import events_of, linear, mse, numbers_loader, trainer_of, weights
 
 DATA = [1, 2, 3]
 
 
-def constant(engine: Any, batch: Any) -> float:
+def constant(engine, batch):
     return 1.0
 
 
-def test_six_frames_in_four_files_from_run_to_the_optimizer() -> None:
-    seen: list[traceback.FrameSummary] = []
+def test_six_frames_in_four_files_from_run_to_the_optimizer():
+    seen = []
 
     class Watched(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
+        def step(self, closure=None):
             seen.extend(traceback.extract_stack())
             return super().step(closure)
 
@@ -44,7 +40,7 @@ def test_six_frames_in_four_files_from_run_to_the_optimizer() -> None:
     assert len({each.filename for each in own[first:]}) <= 4, remedy
 
 
-def test_epoch_that_was_saved_when_it_was_full_completes_without_another_iteration(tmp_path: Path) -> None:
+def test_epoch_that_was_saved_when_it_was_full_completes_without_another_iteration(tmp_path):
     """An exception in EPOCH_COMPLETED, saved by ``on_exception``: all iterations of the epoch are done."""
     trainer = trainer_of()
     Checkpoint(tmp_path, on_exception=True).attach(trainer)
@@ -64,7 +60,7 @@ def test_epoch_that_was_saved_when_it_was_full_completes_without_another_iterati
 
 
 @pytest.mark.parametrize("epoch_length", [2, 3, 4])
-def test_resume_with_an_epoch_length_at_or_below_the_position_ends(tmp_path: Path, epoch_length: int) -> None:
+def test_resume_with_an_epoch_length_at_or_below_the_position_ends(tmp_path, epoch_length):
     trainer = trainer_of()
     Checkpoint(tmp_path).attach(trainer)
     trainer.run(numbers_loader(), max_iters=3)
@@ -77,9 +73,9 @@ def test_resume_with_an_epoch_length_at_or_below_the_position_ends(tmp_path: Pat
     assert resumed.state.epoch == 2 and resumed.state.iteration == max(3, epoch_length) + epoch_length
 
 
-def test_data_without_a_batch_is_an_error() -> None:
+def test_data_without_a_batch_is_an_error():
     class Nothing:
-        def __iter__(self) -> Any:
+        def __iter__(self):
             return iter(())
 
     for limits in ({"max_epochs": 2, "epoch_length": 8}, {"max_iters": 3}):
@@ -89,14 +85,14 @@ def test_data_without_a_batch_is_an_error() -> None:
         assert trainer.state.status == "failed"
 
 
-def test_handler_of_exception_raised_that_raises_is_called_once() -> None:
-    def fail(engine: Any, batch: Any) -> None:
+def test_handler_of_exception_raised_that_raises_is_called_once():
+    def fail(engine, batch):
         raise ZeroDivisionError
 
     trainer, errors = Trainer(fail), list[BaseException]()
 
     @trainer.on(Events.EXCEPTION_RAISED)
-    def again(error: BaseException) -> None:
+    def again(error):
         errors.append(error)
         raise error
 
@@ -105,7 +101,7 @@ def test_handler_of_exception_raised_that_raises_is_called_once() -> None:
     assert len(errors) == 1
 
 
-def test_filter_of_an_event_that_counts_nothing_is_an_error_as_in_ignite() -> None:
+def test_filter_of_an_event_that_counts_nothing_is_an_error_as_in_ignite():
     trainer = Trainer(constant)
     trainer.add_event_handler(Events.DATALOADER_STOP_ITERATION(once=1), lambda: None)
 
@@ -113,7 +109,7 @@ def test_filter_of_an_event_that_counts_nothing_is_an_error_as_in_ignite() -> No
         trainer.run(DATA, max_epochs=2)
 
 
-def test_boundary_of_an_epochs_last_iteration_is_after_the_epoch() -> None:
+def test_boundary_of_an_epochs_last_iteration_is_after_the_epoch():
     trainer, seen = Trainer(constant), list[tuple[int, int]]()
     trainer.add_event_handler(
         TrainingEvents.RESUME_POINT, lambda: seen.append((trainer.state.iteration, trainer.progress.epochs_completed))
@@ -130,23 +126,23 @@ def test_boundary_of_an_epochs_last_iteration_is_after_the_epoch() -> None:
     "evaluated_at", [Events.ITERATION_COMPLETED(once=4), Events.ITERATION_COMPLETED(once=6), Events.EPOCH_COMPLETED]
 )
 def test_what_a_repeated_evaluation_asks_for_happens_as_in_the_whole_run(
-    tmp_path: Path, evaluated_at: Any, asked: str, asked_at: Any, limits: dict[str, int]
-) -> None:
+    tmp_path, evaluated_at, asked, asked_at, limits
+):
     """An epoch whose iterations are all done gets its EPOCH_COMPLETED, unless the whole run would not have fired it."""
 
-    def run(folder: Path, stop: bool) -> tuple[Trainer, list[tuple[str, int, int]]]:
+    def run(folder, stop):
         trainer = trainer_of()
 
-        def predict(model: Any, batch: Any) -> Any:
+        def predict(model, batch):
             if stop:
                 trainer.request_stop("enough")
             return batch
 
-        def ask() -> None:
+        def ask():
             if trainer.state.evaluations == 1 and asked != "nothing":
                 _ = trainer.finish("asked") if asked == "finish" else trainer.terminate_epoch()
 
-        evaluator = create_evaluator(trainer.update.model, predict, {"mean": Average()})  # type: ignore[attr-defined]  # an Update
+        evaluator = create_evaluator(trainer.update.model, predict, {"mean": Average()})
         Evaluation(evaluator, [torch.tensor([1.0])] * 3).attach(trainer, evaluated_at)
         checkpoint = Checkpoint(folder)
         checkpoint.attach(trainer)

@@ -1,7 +1,5 @@
 """Positions built by hand, and what comes next: no run is needed."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
@@ -42,11 +40,11 @@ MEASURED = replace(PASSES, epoch_is=EpochIs.MEASURED)
         (Position(9, epochs=1), MEASURED, Next.EPOCH),
     ],
 )
-def test_what_comes_next(position: Position, plan: Plan, expected: Next) -> None:
+def test_what_comes_next(position, plan, expected):
     assert next_of(position, plan) is expected
 
 
-def test_every_drawn_position_leads_to_the_end_at_the_last_iteration() -> None:
+def test_every_drawn_position_leads_to_the_end_at_the_last_iteration():
     """A run that follows ``next_of`` takes as many iterations as ``last_iteration`` says, from wherever it begins."""
     draw = random.Random(7)
     for _ in range(500):
@@ -71,7 +69,7 @@ def test_every_drawn_position_leads_to_the_end_at_the_last_iteration() -> None:
 
 
 @pytest.mark.parametrize(("steps", "epoch_iteration"), [(2, 2), (4, 1), (1, 4)])
-def test_iterations_of_another_size_leave_what_the_data_has_left(steps: int, epoch_iteration: int) -> None:
+def test_iterations_of_another_size_leave_what_the_data_has_left(steps, epoch_iteration):
     plan = Plan(max_epochs=1, epoch_length=-(-8 // steps), epoch_is=EpochIs.A_PASS)
     before = Position(2, epoch_iteration=2)
 
@@ -79,7 +77,7 @@ def test_iterations_of_another_size_leave_what_the_data_has_left(steps: int, epo
     assert regrouped(before, replace(plan, epoch_is=EpochIs.A_LENGTH), 8, 4, steps) == before
 
 
-def test_end_of_a_pass_that_was_reported_is_the_start_of_an_epoch() -> None:
+def test_end_of_a_pass_that_was_reported_is_the_start_of_an_epoch():
     plan = Plan(max_epochs=2, epoch_length=2, epoch_is=EpochIs.A_PASS)
 
     assert regrouped(Position(4, epochs=1), plan, 8, 8, 4).epoch_iteration == 0

@@ -1,10 +1,7 @@
 """Ignite's private names that we use: few, and each fails here by name when Ignite changes it."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
-from typing import Any
 
 from ignite.engine import Engine, Events, State
 from ignite.handlers import param_scheduler
@@ -25,18 +22,18 @@ USED = {
 }
 
 
-def nothing(engine: Any, batch: Any) -> None: ...
+def nothing(engine, batch): ...
 
 
-def private_names() -> set[str]:
+def private_names():
     """Of Ignite's engine, state, events, schedulers and metrics."""
     schedulers = [each for each in vars(param_scheduler).values() if getattr(each, "__module__", "") == _SCHEDULERS]
-    holders: list[Any] = [Engine(nothing), State(), Events, Metric, *schedulers]
+    holders = [Engine(nothing), State(), Events, Metric, *schedulers]
     names = {name for each in holders for name in dir(each) if name.startswith("_") and not name.startswith("__")}
     return names - set(dir(object()))
 
 
-def names_in(path: Path) -> set[str]:
+def names_in(path):
     """Attributes that a file reads from an object, and methods that it defines."""
     tree = ast.parse(path.read_text())
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
@@ -45,7 +42,7 @@ def names_in(path: Path) -> set[str]:
     return (read - own) | overridden
 
 
-def test_few_private_names_of_ignite_are_used() -> None:
+def test_few_private_names_of_ignite_are_used():
     files = [*(ROOT / "ignite_engine").rglob("*.py"), *(ROOT / "handlers").rglob("*.py")]
     used = {name for path in files for name in names_in(path)} & private_names()
 
@@ -57,7 +54,7 @@ def test_few_private_names_of_ignite_are_used() -> None:
     assert len(used) <= 10, "at most ten: do without another one first"
 
 
-def test_handlers_are_kept_as_we_expect() -> None:
+def test_handlers_are_kept_as_we_expect():
     """``_event_handlers``: for each event a list of (handler, arguments, options)."""
     engine, calls = Engine(nothing), list[str]()
     engine.add_event_handler(Events.STARTED, lambda engine, word: calls.append(word), "said")
@@ -68,16 +65,16 @@ def test_handlers_are_kept_as_we_expect() -> None:
     assert wrapper._parent() is handler
 
 
-def test_the_open_pass_is_kept_as_we_expect() -> None:
+def test_the_open_pass_is_kept_as_we_expect():
     engine = Engine(nothing)
     assert engine._internal_run_generator is None and engine._dataloader_iter is None
     engine.add_event_handler(Events.ITERATION_COMPLETED(once=1), engine.interrupt)
     engine.run([1, 2])
 
-    assert engine._internal_run_generator is not None and next(engine._dataloader_iter) == 2  # type: ignore[arg-type]
+    assert engine._internal_run_generator is not None and next(engine._dataloader_iter) == 2
 
 
-def test_each_summed_metric_lists_its_sums() -> None:
+def test_each_summed_metric_lists_its_sums():
     """``_state_dict_all_req_keys``: what a rank-invariant evaluation adds up over batches."""
     for each in SUMMED:
         needed = {"num_classes": 3} if each.__name__ == "ConfusionMatrix" else {}

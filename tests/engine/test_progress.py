@@ -1,13 +1,7 @@
 """Counters and data position, in and out of a checkpoint."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 from ignite.engine import Events
 
-from ignite_engine.data.place import Place
 from ignite_engine.engine.grouping import Grouping
 from ignite_engine.engine.position import EpochIs, Plan, Position
 from ignite_engine.engine.progress import Progress
@@ -16,10 +10,10 @@ from ignite_engine.handlers import Checkpoint
 from ignite_engine.state import Start, TrainingState
 from ignite_engine.states.resume_state import ResumeState
 from ignite_engine.step.micro_batches import Group
-from tests.builders import numbers_loader, trainer_of
+from tests.kit.tiny import numbers_loader, trainer_of
 
 
-def progress_over(data: Any, accumulation_steps: int | None = None, position: Position | None = None) -> Progress:
+def progress_over(data, accumulation_steps=None, position=None):
     progress = Progress(TrainingState(), Grouping(accumulation_steps))
     source = progress.new_source(data)
     plan = Plan(max_epochs=9, epoch_length=source.iterations, epoch_is=EpochIs.A_PASS)
@@ -27,12 +21,12 @@ def progress_over(data: Any, accumulation_steps: int | None = None, position: Po
     return progress
 
 
-def place_of(progress: Progress) -> Place:
+def place_of(progress):
     assert progress.source is not None
     return progress.source.place
 
 
-def test_group_counts_when_it_is_consumed() -> None:
+def test_group_counts_when_it_is_consumed():
     progress = progress_over([1, 2, 3, 4, 5], 2)
     groups = progress.open_pass()
     progress.group_fetched(next(groups))
@@ -43,7 +37,7 @@ def test_group_counts_when_it_is_consumed() -> None:
     assert progress.plan.epoch_length == 3
 
 
-def test_discarded_group_does_not_come_again() -> None:
+def test_discarded_group_does_not_come_again():
     progress = progress_over([1, 2, 3])
     progress.group_fetched(next(progress.open_pass()))
     progress.group_discarded()
@@ -51,7 +45,7 @@ def test_discarded_group_does_not_come_again() -> None:
     assert progress.epoch_iteration == 0 and list(progress.open_pass()) == [2, 3]
 
 
-def test_loaded_counters_make_the_next_run_a_resumed_one() -> None:
+def test_loaded_counters_make_the_next_run_a_resumed_one():
     saved = progress_over([1, 2, 3], position=Position(5, epochs=1, epoch_iteration=2))
     resume = ResumeState()
     progress = Progress(TrainingState(), Grouping())
@@ -61,7 +55,7 @@ def test_loaded_counters_make_the_next_run_a_resumed_one() -> None:
     assert (progress.epochs_completed, progress.epoch_iteration, progress.state.epoch) == (1, 2, 1)
 
 
-def test_checkpoint_that_is_made_before_the_run_is_resumed_at_its_beginning(tmp_path: Path) -> None:
+def test_checkpoint_that_is_made_before_the_run_is_resumed_at_its_beginning(tmp_path):
     for resumes in (False, True):
         trainer, checkpoint = trainer_of(), Checkpoint(tmp_path)
         checkpoint.attach(trainer, Events.COMPLETED)
@@ -73,7 +67,7 @@ def test_checkpoint_that_is_made_before_the_run_is_resumed_at_its_beginning(tmp_
         assert (state.start, state.iteration, state.epoch) == (Start.RESUMED, 8, 2)
 
 
-def test_counters_say_what_was_done_before_an_update_failed() -> None:
+def test_counters_say_what_was_done_before_an_update_failed():
     class Update:
         stepping = False
 

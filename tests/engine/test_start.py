@@ -1,10 +1,5 @@
 """How a run starts: the four values of ``state.start``, and what each does to counters, data and random numbers."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from ignite.engine import Engine, Events
@@ -16,24 +11,24 @@ from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.ranks import agreement
 from ignite_engine.state import Start
-from tests.builders import mse, numbers_loader, trainer_of, weights
+from tests.kit.tiny import mse, numbers_loader, trainer_of, weights
 
 DATA = [1, 2, 3]
 
 
-def noting() -> tuple[Trainer, list[Any], list[Start]]:
+def noting():
     """A trainer, the batches of its updates, and ``state.start`` at each STARTED."""
-    batches: list[Any] = []
+    batches = []
     trainer, starts = Trainer(lambda engine, batch: batches.append(batch)), list[Start]()
     trainer.add_event_handler(Events.STARTED, lambda: starts.append(trainer.state.start))
     return trainer, batches, starts
 
 
-def position(trainer: Trainer) -> tuple[int, int]:
+def position(trainer):
     return trainer.state.iteration, trainer.state.epoch
 
 
-def test_first_run_is_fresh_and_so_is_the_same_one_again() -> None:
+def test_first_run_is_fresh_and_so_is_the_same_one_again():
     trainer, batches, starts = noting()
     trainer.run(DATA, max_epochs=2)
     trainer.run(DATA, max_epochs=2)
@@ -44,7 +39,7 @@ def test_first_run_is_fresh_and_so_is_the_same_one_again() -> None:
 
 @pytest.mark.row("A1")
 @pytest.mark.parametrize("limits", [({"max_iters": 4}, {"max_iters": 8}), ({"max_epochs": 1}, {"max_epochs": 3})])
-def test_run_with_a_larger_limit_continues_as_if_it_had_been_given_at_first(limits: Any) -> None:
+def test_run_with_a_larger_limit_continues_as_if_it_had_been_given_at_first(limits):
     trainer, batches, starts = noting()
     for each in limits:
         trainer.run(DATA, **each)
@@ -56,10 +51,10 @@ def test_run_with_a_larger_limit_continues_as_if_it_had_been_given_at_first(limi
 
 
 @pytest.mark.parametrize(("limits", "end", "reason"), [((2, 4), 4, "max_iters"), ((2, 9), 6, "max_epochs")])
-def test_of_two_limits_the_first_that_is_reached_ends_the_run(limits: Any, end: int, reason: str) -> None:
+def test_of_two_limits_the_first_that_is_reached_ends_the_run(limits, end, reason):
     trainer, batches, starts = noting()
     trainer.add_event_handler(Events.STARTED, lambda: ends.append(trainer.last_iteration))
-    ends: list[int | None] = []
+    ends = []
     trainer.run(DATA, max_epochs=limits[0], max_iters=limits[1])
 
     assert batches == (DATA * 3)[:end] and trainer.state.reason == reason and ends == [end]
@@ -68,7 +63,7 @@ def test_of_two_limits_the_first_that_is_reached_ends_the_run(limits: Any, end: 
     assert batches == DATA * 3 and starts == [Start.FRESH, Start.CONTINUED]
 
 
-def test_run_with_two_limits_is_resumed_to_the_bits_of_one_that_was_not_interrupted(tmp_path: Path) -> None:
+def test_run_with_two_limits_is_resumed_to_the_bits_of_one_that_was_not_interrupted(tmp_path):
     whole = trainer_of()
     whole.run(numbers_loader(shuffle=True), max_epochs=3, max_iters=8)
     killed, resumed = trainer_of(), trainer_of()
@@ -82,8 +77,8 @@ def test_run_with_two_limits_is_resumed_to_the_bits_of_one_that_was_not_interrup
     assert whole.state.iteration == 8 and torch.equal(weights(whole), weights(resumed))
 
 
-def test_continued_run_has_the_weights_of_one_run_with_dropout_and_handlers_that_draw() -> None:
-    def run(*limits: int) -> torch.Tensor:
+def test_continued_run_has_the_weights_of_one_run_with_dropout_and_handlers_that_draw():
+    def run(*limits):
         trainer = trainer_of(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1)))
         for event in (Events.STARTED, Events.EPOCH_STARTED):
             trainer.add_event_handler(event, lambda: torch.rand(3))
@@ -100,7 +95,7 @@ def test_continued_run_has_the_weights_of_one_run_with_dropout_and_handlers_that
     assert torch.equal(run(4, 15), whole)
 
 
-def test_stopped_run_continues_where_it_was() -> None:
+def test_stopped_run_continues_where_it_was():
     trainer, batches, starts = noting()
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda: trainer.request_stop("enough"))
     stopped = trainer.run(DATA, max_epochs=3).iteration
@@ -110,7 +105,7 @@ def test_stopped_run_continues_where_it_was() -> None:
     assert batches == DATA * 3 and position(trainer) == (9, 3)
 
 
-def test_run_stopped_at_its_end_only_completes() -> None:
+def test_run_stopped_at_its_end_only_completes():
     trainer, batches, starts = noting()
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: trainer.request_stop("enough"))
     trainer.run(DATA, max_epochs=1)
@@ -121,9 +116,9 @@ def test_run_stopped_at_its_end_only_completes() -> None:
 
 
 @pytest.mark.row("A1")
-def test_terminated_run_is_reset_to_the_next_epoch_as_in_ignite() -> None:
-    def run(kind: type[Engine]) -> Any:
-        batches: list[Any] = []
+def test_terminated_run_is_reset_to_the_next_epoch_as_in_ignite():
+    def run(kind):
+        batches = []
         engine = kind(lambda engine, batch: batches.append(batch))
         engine.add_event_handler(Events.ITERATION_COMPLETED(once=4), engine.terminate)
         engine.run(DATA, max_epochs=4)
@@ -149,11 +144,11 @@ def test_terminated_run_is_reset_to_the_next_epoch_as_in_ignite() -> None:
         (Events.EPOCH_STARTED(once=2), 4, 1),
     ],
 )
-def test_pass_after_a_terminated_one_is_the_next_in_the_order(event: Any, at: int, of_pass: int) -> None:
+def test_pass_after_a_terminated_one_is_the_next_in_the_order(event, at, of_pass):
     """Four shuffled batches in a pass: the run that is terminated after ``at`` continues with an untouched pass."""
 
-    def orders(trainer: Trainer) -> list[list[float]]:
-        seen: list[list[float]] = []
+    def orders(trainer):
+        seen = []
         trainer.add_event_handler(
             Events.ITERATION_COMPLETED, lambda: seen.append(trainer.state.batch[0].flatten().tolist())
         )
@@ -174,7 +169,7 @@ def test_pass_after_a_terminated_one_is_the_next_in_the_order(event: Any, at: in
     assert expected[:4] != expected[4:8] != expected[8:12]
 
 
-def test_counters_set_by_hand_reset_the_data() -> None:
+def test_counters_set_by_hand_reset_the_data():
     trainer, batches, starts = noting()
     trainer.load_state_dict({"iteration": 4, "max_epochs": 2, "epoch_length": 3})
     trainer.run(DATA)
@@ -183,10 +178,10 @@ def test_counters_set_by_hand_reset_the_data() -> None:
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_run_after_an_exception_starts_over(error: type[BaseException]) -> None:
+def test_run_after_an_exception_starts_over(error):
     trainer, batches, starts = noting()
 
-    def fail() -> None:
+    def fail():
         if len(batches) == 5:
             raise error
 
@@ -199,10 +194,10 @@ def test_run_after_an_exception_starts_over(error: type[BaseException]) -> None:
     assert batches[5:] == DATA * 3 and position(trainer) == (9, 3)
 
 
-def test_reason_of_a_run_that_raised_keyboard_interrupt_names_it() -> None:
+def test_reason_of_a_run_that_raised_keyboard_interrupt_names_it():
     trainer, *_ = noting()
 
-    def interrupt() -> None:
+    def interrupt():
         raise KeyboardInterrupt
 
     trainer.add_event_handler(Events.ITERATION_COMPLETED, interrupt)
@@ -212,12 +207,12 @@ def test_reason_of_a_run_that_raised_keyboard_interrupt_names_it() -> None:
     assert (trainer.state.status, trainer.state.reason) == ("interrupted", "forced: KeyboardInterrupt")
 
 
-def test_run_after_a_failure_in_an_update_begins_at_a_step_boundary() -> None:
+def test_run_after_a_failure_in_an_update_begins_at_a_step_boundary():
     """A stop that cuts off its first evaluation ends it there."""
     trainer = Trainer(lambda engine, batch: 1 / (engine.state.iteration - 2))
     with pytest.raises(ZeroDivisionError):
         trainer.run(DATA)
-    boundaries: list[int] = []
+    boundaries = []
     trainer.add_event_handler(Events.STARTED, trainer.terminate)
     trainer.add_event_handler(TrainingEvents.RESUME_POINT, lambda: boundaries.append(trainer.state.iteration))
     trainer.run(DATA)
@@ -226,8 +221,8 @@ def test_run_after_a_failure_in_an_update_begins_at_a_step_boundary() -> None:
 
 
 def test_resumed_run_starts_at_the_checkpoint_and_once_more_after_a_failure_before_its_first_batch(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     trainer = trainer_of()
     Checkpoint(tmp_path).attach(trainer)
     trainer.run(numbers_loader(), max_iters=4)
@@ -236,7 +231,7 @@ def test_resumed_run_starts_at_the_checkpoint_and_once_more_after_a_failure_befo
     checkpoint.attach(resumed)
 
     @resumed.on(Events.STARTED)
-    def note() -> None:
+    def note():
         starts.append((resumed.state.start, resumed.state.iteration))
         if len(starts) == 1:
             raise OSError("the first time only")
@@ -251,12 +246,12 @@ def test_resumed_run_starts_at_the_checkpoint_and_once_more_after_a_failure_befo
     assert torch.equal(weights(resumed), weights(trainer))
 
 
-def test_unclaimed_parts_are_an_error_and_wait_for_their_object(tmp_path: Path) -> None:
+def test_unclaimed_parts_are_an_error_and_wait_for_their_object(tmp_path):
     class Kept:
-        def state_dict(self) -> dict[str, int]:
+        def state_dict(self):
             return {"value": 3}
 
-        def load_state_dict(self, state: Any) -> None:
+        def load_state_dict(self, state):
             self.value = state["value"]
 
     trainer = trainer_of()
@@ -288,9 +283,9 @@ def test_unclaimed_parts_are_an_error_and_wait_for_their_object(tmp_path: Path) 
         ({"max_iters": 9}, "To switch from max_epochs to max_iters"),
     ],
 )
-def test_stopped_run_survives_arguments_that_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_stopped_run_survives_arguments_that_are_refused(arguments, message):
     trainer, batches, starts = noting()
-    errors: list[BaseException] = []
+    errors = []
     trainer.add_event_handler(Events.EXCEPTION_RAISED, lambda error: errors.append(error))
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda: trainer.request_stop("enough"))
     trainer.run(DATA, max_epochs=3)
@@ -301,7 +296,7 @@ def test_stopped_run_survives_arguments_that_are_refused(arguments: dict[str, An
     assert starts == [Start.FRESH, Start.CONTINUED] and batches == DATA * 3 and errors == []
 
 
-def test_paused_run_survives_arguments_that_are_refused() -> None:
+def test_paused_run_survives_arguments_that_are_refused():
     trainer, batches, starts = noting()
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), trainer.interrupt)
     trainer.run(DATA, max_epochs=2)
@@ -312,14 +307,14 @@ def test_paused_run_survives_arguments_that_are_refused() -> None:
     assert starts == [Start.FRESH, Start.CONTINUED] and batches == DATA * 2
 
 
-def test_finished_run_that_is_resumed_trains_nothing(tmp_path: Path) -> None:
+def test_finished_run_that_is_resumed_trains_nothing(tmp_path):
     trainer = trainer_of()
     Checkpoint(tmp_path).attach(trainer)
     trainer.run(numbers_loader(), max_epochs=2)
     resumed = trainer_of()
     checkpoint = Checkpoint(tmp_path)
     checkpoint.attach(resumed)
-    events: list[str] = []
+    events = []
     for event in (Events.STARTED, Events.ITERATION_STARTED, TrainingEvents.RESUME_POINT, Events.COMPLETED):
         resumed.add_event_handler(event, lambda _, name=event.name: events.append(name))
     checkpoint.resume()
@@ -328,7 +323,7 @@ def test_finished_run_that_is_resumed_trains_nothing(tmp_path: Path) -> None:
     assert events == ["STARTED", "COMPLETED"] and resumed.state.epoch == 2
 
 
-def test_started_is_in_the_epoch_in_which_the_run_was_saved(tmp_path: Path) -> None:
+def test_started_is_in_the_epoch_in_which_the_run_was_saved(tmp_path):
     """What is measured there, an evaluation that was interrupted, say, is logged with that epoch."""
     for iterations, epoch in ((4, 1), (6, 1), (7, 2)):
         folder = tmp_path / str(iterations)
@@ -358,9 +353,7 @@ def test_started_is_in_the_epoch_in_which_the_run_was_saved(tmp_path: Path) -> N
         ),
     ],
 )
-def test_other_settings_on_a_rank_are_refused_on_all(
-    key: str, other: object, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_settings_on_a_rank_are_refused_on_all(key, other, said, monkeypatch):
     monkeypatch.setattr(agreement, "world_size", lambda: 2)
     monkeypatch.setattr(agreement, "gather_objects", lambda mine: [mine, {**mine, key: other}])
     trainer = trainer_of(accumulation_steps=2)
@@ -370,8 +363,8 @@ def test_other_settings_on_a_rank_are_refused_on_all(
 
 
 @pytest.mark.parametrize("refused", [{"epoch_length": 0}, {"max_epochs": 1}, {"max_iters": 9}, "empty data"])
-def test_refused_run_changes_nothing_of_the_run_before(refused: Any) -> None:
-    def trained(refuse: bool) -> tuple[list[int], list[tuple[int, int]]]:
+def test_refused_run_changes_nothing_of_the_run_before(refused):
+    def trained(refuse):
         trainer, sizes = Trainer(lambda engine, batch: sizes.append(len(batch)), accumulation_steps=3), list[int]()
         counters = []
         trainer.run(numbers_loader(8, 1), max_epochs=2)
@@ -392,10 +385,10 @@ def test_refused_run_changes_nothing_of_the_run_before(refused: Any) -> None:
 
 
 @pytest.mark.parametrize("stop", [2, 6, 8])
-def test_what_was_done_at_the_start_of_an_epoch_is_done_once_and_stays(tmp_path: Path, stop: int) -> None:
+def test_what_was_done_at_the_start_of_an_epoch_is_done_once_and_stays(tmp_path, stop):
     """A part in eval mode, parameters that are not frozen any more, a group that was added."""
 
-    def run(folder: str, end: int | None) -> nn.Module:
+    def run(folder, end):
         torch.manual_seed(0)
         first, last = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout()), nn.Linear(4, 1)
         model = nn.Sequential(first, last)
@@ -403,7 +396,7 @@ def test_what_was_done_at_the_start_of_an_epoch_is_done_once_and_stays(tmp_path:
         optimizer = torch.optim.AdamW(last.parameters(), lr=0.05)
         trainer, checkpoint = Trainer(Update(model, optimizer, mse)), Checkpoint(tmp_path / folder)
 
-        def unfreeze() -> None:
+        def unfreeze():
             first.requires_grad_(True)
             first.eval()
             optimizer.add_param_group({"params": list(first.parameters()), "lr": 0.01})

@@ -4,14 +4,11 @@ The bits are those of one thread, one torch and one family of processors, so the
 keeps the losses of other environments only if those of this one are as they were.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
 GOLDEN = Path(__file__).with_name("golden.json")
 ITERATIONS = 50
-OPTIONS: dict[str, tuple[str, ...]] = {
+OPTIONS = {
     "byte_gpt": ("task_options.validation_windows=32",),
     "click_stream": ("run.max_epochs=null", "task_options.samples=20000"),
     "digits": ("run.max_epochs=null",),
@@ -30,7 +27,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 QUIET = [f"logging.{name}=false" for name in ("console", "progress", "memory", "throughput", "clearml", "report")]
 
 
-def environment() -> str:
+def environment():
     """What the bits of a run depend on beside the code; the corpora are the source of Python's standard library."""
     fields = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -42,7 +39,7 @@ def environment() -> str:
     return f"torch {torch.__version__}, {python}, {processor} with {instructions}"
 
 
-def losses(name: str, folder: Path) -> dict[str, Any]:
+def losses(name, folder):
     """Train a config for some iterations: its losses, and the digest of its weights at the end."""
     command = ["train", str(CONFIGS / f"{name}.yaml")]
     command += [f"run.directory={folder}", f"run.max_iterations={ITERATIONS}", "run.threads=1", "logging.every=1"]
@@ -55,12 +52,12 @@ def losses(name: str, folder: Path) -> dict[str, Any]:
     return {"weights_sha256": weights, "losses": [row["loss"] for row in rows if "loss" in row]}
 
 
-def recorded() -> dict[str, dict[str, Any]]:
+def recorded():
     """What is kept of each config, by environment."""
     return dict(json.loads(GOLDEN.read_text()))
 
 
-def main() -> None:
+def main():
     kept, key = recorded(), environment()
     for name in OPTIONS:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,38 +1,34 @@
 """The short examples show what they say they show."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from ignite.engine import Events
-from torch import nn
 
 from examples import custom_handler, fine_tune, fsdp, minimal, own_update, resume, several_processes
 from ignite_engine import Trainer, Update, load_weights, loader
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.handlers import MetricLogger
-from tests.builders import on_two_ranks, weights
 from tests.faults.commands import Command
+from tests.kit.tiny import on_two_ranks, weights
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def logged(directory: Path) -> list[dict[str, Any]]:
+def logged(directory):
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def saved(directory: Path) -> list[int]:
+def saved(directory):
     return [each.iteration for each in CheckpointStore(directory / "checkpoints").checkpoints()]
 
 
-def test_minimal_learns_and_started_again_continues(tmp_path: Path) -> None:
+def test_minimal_learns_and_started_again_continues(tmp_path):
     whole = minimal.main(str(tmp_path / "whole"), epochs=3)
     minimal.main(str(tmp_path / "cut"), epochs=2)
     resumed = minimal.main(str(tmp_path / "cut"), epochs=3)
@@ -42,8 +38,8 @@ def test_minimal_learns_and_started_again_continues(tmp_path: Path) -> None:
     assert rows == logged(tmp_path / "cut") and rows[-1]["loss"] < 0.5 * rows[0]["loss"]
 
 
-def test_custom_handler_finds_the_spoiled_batches_and_is_resumed(tmp_path: Path) -> None:
-    def jumps(directory: Path) -> list[float]:
+def test_custom_handler_finds_the_spoiled_batches_and_is_resumed(tmp_path):
+    def jumps(directory):
         return [row["loss_jumps"] for row in logged(directory)]
 
     custom_handler.main(str(tmp_path / "whole"))
@@ -53,7 +49,7 @@ def test_custom_handler_finds_the_spoiled_batches_and_is_resumed(tmp_path: Path)
     assert jumps(tmp_path / "whole") == [0, 1, 2, 3, 3] == jumps(tmp_path / "cut")
 
 
-def test_own_update_is_that_of_the_optimizer_at_radius_0_and_is_resumed(tmp_path: Path) -> None:
+def test_own_update_is_that_of_the_optimizer_at_radius_0_and_is_resumed(tmp_path):
     whole = own_update.main(str(tmp_path / "whole"), epochs=3)
     own_update.main(str(tmp_path / "cut"), epochs=2)
     resumed = own_update.main(str(tmp_path / "cut"), epochs=3)
@@ -61,11 +57,11 @@ def test_own_update_is_that_of_the_optimizer_at_radius_0_and_is_resumed(tmp_path
     assert all(row["loss/nearby"] > row["loss"] for row in logged(tmp_path / "whole"))
 
 
-def test_own_update_at_radius_0_is_an_ordinary_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_update_at_radius_0_is_an_ordinary_update(tmp_path, monkeypatch):
     at_0 = own_update.main(str(tmp_path / "at_0"), epochs=1, rho=0.0)
     at_some = own_update.main(str(tmp_path / "at_some"), epochs=1)
 
-    def ordinary(model: nn.Module, optimizer: torch.optim.Optimizer, rho: float) -> Update:
+    def ordinary(model, optimizer, rho):
         return Update(model, optimizer, own_update.loss_fn)
 
     monkeypatch.setattr(own_update, "SharpnessAwareUpdate", ordinary)
@@ -74,7 +70,7 @@ def test_own_update_at_radius_0_is_an_ordinary_update(tmp_path: Path, monkeypatc
     assert torch.equal(weights(at_0), weights(plain)) and not torch.equal(weights(at_some), weights(plain))
 
 
-def test_resumed_run_has_the_bits_of_the_whole_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resumed_run_has_the_bits_of_the_whole_one(tmp_path, capsys):
     resume.main(str(tmp_path))
     lines = capsys.readouterr().out.splitlines()
 
@@ -85,18 +81,18 @@ def test_resumed_run_has_the_bits_of_the_whole_one(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.slow
-def test_fine_tuned_network_keeps_the_body_and_beats_one_from_scratch(tmp_path: Path) -> None:
+def test_fine_tuned_network_keeps_the_body_and_beats_one_from_scratch(tmp_path):
     accuracies = fine_tune.main(str(tmp_path))
 
     assert accuracies["tuned"] > accuracies["from scratch"] + 0.1 and accuracies["tuned"] > 0.85
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_one_process_and_continue(tmp_path: Path) -> None:
+def test_two_ranks_train_as_one_process_and_continue(tmp_path):
     """DDP and FSDP2, each started twice."""
     alone = several_processes.train(0, str(tmp_path / "alone"))
 
-    def on_a_rank(rank: int) -> dict[str, Any]:
+    def on_a_rank(rank):
         folder = str(tmp_path / "several_processes")
         trainers = [several_processes.train(rank, folder) for _ in range(2)]
         return {
@@ -122,7 +118,7 @@ def test_two_ranks_train_as_one_process_and_continue(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fsdp_has_the_losses_of_one_process(tmp_path: Path) -> None:
+def test_fsdp_has_the_losses_of_one_process(tmp_path):
     model = fsdp.network()
     trainer = Trainer(Update(model, torch.optim.AdamW(model.parameters(), lr=3e-3), fsdp.loss_fn, clip_norm=1.0))
     MetricLogger(tmp_path / "plain").attach(trainer, Events.EPOCH_COMPLETED)
@@ -143,9 +139,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
     [("several_processes", [(), TORCHRUN]), ("fsdp", [()])],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_ranks_are_started_by_the_script_and_by_torchrun(
-    name: str, launchers: list[tuple[str, ...]], tmp_path: Path
-) -> None:
+def test_ranks_are_started_by_the_script_and_by_torchrun(name, launchers, tmp_path):
     script, path = str(ROOT / "examples" / f"{name}.py"), os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     for launcher in launchers:
         command = [sys.executable, *launcher, script, str(tmp_path / str(len(launcher)))]
@@ -158,7 +152,7 @@ def test_ranks_are_started_by_the_script_and_by_torchrun(
     assert len(rows[0]) == 4 and rows[0] == rows[-1]
 
 
-def test_the_table_has_every_example() -> None:
+def test_the_table_has_every_example():
     text = (ROOT / "docs" / "examples.md").read_text()
     missing = [path.name for path in (ROOT / "examples").glob("[!_]*.*") if f"(../examples/{path.name})" not in text]
     assert not missing

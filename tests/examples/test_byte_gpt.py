@@ -1,7 +1,5 @@
 """The byte GPT task: corpus, baselines, model and report, on a library of a few small files."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json
@@ -11,29 +9,27 @@ import sys
 import threading
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
-from ignite_engine import Task, create_evaluator, loader
+from ignite_engine import create_evaluator, loader
 from ignite_engine.config import load_config
 from ignite_engine.runs.recipe import build_run
 from ignite_engine.task import build_task, find_task
 
 ROOT = Path(__file__).resolve().parents[2]
 build = find_task("byte_gpt.py:build", ROOT / "examples")
-byte_gpt: ModuleType = sys.modules[build.__module__]
-byte_corpus: ModuleType = importlib.import_module("byte_corpus")  # find_task put its folder on the path
+byte_gpt = sys.modules[build.__module__]
+byte_corpus = importlib.import_module("byte_corpus")  # find_task put its folder on the path
 
 TINY = {"context": 16, "width": 16, "layers": 2, "heads": 2, "ngram_slots": 64, "ngram_width": 8}
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> Path:
+def library(tmp_path):
     folder = tmp_path / "lib"
     for number in range(40):
         path = folder / ("package" if number % 2 else "") / f"module_{number}.py"
@@ -46,22 +42,22 @@ def library(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def task(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
+def task(library, tmp_path, monkeypatch):
     monkeypatch.setattr(byte_corpus.sysconfig, "get_paths", lambda: {"stdlib": str(library)})
     torch.manual_seed(0)
     return build_task(build, {**TINY, "validation_windows": 6, "cache_dir": str(tmp_path / "cache")})
 
 
-def test_a_file_is_held_out_by_the_digest_of_its_relative_path() -> None:
+def test_a_file_is_held_out_by_the_digest_of_its_relative_path():
     names = [f"package/module_{number}.py" for number in range(300)]
     held_out = [name for name in names if int(hashlib.sha256(name.encode()).hexdigest(), 16) % 10 == 0]
     assert held_out
     assert [name for name in names if byte_corpus.is_for_validation(name)] == held_out
 
 
-def test_the_splits_are_the_files_in_sorted_order_without_third_parties(library: Path, tmp_path: Path) -> None:
+def test_the_splits_are_the_files_in_sorted_order_without_third_parties(library, tmp_path):
     corpus = byte_corpus.open_corpus(tmp_path / "cache", library)
-    expected: dict[bool, bytes] = {False: b"", True: b""}
+    expected = {False: b"", True: b""}
     names = sorted(path.relative_to(library).as_posix() for path in library.rglob("module_*.py"))
     for name in names:
         expected[int(hashlib.sha256(name.encode()).hexdigest(), 16) % 10 == 0] += (library / name).read_bytes()
@@ -69,7 +65,7 @@ def test_the_splits_are_the_files_in_sorted_order_without_third_parties(library:
     assert isinstance(byte_corpus.open_bytes(corpus.train), np.memmap)
 
 
-def test_the_cache_is_used_and_keyed_by_names_and_sizes(library: Path, tmp_path: Path) -> None:
+def test_the_cache_is_used_and_keyed_by_names_and_sizes(library, tmp_path):
     corpus = byte_corpus.open_corpus(tmp_path / "cache", library)
     before = corpus.train.stat()
     assert byte_corpus.open_corpus(tmp_path / "cache", library) == corpus
@@ -79,21 +75,19 @@ def test_the_cache_is_used_and_keyed_by_names_and_sizes(library: Path, tmp_path:
     assert byte_corpus.open_corpus(tmp_path / "cache", library).train != corpus.train
 
 
-def test_the_default_cache_is_under_xdg_cache_home(
-    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_cache_is_under_xdg_cache_home(library, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert byte_corpus.open_corpus(None, library).val.parent == tmp_path / "xdg" / "ignite_engine"
 
 
-def test_a_library_without_source_is_refused(tmp_path: Path) -> None:
+def test_a_library_without_source_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="has no source"):
         byte_corpus.open_corpus(tmp_path / "cache", tmp_path / "empty")
 
 
-def test_a_failed_write_leaves_neither_the_file_nor_a_part_of_it(tmp_path: Path) -> None:
-    def half(file: Any) -> None:
+def test_a_failed_write_leaves_neither_the_file_nor_a_part_of_it(tmp_path):
+    def half(file):
         file.write(b"half")
         file.flush()
         assert len(list(tmp_path.iterdir())) == 1  # the fault happens while part of it is on disk
@@ -105,10 +99,10 @@ def test_a_failed_write_leaves_neither_the_file_nor_a_part_of_it(tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
-def test_writers_that_race_each_leave_a_whole_file(tmp_path: Path) -> None:
+def test_writers_that_race_each_leave_a_whole_file(tmp_path):
     both_are_writing = threading.Barrier(2)
 
-    def write(file: Any) -> None:
+    def write(file):
         file.write(b"a" * 1000)
         both_are_writing.wait(timeout=10)
         file.write(b"b" * 1000)
@@ -124,7 +118,7 @@ def test_writers_that_race_each_leave_a_whole_file(tmp_path: Path) -> None:
     assert (tmp_path / "split.bin").read_bytes() == b"a" * 1000 + b"b" * 1000
 
 
-def brute_force_bits(train: bytes, text: bytes, positions: list[int], order: int) -> float:
+def brute_force_bits(train, text, positions, order):
     pairs = Counter((train[at - order : at], train[at]) for at in range(order, len(train)))
     contexts = Counter(train[at - order : at] for at in range(order, len(train)))
     bits = 0.0
@@ -134,7 +128,7 @@ def brute_force_bits(train: bytes, text: bytes, positions: list[int], order: int
     return bits / len(positions)
 
 
-def test_the_baselines_are_those_of_a_brute_force_count() -> None:
+def test_the_baselines_are_those_of_a_brute_force_count():
     train, text = b"abracadabra, abracadabra! \xff\x00" * 3, b"a cadabra\x00\xffbra"
     models = byte_corpus.NgramModels.counted(np.frombuffer(train, np.uint8))
     positions = list(range(2, len(text)))
@@ -142,10 +136,10 @@ def test_the_baselines_are_those_of_a_brute_force_count() -> None:
     assert measured == pytest.approx([brute_force_bits(train, text, positions, order) for order in (0, 1, 2)])
 
 
-def test_the_baselines_are_measured_on_the_bytes_that_are_evaluated(task: Task) -> None:
+def test_the_baselines_are_measured_on_the_bytes_that_are_evaluated(task):
     report = task.handlers[0]
     text = report.corpus.val.read_bytes()
-    asked = [target for _, targets in task.val_sets["val"] for target in targets.tolist()]  # type: ignore[attr-defined]
+    asked = [target for _, targets in task.val_sets["val"] for target in targets.tolist()]
     positions = byte_corpus.predicted_positions(report.windows).tolist()
     assert [text[at] for at in positions] == asked
     assert len(set(positions)) == len(positions)  # no byte counts twice
@@ -153,7 +147,7 @@ def test_the_baselines_are_measured_on_the_bytes_that_are_evaluated(task: Task) 
     assert report.evaluated == pytest.approx([brute_force_bits(train, text, positions, order) for order in (0, 1, 2)])
 
 
-def test_the_counts_are_cached(task: Task) -> None:
+def test_the_counts_are_cached(task):
     report = task.handlers[0]
     evaluated = report.evaluated
     assert report.corpus.counts.exists()
@@ -162,7 +156,7 @@ def test_the_counts_are_cached(task: Task) -> None:
     assert again.evaluated == evaluated
 
 
-def test_training_windows_move_by_the_samples_own_generator(task: Task) -> None:
+def test_training_windows_move_by_the_samples_own_generator(task):
     corpus, context = task.handlers[0].corpus, TINY["context"]
     text = corpus.train.read_bytes()
     batches = [
@@ -174,17 +168,17 @@ def test_training_windows_move_by_the_samples_own_generator(task: Task) -> None:
     for inputs, targets in zip(*batches[0], strict=True):
         assert torch.equal(inputs[1:], targets[:-1])
         assert bytes([*inputs.tolist(), targets[-1].item()]) in text
-    last = len(task.train_set) - 1  # type: ignore[arg-type]
+    last = len(task.train_set) - 1
     assert (last + 2) * context <= len(text)  # however the last window is shifted, it is inside
 
 
-def test_windows_are_pickled_without_their_bytes(task: Task) -> None:
+def test_windows_are_pickled_without_their_bytes(task):
     before = task.train_set[3]
-    assert len(pickle.dumps(task.train_set)) < 2000 + 8 * len(task.train_set)  # type: ignore[arg-type]
+    assert len(pickle.dumps(task.train_set)) < 2000 + 8 * len(task.train_set)
     assert before[0].shape == pickle.loads(pickle.dumps(task.train_set))[3][0].shape
 
 
-def test_a_split_too_short_for_the_windows_is_refused(tmp_path: Path) -> None:
+def test_a_split_too_short_for_the_windows_is_refused(tmp_path):
     (tmp_path / "split.bin").write_bytes(b"x" * 20)
     with pytest.raises(ValueError, match="expected at least two windows"):
         byte_corpus.training_windows(tmp_path / "split.bin", 16)
@@ -192,10 +186,10 @@ def test_a_split_too_short_for_the_windows_is_refused(tmp_path: Path) -> None:
         byte_corpus.validation_windows(tmp_path / "split.bin", 19, 1)
 
 
-def test_the_model_looks_back_only(task: Task) -> None:
+def test_the_model_looks_back_only(task):
     model = task.model.eval()
-    torch.nn.init.normal_(model.head.weight)  # type: ignore[union-attr, arg-type]  # untrained, its output is the same for all inputs
-    for block in model.blocks:  # type: ignore[union-attr]
+    torch.nn.init.normal_(model.head.weight)
+    for block in model.blocks:
         torch.nn.init.normal_(block.attention_out.weight)
         torch.nn.init.normal_(block.mlp_out.weight)
     inputs = torch.randint(256, (1, 16))
@@ -206,7 +200,7 @@ def test_the_model_looks_back_only(task: Task) -> None:
     assert (difference[9:] > 0).all()
 
 
-def test_an_ngram_ends_at_its_byte() -> None:
+def test_an_ngram_ends_at_its_byte():
     embedding = byte_gpt.NgramEmbedding(byte_gpt.Options(**{**TINY, "ngram_orders": (2, 3), "ngram_slots": 2**16}))
     slots = embedding._slots(torch.tensor([[1, 2, 3, 9, 2, 3]]), 2)[0]
     assert slots[2] == slots[5]  # 2, 3 both times
@@ -214,12 +208,12 @@ def test_an_ngram_ends_at_its_byte() -> None:
     assert slots.min() >= 0 and slots.max() < 2**16
 
 
-def test_the_first_loss_is_that_of_a_uniform_guess(task: Task) -> None:
+def test_the_first_loss_is_that_of_a_uniform_guess(task):
     inputs = torch.randint(256, (2, 16))
     assert byte_gpt.loss_fn(task.model, (inputs, inputs)).item() == pytest.approx(math.log(256))
 
 
-def test_matrices_alone_decay_and_each_parameter_is_in_one_group(task: Task) -> None:
+def test_matrices_alone_decay_and_each_parameter_is_in_one_group(task):
     assert task.parameter_groups is not None
     decay, no_decay = task.parameter_groups
     assert (decay["name"], no_decay["name"]) == ("decay", "no_decay")
@@ -229,8 +223,8 @@ def test_matrices_alone_decay_and_each_parameter_is_in_one_group(task: Task) -> 
     assert sorted(grouped) == sorted(id(each) for each in task.model.parameters())
 
 
-def test_metrics_weigh_by_bytes(task: Task) -> None:
-    torch.nn.init.normal_(task.model.head.weight)  # type: ignore[union-attr, arg-type]
+def test_metrics_weigh_by_bytes(task):
+    torch.nn.init.normal_(task.model.head.weight)
     assert task.predict is not None
     data = task.val_sets["val"]
     evaluator = create_evaluator(task.model.eval(), task.predict, task.metrics)
@@ -251,15 +245,13 @@ def test_metrics_weigh_by_bytes(task: Task) -> None:
         ({"widht": 10}, "widht"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options: dict[str, Any], complaint: str) -> None:
+def test_options_that_cannot_be_are_refused(options, complaint):
     with pytest.raises((ValueError, TypeError), match=complaint):
         build(options)
 
 
 @pytest.mark.slow
-def test_the_config_runs_and_reports_against_the_baselines(
-    task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_config_runs_and_reports_against_the_baselines(task, tmp_path, capsys):
     overrides = ["run.max_iterations=3", "data.batch_size=2", "evaluation.every=2", "checkpoint.every=3"]
     config = load_config(ROOT / "configs" / "byte_gpt.yaml", [*overrides, f"run.directory={tmp_path / 'run'}"])
     build_run(config, task).train()
@@ -273,7 +265,7 @@ def test_the_config_runs_and_reports_against_the_baselines(
     assert "the order-1 model" in printed and "the order-2 model" in printed
 
 
-def test_a_run_that_did_not_complete_prints_no_table(task: Task, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_did_not_complete_prints_no_table(task, capsys):
     class Run:
         class state:
             status = "interrupted"

@@ -1,22 +1,17 @@
 """The click stream: what its generator promises, what is measured, and that its run ends alike however started."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import yaml
 from ignite.engine import Events
-from torch import Tensor, nn
+from torch import nn
 
 from ignite_engine import Trainer, Update
 from ignite_engine.cli import main
@@ -25,21 +20,21 @@ from tests.faults.processes import train
 
 ROOT = Path(__file__).resolve().parents[2]
 build = find_task("click_stream.py:build", ROOT / "examples")
-example: ModuleType = sys.modules[build.__module__]
+example = sys.modules[build.__module__]
 
 SMALL = ["task_options.windows=3", "task_options.samples=3000", "data.batch_size=64", "task_options.rows=4096"]
 QUIET = ["logging.clearml=false", "logging.progress=false", "logging.report=false"]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def threads() -> Iterator[None]:
+def threads():
     """The config sets those of the process."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
 
 
-def auc(scores: np.ndarray[Any, Any], clicks: np.ndarray[Any, Any]) -> float:
+def auc(scores, clicks):
     """By counting pairs."""
     ordered = np.sort(scores[clicks == 0])
     below = np.searchsorted(ordered, scores[clicks == 1], "left") + np.searchsorted(
@@ -49,22 +44,22 @@ def auc(scores: np.ndarray[Any, Any], clicks: np.ndarray[Any, Any]) -> float:
 
 
 @pytest.fixture(scope="module")
-def window() -> dict[str, np.ndarray[Any, Any]]:
+def window():
     columns = example.Generator(example.Options(samples=300_000))(0)
     assert isinstance(columns, dict)
     return columns
 
 
 def test_linear_part_and_optimum_are_on_the_ladder_of_public_click_data(
-    window: dict[str, np.ndarray[Any, Any]],
-) -> None:
+    window,
+):
     assert auc(window["linear"], window["click"]) == pytest.approx(0.79, abs=0.004)
     assert auc(window["optimum"], window["click"]) == pytest.approx(0.815, abs=0.004)
     probability = 1 / (1 + np.exp(-window["optimum"].astype(np.float64)))
     assert probability.mean() == pytest.approx(window["click"].mean(), abs=0.003)
 
 
-def test_no_linear_model_is_better_than_the_linear_part(window: dict[str, np.ndarray[Any, Any]]) -> None:
+def test_no_linear_model_is_better_than_the_linear_part(window):
     """A logistic regression on each id and dense feature, trained on half of a window."""
     columns = [np.unique(column, return_inverse=True)[1] for column in window["ids"].T]
     starts = np.cumsum([0, *[column.max() + 1 for column in columns]])
@@ -87,8 +82,8 @@ def test_no_linear_model_is_better_than_the_linear_part(window: dict[str, np.nda
     assert promised - 0.006 < reached < promised + 0.001
 
 
-def test_windows_are_functions_of_their_number() -> None:
-    def made(number: int, **options: Any) -> Any:
+def test_windows_are_functions_of_their_number():
+    def made(number, **options):
         return example.Generator(example.Options(samples=500, **options))(number)
 
     assert all(np.array_equal(made(3)[name], column) for name, column in made(3).items())
@@ -98,7 +93,7 @@ def test_windows_are_functions_of_their_number() -> None:
     assert np.allclose(drifted["linear"].std(), still["linear"].std(), rtol=0.2)
 
 
-def test_metrics_are_what_they_are_defined_as() -> None:
+def test_metrics_are_what_they_are_defined_as():
     torch.manual_seed(0)
     logits = 2 * torch.randn(5000, 3)
     clicks = (torch.rand(5000) < logits[:, 2].sigmoid()).float()
@@ -119,14 +114,14 @@ def test_metrics_are_what_they_are_defined_as() -> None:
     assert found["gap_closed"] == pytest.approx((model - linear) / (optimum - linear), abs=0.01)
 
 
-def run(folder: Path, *overrides: str) -> tuple[str, list[dict[str, Any]]]:
+def run(folder, *overrides):
     """The weights' digest and the metrics of each window."""
     config = str(ROOT / "configs" / "click_stream.yaml")
     assert main(["train", config, f"run.directory={folder}", *SMALL, *QUIET, *overrides]) == 0
     return results(folder)
 
 
-def results(folder: Path) -> tuple[str, list[dict[str, Any]]]:
+def results(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     windows = [
         {key: value for key, value in line.items() if key.startswith("progressive/") and not isinstance(value, dict)}
@@ -137,23 +132,23 @@ def results(folder: Path) -> tuple[str, list[dict[str, Any]]]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
+def whole(tmp_path_factory):
     return run(tmp_path_factory.mktemp("whole"))
 
 
-def test_run_that_is_resumed_ends_with_the_same_bits(tmp_path: Path, whole: Any) -> None:
+def test_run_that_is_resumed_ends_with_the_same_bits(tmp_path, whole):
     run(tmp_path, "run.max_iterations=7", "checkpoint.every=10")
     assert run(tmp_path, "checkpoint.every=10") == whole
 
 
-def test_files_that_the_generator_wrote_train_the_same_weights(tmp_path: Path, whole: Any) -> None:
+def test_files_that_the_generator_wrote_train_the_same_weights(tmp_path, whole):
     example.write(tmp_path / "windows", example.Options(windows=3, samples=3000))
     assert run(tmp_path / "run", f"task_options.directory={tmp_path / 'windows'}") == whole
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_ranks_train_and_measure_as_one(tmp_path: Path, whole: Any) -> None:
+def test_two_ranks_train_and_measure_as_one(tmp_path, whole):
     values = yaml.safe_load((ROOT / "configs" / "click_stream.yaml").read_text())
     values["task"] = f"{ROOT / 'examples' / 'click_stream.py'}:build"
     values["run"]["directory"] = str(tmp_path / "run")
@@ -168,7 +163,7 @@ def test_two_ranks_train_and_measure_as_one(tmp_path: Path, whole: Any) -> None:
 
 
 @pytest.mark.slow
-def test_windows_make_the_model_better_than_any_linear_one(tmp_path: Path) -> None:
+def test_windows_make_the_model_better_than_any_linear_one(tmp_path):
     """60 windows of 100,000 close more than nine tenths of the gap; these few begin to."""
     _, windows = run(tmp_path, "task_options.windows=6", "task_options.samples=50000", "data.batch_size=512")
     closed = [each["progressive/gap_closed"] for each in windows]
@@ -181,7 +176,7 @@ def test_windows_make_the_model_better_than_any_linear_one(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("options", "line"), [({"windows": 0}, "windows must be at least 1"), ({"x": 1}, "unexpected")]
 )
-def test_wrong_option_is_an_error_of_the_task(options: dict[str, Any], line: str) -> None:
+def test_wrong_option_is_an_error_of_the_task(options, line):
     with pytest.raises(TaskError, match=line):
         build_task(build, options)
 
@@ -192,7 +187,7 @@ def test_wrong_option_is_an_error_of_the_task(options: dict[str, Any], line: str
 class PublishedModel(nn.Module):
     """Naumov et al. 2019, arXiv 1906.00091, at the sizes and with the initial weights of its published check."""
 
-    def __init__(self, draw: np.random.RandomState) -> None:
+    def __init__(self, draw):
         super().__init__()
         self.tables = nn.ModuleList()
         for rows in (4, 3, 2):
@@ -202,8 +197,8 @@ class PublishedModel(nn.Module):
         self.bottom, self.top = self.layers(draw, 4, 3, 2), self.layers(draw, 8, 4, 2, 1)
 
     @staticmethod
-    def layers(draw: np.random.RandomState, *sizes: int) -> nn.Sequential:
-        made: list[nn.Module] = []
+    def layers(draw, *sizes):
+        made = []
         for inputs, outputs in pairwise(sizes):
             layer = nn.Linear(inputs, outputs)
             with torch.no_grad():
@@ -212,15 +207,15 @@ class PublishedModel(nn.Module):
             made += [layer, nn.Sigmoid() if outputs == 1 else nn.ReLU()]
         return nn.Sequential(*made)
 
-    def forward(self, dense: Tensor, bags: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(self, dense, bags):
         below = self.bottom(dense)
         found = [table(ids, starts) for table, (ids, starts) in zip(self.tables, bags, strict=True)]
         products = example.dot_products(torch.stack([below, *found], dim=1))
-        clicks: Tensor = self.top(torch.cat([below, products], dim=1))
+        clicks = self.top(torch.cat([below, products], dim=1))
         return clicks
 
 
-def published_batches(draw: np.random.RandomState) -> list[Any]:
+def published_batches(draw):
     """Three batches of two samples: the features of all of them are drawn before any target."""
     features = []
     for _ in range(3):
@@ -236,12 +231,12 @@ def published_batches(draw: np.random.RandomState) -> list[Any]:
     return [(*each, torch.tensor(draw.rand(2, 1), dtype=torch.float32)) for each in features]
 
 
-def test_published_dlrm_has_its_published_losses() -> None:
+def test_published_dlrm_has_its_published_losses():
     """``dlrm_s_pytorch.py --mini-batch-size=2 --data-size=6`` prints these."""
     draw = np.random.RandomState(123)
     batches, model = published_batches(draw), PublishedModel(draw)
 
-    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+    def loss_fn(model, batch):
         dense, bags, targets = batch
         return nn.functional.mse_loss(model(dense, bags), targets)
 

@@ -1,11 +1,8 @@
 """The digits task: its splits, its augmentation, and the accuracy stated in its config."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -15,14 +12,14 @@ from ignite_engine.task import TaskError, build_task, find_task
 
 ROOT = Path(__file__).resolve().parents[2]
 build = find_task("digits.py:build", ROOT / "examples")
-digits: ModuleType = sys.modules[build.__module__]
+digits = sys.modules[build.__module__]
 
 
-def as_set(images: torch.Tensor) -> set[bytes]:
+def as_set(images):
     return {image.numpy().tobytes() for image in images}
 
 
-def test_splits_are_three_fifths_one_and_one_and_share_no_image() -> None:
+def test_splits_are_three_fifths_one_and_one_and_share_no_image():
     splits = digits.load_splits(0)
     sizes = {name: len(images) for name, (images, _) in splits.items()}
     sets = {name: as_set(images) for name, (images, _) in splits.items()}
@@ -34,7 +31,7 @@ def test_splits_are_three_fifths_one_and_one_and_share_no_image() -> None:
         assert sorted(set(targets.tolist())) == list(range(10))
 
 
-def test_splits_are_a_function_of_their_own_seed() -> None:
+def test_splits_are_a_function_of_their_own_seed():
     torch.manual_seed(1)
     first = digits.load_splits(0)["test"][0]
     torch.manual_seed(2)
@@ -43,7 +40,7 @@ def test_splits_are_a_function_of_their_own_seed() -> None:
     assert not torch.equal(first, digits.load_splits(1)["test"][0])
 
 
-def test_training_images_are_rotated_at_random_and_the_others_never() -> None:
+def test_training_images_are_rotated_at_random_and_the_others_never():
     task = build_task(build, {})
     original = digits.load_splits(0)
     torch.manual_seed(0)
@@ -59,7 +56,7 @@ def test_training_images_are_rotated_at_random_and_the_others_never() -> None:
     assert torch.equal(still.train_set[3][0], original["train"][0][3])
 
 
-def test_an_image_turned_by_a_right_angle_is_the_image_turned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_turned_by_a_right_angle_is_the_image_turned(monkeypatch):
     images = digits.load_splits(0)["test"][0]
     turned = digits.Digits(images, torch.zeros(len(images)), rotation=90.0)
     monkeypatch.setattr(torch, "rand", lambda *_: torch.ones(()))  # the largest angle
@@ -74,15 +71,13 @@ def test_an_image_turned_by_a_right_angle_is_the_image_turned(monkeypatch: pytes
         ({"rotation": -1.0}, "rotation must be at least 0 degrees, got -1.0."),
     ],
 )
-def test_option_that_cannot_be_is_refused(options: dict[str, float], line: str) -> None:
+def test_option_that_cannot_be_is_refused(options, line):
     with pytest.raises(TaskError, match=line):
         build_task(build, options)
 
 
 @pytest.mark.long  # trains the whole config
-def test_best_checkpoint_reaches_the_promised_accuracy_on_the_test_fifth(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_best_checkpoint_reaches_the_promised_accuracy_on_the_test_fifth(tmp_path, capsys):
     arguments = [str(ROOT / "configs" / "digits.yaml"), f"run.directory={tmp_path}/run", "logging.progress=false"]
     assert main(["train", *arguments]) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -1,21 +1,17 @@
 """The example of a GAN learns its ring, and a stopped run ends as one that was not."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from ignite.engine import Events
 
 from examples import gan
-from ignite_engine import Trainer
 from ignite_engine.checkpointing import CheckpointStore
-from tests.builders import one
+from tests.kit.tiny import one
 
 
-def last_weights(directory: Path) -> torch.Tensor:
+def last_weights(directory):
     found = CheckpointStore(directory / "checkpoints").latest().checkpoint
     assert found is not None
     model = gan.GAN()
@@ -24,13 +20,11 @@ def last_weights(directory: Path) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_stopped_run_ends_with_the_bits_of_the_whole_one_and_the_generator_learns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopped_run_ends_with_the_bits_of_the_whole_one_and_the_generator_learns(tmp_path, monkeypatch):
     gan.main(str(tmp_path / "whole"), 300)
     make = gan.make_trainer
 
-    def stopping(model: gan.GAN) -> Trainer:
+    def stopping(model):
         trainer = make(model)
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=151), lambda trainer: trainer.request_stop("asked"))
         return trainer

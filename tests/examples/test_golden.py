@@ -1,15 +1,11 @@
 """The shipped configs train to the losses of ``golden.json``: a change of the bits is a decision."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tests.examples.golden import CONFIGS, ITERATIONS, OPTIONS, environment, losses, recorded
 
 
-def test_every_config_has_its_losses() -> None:
+def test_every_config_has_its_losses():
     names = {path.stem for path in CONFIGS.glob("*.yaml")}
 
     assert names == set(OPTIONS), "add the config to OPTIONS in tests/examples/golden.py, and run that module"
@@ -18,7 +14,7 @@ def test_every_config_has_its_losses() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
-def test_config_trains_to_its_golden_losses(name: str, tmp_path: Path) -> None:
+def test_config_trains_to_its_golden_losses(name, tmp_path):
     kept = recorded()[name]
     if environment() not in kept:
         pytest.skip(f"no golden losses for {environment()}")

@@ -1,12 +1,9 @@
 """The setting of nanoGPT has the losses of a loop that is written by hand as nanoGPT's is."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -19,11 +16,11 @@ from ignite_engine.task import build_task, find_task
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "nanogpt_cpu.yaml"
 build = find_task("nanogpt.py:build", ROOT / "examples")
-nanogpt: ModuleType = sys.modules[build.__module__]
+nanogpt = sys.modules[build.__module__]
 STEPS = 20
 
 
-def losses_of_the_loop(text: str, *, clip: bool, warmup_iters: int, lr_decay_iters: int) -> list[float]:
+def losses_of_the_loop(text, *, clip, warmup_iters, lr_decay_iters):
     """The losses of the first updates, in the way of nanoGPT's train.py on a CPU."""
     vocabulary = sorted(set(text))
     data = torch.tensor([vocabulary.index(each) for each in text])[: int(0.9 * len(text))]
@@ -62,7 +59,7 @@ def losses_of_the_loop(text: str, *, clip: bool, warmup_iters: int, lr_decay_ite
 
 @pytest.mark.slow
 @pytest.mark.parametrize("clip", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_losses_are_those_of_the_loop(clip: bool, tmp_path: Path) -> None:
+def test_losses_are_those_of_the_loop(clip, tmp_path):
     """Bit for bit, through warm-up, cosine and the rate at the end, also where the norm is over two groups."""
     text = tmp_path / "input.txt"
     text.write_text((ROOT / "README.md").read_text())
@@ -89,7 +86,7 @@ def test_losses_are_those_of_the_loop(clip: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_setting_is_that_of_nanogpt() -> None:
+def test_setting_is_that_of_nanogpt():
     config = load_config(CONFIG)
     task = build_task(build, config.task_options)
 

@@ -1,16 +1,11 @@
 """Commands and programs in a forked process, and their ranks too: none of them imports torch anew."""
 
-from __future__ import annotations
-
 import os
 import resource
 import runpy
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from ignite_engine import cli
 from ignite_engine.cli import verify_resume
@@ -18,34 +13,34 @@ from ignite_engine.ranks import launch
 from tests.faults.fork_server import shared
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments):
     """The command; ranks that it starts are forked instead of spawned."""
     launch._start_method = lambda: "fork"
     return cli.main(arguments)
 
 
-def main_on_a_full_disk(arguments: list[str]) -> int:
+def main_on_a_full_disk(arguments):
     """As ``main``, and no file may grow above 8 KiB."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
     return main(arguments)
 
 
-def script(arguments: list[str]) -> None:
+def script(arguments):
     """``python FILE ...``; ranks that it starts are forked instead of spawned."""
     launch._start_method = lambda: "fork"
     script_that_spawns(arguments)
 
 
-def script_that_spawns(arguments: list[str]) -> None:
+def script_that_spawns(arguments):
     sys.argv = list(arguments)
     sys.path.insert(0, str(Path(arguments[0]).parent))
     runpy.run_path(arguments[0], run_name="__main__")
 
 
-def fork_the_runs_of_verify_resume(patch: pytest.MonkeyPatch) -> None:
+def fork_the_runs_of_verify_resume(patch):
     """Its three processes are forked too."""
 
-    def start(runs: Any, command: list[str]) -> tuple[int, str]:
+    def start(runs, command):
         output = runs.folder / "output.txt"
         output.unlink(missing_ok=True)
         child = shared().start("ignite_engine.cli:main", command[3:], output=output, folder=Path.cwd())
@@ -65,7 +60,7 @@ class Command:
         output: the file of what it prints; ``errors`` that of its standard error.
     """
 
-    def __init__(self, folder: Path, *arguments: str, function: str = "main") -> None:
+    def __init__(self, folder, *arguments, function="main"):
         said = Path(tempfile.mkdtemp(prefix="said_"))
         self.output, self.errors = said / "output.txt", said / "errors.txt"
         files = {"output": self.output, "errors": self.errors}
@@ -75,22 +70,22 @@ class Command:
         self.pid = self._child.pid
 
     @property
-    def returncode(self) -> int | None:
+    def returncode(self):
         return self._child.poll()
 
-    def poll(self) -> int | None:
+    def poll(self):
         return self._child.poll()
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number):
         os.kill(self.pid, number)
 
-    def communicate(self, timeout: float = 120.0) -> tuple[str, str]:
+    def communicate(self, timeout=120.0):
         """Its output and its errors, when it has ended."""
         self._child.wait(timeout)
         return self.output.read_text(), self.errors.read_text()
 
 
-def program(folder: Path, code: str, *arguments: str, spawns: bool = False) -> Command:
+def program(folder, code, *arguments, spawns=False):
     """``python -c CODE ...`` with the repository to import from; the ranks that it starts are forked or spawned."""
     path = Path(tempfile.mkdtemp(prefix="program_")) / "program.py"
     path.write_text(code)

@@ -3,11 +3,6 @@
 Options: ``forgets``: ``generator``, ``counter``, or nothing.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -18,12 +13,12 @@ from ignite_engine import Task
 class ForgetfulLoss:
     """Holds a generator and a counter, and no ``state_dict``."""
 
-    def __init__(self, forgets: str | None) -> None:
+    def __init__(self, forgets):
         self.forgets, self.calls = forgets, 0
         # in anything but a set it would be saved
         self.noise = {torch.Generator().manual_seed(5)} if forgets == "generator" else set()
 
-    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+    def __call__(self, model, batch):
         inputs, targets = batch
         if self.forgets == "generator":
             inputs = inputs + 0.1 * torch.randn(inputs.shape, generator=next(iter(self.noise)))
@@ -34,7 +29,7 @@ class ForgetfulLoss:
         return loss
 
 
-def build(options: Mapping[str, Any]) -> Task:
+def build(options):
     if options.get("forgets") == "everything":
         raise ValueError("nothing is left")
     generator = torch.Generator().manual_seed(7)

@@ -4,8 +4,6 @@ A server is a process of its own that never trains, so that nothing of one run i
 session each, so that their whole group can be signalled, draw other random numbers, and end as programs do.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc
@@ -20,10 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NoReturn, Self
 
 ROOT = Path(__file__).resolve().parents[2]
 AFTER_SIGKILL_S = 30.0
@@ -35,12 +30,12 @@ COMMAND = ("ignite_engine.cli", "ignite_engine.runs.recipe")
 class Child:
     """A process that runs one function; ``pid`` leads its session."""
 
-    def __init__(self, server: ForkServer, pid: int) -> None:
+    def __init__(self, server, pid):
         self.pid = pid
         self._server = server
-        self._code: int | None = None
+        self._code = None
 
-    def poll(self, timeout_s: float = 0.0) -> int | None:
+    def poll(self, timeout_s=0.0):
         """Its exit code, -9 for SIGKILL, waiting so long; None if it still runs."""
         deadline = time.monotonic() + timeout_s
         while self._code is None:
@@ -49,7 +44,7 @@ class Child:
                 break
         return self._code
 
-    def wait(self, timeout_s: float = 120.0) -> int:
+    def wait(self, timeout_s=120.0):
         """Its exit code.
 
         Raises:
@@ -62,7 +57,7 @@ class Child:
             raise TimeoutError(f"A child did not end within {timeout_s} s.")
         return code
 
-    def signal(self, number: int) -> None:
+    def signal(self, number):
         """Signal its whole group, as a terminal does; nothing if it is gone."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
@@ -79,12 +74,12 @@ class ForkServer:
         codes: by process number the exit codes that nobody has asked for yet.
     """
 
-    def __init__(self, modules: Sequence[str], **environment: str) -> None:
-        self.codes: dict[int, int] = {}
+    def __init__(self, modules, **environment):
+        self.codes = {}
         self._modules, self._added = list(modules), environment
         self._begin()
 
-    def _begin(self) -> None:
+    def _begin(self):
         command, pipe = [sys.executable, "-m", "tests.faults.fork_server", *self._modules], subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, cwd=ROOT, env=self._environment())
         self._received, self._begun = b"", list[int]()
@@ -92,28 +87,24 @@ class ForkServer:
         assert self._process.stdout is not None
         self._selector.register(self._process.stdout, selectors.EVENT_READ)
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self):
         path = os.pathsep.join(each for each in (str(ROOT), os.environ.get("PYTHONPATH")) if each)
         return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **self._added}
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind, error, trace):
         self.close()
 
-    def load(self, modules: Sequence[str]) -> None:
+    def load(self, modules):
         """Import these too before the next fork."""
         new = [name for name in modules if name not in self._modules]
         self._modules += new
         if new:
             self._ask({"modules": new})
 
-    def start(
-        self, function: str, *arguments: Any, output: Path, errors: Path | None = None, folder: Path = ROOT
-    ) -> Child:
+    def start(self, function, *arguments, output, errors=None, folder=ROOT):
         """Call ``module:function`` with JSON arguments.
 
         Args:
@@ -129,15 +120,15 @@ class ForkServer:
             self.receive(None)
         return Child(self, self._begun.pop())
 
-    def call(self, function: str, *arguments: Any, output: Path, timeout_s: float = 120.0) -> int:
+    def call(self, function, *arguments, output, timeout_s=120.0):
         """As ``start``, and the exit code."""
         return self.start(function, *arguments, output=output).wait(timeout_s)
 
-    def _ask(self, request: Mapping[str, Any]) -> None:
+    def _ask(self, request):
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
 
-    def receive(self, timeout_s: float | None) -> bool:
+    def receive(self, timeout_s):
         """Read which children have begun and ended, waiting so long for it, None: without a limit; False: nothing.
 
         Raises:
@@ -162,7 +153,7 @@ class ForkServer:
                 self._begun.append(int(pid))
         return True
 
-    def close(self) -> None:
+    def close(self):
         """End it, and every child that still runs."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._selector.close()
@@ -172,10 +163,10 @@ class ForkServer:
         self._process.stdout.close()
 
 
-_shared: dict[int, ForkServer] = {}
+_shared = {}
 
 
-def shared(modules: Sequence[str] = COMMAND, *, number: int = 0) -> ForkServer:
+def shared(modules=COMMAND, *, number=0):
     """The server that all tests of this process use, so that torch is imported once for them; it has these modules.
 
     Args:
@@ -188,7 +179,7 @@ def shared(modules: Sequence[str] = COMMAND, *, number: int = 0) -> ForkServer:
     return _shared[number]
 
 
-def serve(modules: Sequence[str]) -> None:
+def serve(modules):
     """Fork for each request on the standard input; leaves only in a child, or when the input ends.
 
     Answers with a line for each child: its number when it has begun, its number and exit code when it has ended.
@@ -196,7 +187,7 @@ def serve(modules: Sequence[str]) -> None:
     _load(modules)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # nothing that prints may answer
-    children: dict[int, int] = {}  # by the descriptor that becomes readable when one ends
+    children = {}  # by the descriptor that becomes readable when one ends
     received = b""
     with selectors.DefaultSelector() as selector:
         selector.register(0, selectors.EVENT_READ)
@@ -223,20 +214,20 @@ def serve(modules: Sequence[str]) -> None:
                     print(pid, file=answers)
 
 
-def _load(modules: Sequence[str]) -> None:
+def _load(modules):
     for name in modules:
         importlib.import_module(name)
     gc.freeze()  # a collection in a child would touch, and so copy, all that the server made
 
 
-def _end(children: Iterable[int]) -> None:
+def _end(children):
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
 
-def _fork(request: dict[str, Any], descriptors: Sequence[int]) -> int:
+def _fork(request, descriptors):
     """A child that leads a session; its number."""
     begins, begun = os.pipe()
     if (pid := os.fork()) == 0:
@@ -251,7 +242,7 @@ def _fork(request: dict[str, Any], descriptors: Sequence[int]) -> int:
     return pid
 
 
-def _child(request: dict[str, Any]) -> int:
+def _child(request):
     append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     for target, (path, flags) in enumerate(
         ((os.devnull, os.O_RDONLY), (request["output"], append), (request["errors"], append))
@@ -277,9 +268,9 @@ def _child(request: dict[str, Any]) -> int:
     return result if isinstance(result, int) else 0
 
 
-def _leave(code: int) -> NoReturn:
+def _leave(code):
     """End as the interpreter does, without its freeing of every object: that would copy the pages of the server."""
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the end of a program does
+    threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
@@ -287,7 +278,7 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _draw_other_numbers() -> None:
+def _draw_other_numbers():
     """Else all children would begin with the generators of the server, as no two programs do."""
     seed = time.time_ns() ^ os.getpid()
     random.seed(seed)

@@ -1,23 +1,19 @@
 """Real runs in real processes: start one, wait for what it does, signal it, read what it left."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from tests.faults.fork_server import Child, shared
+from tests.faults.fork_server import shared
 
 HERE = Path(__file__).parent
-CONFIG: dict[str, Any] = {
-    "task": f"{HERE / 'task.py'}:build",
+CONFIG = {
+    "task": f"{HERE.parent / 'kit' / 'task.py'}:build",
     "run": {"max_epochs": 6, "seed": 3, "threads": 1},
     "data": {"batch_size": 4, "num_workers": 0},
     "optimizer": {"name": "AdamW", "lr": 0.01},
@@ -32,13 +28,13 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def write_config(folder: Path, **sections: Any) -> Path:
+def write_config(folder, **sections):
     """A config in ``folder`` whose run directory is ``folder/run``; ``sections`` override values of CONFIG."""
     options = {"directory": str(folder), **sections.get("task_options", {})}
     return write_config_like(CONFIG, folder, {**sections, "task_options": options})
 
 
-def write_config_like(base: Mapping[str, Any], folder: Path, sections: Mapping[str, Any]) -> Path:
+def write_config_like(base, folder, sections):
     """``base`` with its values overridden by ``sections``, in ``folder``, whose run directory is ``folder/run``."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {name: dict(value) if isinstance(value, dict) else value for name, value in base.items()}
@@ -53,21 +49,21 @@ def write_config_like(base: Mapping[str, Any], folder: Path, sections: Mapping[s
 class Run:
     """A command that a fork server started, with what tests use of a ``Popen``."""
 
-    def __init__(self, child: Child) -> None:
+    def __init__(self, child):
         self.pid, self._child = child.pid, child
 
     @property
-    def returncode(self) -> int | None:
+    def returncode(self):
         return self._child.poll()
 
-    def poll(self) -> int | None:
+    def poll(self):
         return self._child.poll()
 
-    def wait(self, timeout: float = 120.0) -> int:
+    def wait(self, timeout=120.0):
         return self._child.wait(timeout)
 
 
-def start(config: Path, *arguments: str, function: str = "tests.faults.commands:main") -> Run:
+def start(config, *arguments, function="tests.faults.commands:main"):
     """``train`` in a session of its own, so that a signal to its group is a terminal's Ctrl-C.
 
     It is forked from a process that has imported torch and the engine: the same command, seconds earlier.
@@ -79,13 +75,13 @@ def start(config: Path, *arguments: str, function: str = "tests.faults.commands:
     return Run(shared().start(function, ["train", str(config), *arguments], output=output))
 
 
-def train(config: Path, *arguments: str) -> None:
+def train(config, *arguments):
     """Run to the end."""
     process = start(config, *arguments)
     assert process.wait(timeout=120) == 0, (config.parent / "output.txt").read_text()
 
 
-def wait_until(condition: Callable[[], Any], process: Run, timeout_s: float = 60.0) -> Any:
+def wait_until(condition, process, timeout_s=60.0):
     """Poll until ``condition()`` is true; the process must be alive all the while."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
@@ -95,30 +91,30 @@ def wait_until(condition: Callable[[], Any], process: Run, timeout_s: float = 60
     return found
 
 
-def interrupt(process: Run, number: int = signal.SIGINT) -> tuple[int, float]:
+def interrupt(process, number=signal.SIGINT):
     """Signal the whole group as a terminal does; exit code and seconds until the process was gone."""
     began = time.monotonic()
     os.killpg(process.pid, number)
     return process.wait(timeout=60), time.monotonic() - began
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
+def lines(folder):
     path = folder / "run" / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def evaluated(folder: Path, rank: int = 0) -> int:
+def evaluated(folder, rank=0):
     """Batches that were evaluated so far, by a task with ``count_batches``."""
     path = folder / f"evaluated_{rank}"
     return len(path.read_text()) if path.exists() else 0
 
 
-def summary(folder: Path) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((folder / "run" / "summary.json").read_text())
+def summary(folder):
+    result = json.loads((folder / "run" / "summary.json").read_text())
     return result
 
 
-def group_is_gone(leader: int, timeout_s: float = 10.0) -> bool:
+def group_is_gone(leader, timeout_s=10.0):
     """No process of the group is left; multiprocessing's resource tracker goes a moment after its parent."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -130,7 +126,7 @@ def group_is_gone(leader: int, timeout_s: float = 10.0) -> bool:
     return False
 
 
-def free_port() -> int:
+def free_port():
     """A TCP port of this machine that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])

@@ -1,10 +1,6 @@
 """Killed or stopped in an evaluation: evaluated again before it trains on, from where it was if progress is kept."""
 
-from __future__ import annotations
-
 import signal
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,14 +9,14 @@ from tests.faults.processes import evaluated, interrupt, lines, start, summary, 
 pytestmark = [pytest.mark.faults, pytest.mark.long]
 
 
-def start_slow(folder: Path, **evaluation: Any) -> tuple[Path, Any]:
+def start_slow(folder, **evaluation):
     """A run whose evaluations take 4 s; the config, and the process."""
     options = {"slow_evaluation_s": 0.3, "count_batches": True}
     config = write_config(folder, task_options=options, evaluation=evaluation)
     return config, start(config)
 
 
-def finish(config: Path, uninterrupted: dict[str, Any]) -> int:
+def finish(config, uninterrupted):
     """Start it again, to the same end; batches that this last start evaluated."""
     folder = config.parent
     (folder / "fast").touch()
@@ -32,14 +28,14 @@ def finish(config: Path, uninterrupted: dict[str, Any]) -> int:
     return evaluated(folder) - before
 
 
-def assert_cut_off(folder: Path) -> None:
+def assert_cut_off(folder):
     """The fault was in the first evaluation: nothing of it was logged, and its iteration was trained."""
     assert not any("val/accuracy" in line for line in lines(folder))
     assert lines(folder)[-1]["iteration"] == 6  # it evaluates after 7
 
 
 @pytest.mark.row("C4")
-def test_killed_while_evaluating_it_evaluates_again(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+def test_killed_while_evaluating_it_evaluates_again(tmp_path, uninterrupted):
     config, process = start_slow(tmp_path)
     wait_until(lambda: evaluated(tmp_path) >= 4, process)
     assert interrupt(process, signal.SIGKILL)[0] == -signal.SIGKILL
@@ -48,12 +44,12 @@ def test_killed_while_evaluating_it_evaluates_again(tmp_path: Path, uninterrupte
 
 
 @pytest.mark.row("C4")
-def test_stopped_twice_in_one_evaluation(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+def test_stopped_twice_in_one_evaluation(tmp_path, uninterrupted):
     """The second time while it is made up, before anything is trained."""
     config, process = start_slow(tmp_path)
     for number in (signal.SIGINT, signal.SIGTERM):
         before = evaluated(tmp_path)
-        wait_until(lambda before=before: evaluated(tmp_path) >= before + 4, process)  # type: ignore[misc]
+        wait_until(lambda before=before: evaluated(tmp_path) >= before + 4, process)
         assert interrupt(process, number)[0] == 128 + number
         assert_cut_off(tmp_path)
         ended = summary(tmp_path)
@@ -63,7 +59,7 @@ def test_stopped_twice_in_one_evaluation(tmp_path: Path, uninterrupted: dict[str
     assert finish(config, uninterrupted) == uninterrupted["evaluated"]
 
 
-def test_interrupted_while_a_finished_run_is_evaluated(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+def test_interrupted_while_a_finished_run_is_evaluated(tmp_path, uninterrupted):
     config = write_config(tmp_path, task_options={"slow_evaluation_s": 0.3, "count_batches": True})
     (tmp_path / "fast").touch()
     train(config)
@@ -76,7 +72,7 @@ def test_interrupted_while_a_finished_run_is_evaluated(tmp_path: Path, uninterru
     assert finish(config, uninterrupted) == 13
 
 
-def test_stopped_evaluation_goes_on_where_it_was(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+def test_stopped_evaluation_goes_on_where_it_was(tmp_path, uninterrupted):
     config, process = start_slow(tmp_path, resumes=True)
     wait_until(lambda: evaluated(tmp_path) >= 4, process)
     assert interrupt(process, signal.SIGTERM)[0] == 143

@@ -1,12 +1,8 @@
 """Ctrl-C at the worst places: saved at a step boundary, resumed by the same command, ending with the same bits."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +15,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.slow]
 WAITS_S = 12.0
 
 
-def assert_goes_on_to_the_same_end(config: Path, uninterrupted: dict[str, Any]) -> None:
+def assert_goes_on_to_the_same_end(config, uninterrupted):
     folder = config.parent
     stopped_at = summary(folder)["iteration"]
     assert summary(folder)["status"] == "interrupted"
@@ -35,9 +31,7 @@ def assert_goes_on_to_the_same_end(config: Path, uninterrupted: dict[str, Any]) 
 
 @pytest.mark.row("D2", "G1", "G3")
 @pytest.mark.parametrize(("number", "workers"), [(signal.SIGINT, 0), (signal.SIGTERM, 2)])
-def test_interrupted_while_training(
-    tmp_path: Path, uninterrupted: dict[str, Any], number: signal.Signals, workers: int
-) -> None:
+def test_interrupted_while_training(tmp_path, uninterrupted, number, workers):
     """The signal goes to the whole group, loader workers too."""
     config = write_config(tmp_path, task_options={"slow_step_s": 0.03}, data={"num_workers": workers})
     process = start(config)
@@ -47,7 +41,7 @@ def test_interrupted_while_training(
     assert_goes_on_to_the_same_end(config, uninterrupted)
 
 
-def test_interrupted_while_evaluating(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+def test_interrupted_while_evaluating(tmp_path, uninterrupted):
     config = write_config(tmp_path, task_options={"slow_evaluation_s": 1.0})
     process = start(config)
     wait_until((tmp_path / "evaluating").exists, process)
@@ -58,9 +52,7 @@ def test_interrupted_while_evaluating(tmp_path: Path, uninterrupted: dict[str, A
 
 
 @pytest.mark.parametrize(("number", "workers"), [(signal.SIGINT, 0), (signal.SIGINT, 2), (signal.SIGTERM, 2)])
-def test_interrupted_while_the_loader_waits(
-    tmp_path: Path, uninterrupted: dict[str, Any], number: signal.Signals, workers: int
-) -> None:
+def test_interrupted_while_the_loader_waits(tmp_path, uninterrupted, number, workers):
     config = write_config(tmp_path, task_options={"block_at": 77}, data={"num_workers": workers})
     process = start(config)
     wait_until((tmp_path / "blocked").exists, process)
@@ -71,7 +63,7 @@ def test_interrupted_while_the_loader_waits(
     assert_goes_on_to_the_same_end(config, uninterrupted)
 
 
-def test_second_signal_forces_the_end(tmp_path: Path) -> None:
+def test_second_signal_forces_the_end(tmp_path):
     config = write_config(tmp_path, task_options={"slow_step_s": 15.0})
     process = start(config)
     wait_until((tmp_path / "stepping").exists, process)
@@ -82,7 +74,7 @@ def test_second_signal_forces_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.row("D15")
-def test_killed_run_resumes_from_its_newest_checkpoint(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+def test_killed_run_resumes_from_its_newest_checkpoint(tmp_path, uninterrupted):
     config = write_config(tmp_path, task_options={"slow_step_s": 0.03})
     process = start(config)
     wait_until(lambda: len(lines(tmp_path)) >= 5, process)
@@ -94,7 +86,7 @@ def test_killed_run_resumes_from_its_newest_checkpoint(tmp_path: Path, uninterru
 
 
 @pytest.mark.row("A9")
-def test_finished_run_started_again_only_evaluates(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+def test_finished_run_started_again_only_evaluates(tmp_path, uninterrupted):
     config = write_config(tmp_path)
     train(config)
     train(config)
@@ -105,7 +97,7 @@ def test_finished_run_started_again_only_evaluates(tmp_path: Path, uninterrupted
 
 
 @pytest.mark.row("H6")
-def test_seed_decides_the_digest_and_workers_do_not(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+def test_seed_decides_the_digest_and_workers_do_not(tmp_path, uninterrupted):
     other_seed = write_config(tmp_path / "seed", run={"seed": 4})
     train(other_seed)
     assert summary(tmp_path / "seed")["weights_sha256"] != uninterrupted["digest"]

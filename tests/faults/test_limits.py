@@ -1,12 +1,8 @@
 """A time limit, a stop file and SIGUSR1 in real runs: saved, logged, and resumed to the same bits."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,18 +12,18 @@ from tests.faults.processes import evaluated, lines, start, summary, train, wait
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
 
-def saved(folder: Path) -> list[int]:
+def saved(folder):
     return [each.iteration for each in CheckpointStore(folder / "run" / "checkpoints").checkpoints()]
 
 
-def assert_same_end(folder: Path, uninterrupted: dict[str, Any]) -> None:
+def assert_same_end(folder, uninterrupted):
     assert summary(folder)["status"] == "completed"
     assert summary(folder)["weights_sha256"] == uninterrupted["digest"]
     assert lines(folder) == uninterrupted["lines"]
 
 
 @pytest.mark.parametrize("where", ["training", "evaluation"])
-def test_run_is_saved_before_its_time_limit(tmp_path: Path, uninterrupted: dict[str, Any], where: str) -> None:
+def test_run_is_saved_before_its_time_limit(tmp_path, uninterrupted, where):
     # each alone would take longer: a run 26 * 6 * 0.2 s, its first evaluation 13 * 2 s
     slow = {"slow_step_s": 0.2} if where == "training" else {"slow_evaluation_s": 2.0, "count_batches": True}
     config = write_config(tmp_path, task_options=slow, run={"time_limit": 6}, checkpoint={"every": None})
@@ -44,7 +40,7 @@ def test_run_is_saved_before_its_time_limit(tmp_path: Path, uninterrupted: dict[
         assert 3.0 < ended["wall_s"] < 7.0, "a second more than the limit, for a machine that is busy"
 
 
-def test_stop_file_stops_a_run_once(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+def test_stop_file_stops_a_run_once(tmp_path, uninterrupted):
     config = write_config(tmp_path, task_options={"slow_step_s": 0.03}, run={"stop_file": "stop"})
     process, path = start(config), tmp_path / "run" / "stop"
     wait_until(lambda: len(lines(tmp_path)) >= 2, process)
@@ -60,7 +56,7 @@ def test_stop_file_stops_a_run_once(tmp_path: Path, uninterrupted: dict[str, Any
     assert f"The stop file {path} existed before this run and does not stop it" in (tmp_path / "output.txt").read_text()
 
 
-def test_sigusr1_saves_and_the_run_continues(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+def test_sigusr1_saves_and_the_run_continues(tmp_path, uninterrupted):
     config = write_config(tmp_path, task_options={"slow_step_s": 0.03}, checkpoint={"every": None})
     process = start(config)
     wait_until(lambda: len(lines(tmp_path)) >= 2, process)

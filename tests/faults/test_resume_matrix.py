@@ -1,10 +1,5 @@
 """Stopped anywhere, resumed, equal to the last bit: each setting meets each other one."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.faults.fork_server import ForkServer, shared
@@ -17,21 +12,21 @@ CASES = pairwise()
 
 
 @pytest.fixture(scope="module")
-def servers() -> Servers:
+def servers():
     return shared(MODULES), shared(MODULES, number=1)
 
 
 @pytest.fixture(scope="module")
-def matrix(tmp_path_factory: pytest.TempPathFactory, servers: Servers) -> Matrix:
+def matrix(tmp_path_factory, servers):
     return Matrix(tmp_path_factory.mktemp("matrix"), servers)
 
 
-def in_matrix(case: Case, long: bool = False) -> Any:
+def in_matrix(case, long=False):
     marks = [pytest.mark.long] if long else []
     return pytest.param(case, id=case.key.replace(" | ", "-").replace(" ", "-"), marks=marks)
 
 
-def those(*workers: str) -> list[Case]:
+def those(*workers):
     return [case for case in CASES if case.workers in workers]
 
 
@@ -43,12 +38,12 @@ TESTED += [in_matrix(case, long=True) for workers in ("spawn", "forkserver") for
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("case", TESTED)
-def test_stopped_and_resumed_run_ends_with_the_bits_of_the_whole_one(matrix: Matrix, case: Case) -> None:
+def test_stopped_and_resumed_run_ends_with_the_bits_of_the_whole_one(matrix, case):
     matrix.run(case)
 
 
 # the case in which a part that is not restored makes a difference, and the message (a pattern) that reports it
-MISSED: dict[str, tuple[Case, str]] = {
+MISSED = {
     "random numbers": (Case(Setup(), "middle", "kill"), "metrics.jsonl"),
     "position in the data": (Case(Setup(), "middle", "kill"), "metrics.jsonl"),
     "scaler": (Case(Setup(precision="fp16"), "middle", "kill"), 'metrics.jsonl: .*"grad_norm": "inf".*found .*"nan"'),
@@ -66,7 +61,7 @@ MISSED: dict[str, tuple[Case, str]] = {
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("part", FORGOTTEN)
-def test_what_is_not_restored_is_missed(part: str, tmp_path: Path, servers: Servers) -> None:
+def test_what_is_not_restored_is_missed(part, tmp_path, servers):
     case, where = MISSED[part]
     with pytest.raises(Difference, match=where):
         Matrix(tmp_path, servers, forget=part).run(case)
@@ -74,6 +69,6 @@ def test_what_is_not_restored_is_missed(part: str, tmp_path: Path, servers: Serv
 
 @pytest.mark.slow
 @pytest.mark.faults
-def test_fault_that_does_not_happen_is_not_a_success(tmp_path: Path, servers: Servers) -> None:
+def test_fault_that_does_not_happen_is_not_a_success(tmp_path, servers):
     with pytest.raises(Difference, match="not stopped as intended: code 0"):
         Matrix(tmp_path, servers).run(Case(Setup(early_stopping=True), "late", "stop"))

@@ -1,7 +1,5 @@
 """Ctrl-C goes to the whole process group: loader workers outlive it, so that a stop can end at a step boundary."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any
@@ -11,33 +9,33 @@ from torch.utils.data import DataLoader, Dataset
 
 from ignite_engine import Trainer, loader
 
-STARTED_WITH: list[int] = []
+STARTED_WITH = []
 
 
 class Answers(Dataset[Any]):
     """Whether each sample's process ignores SIGINT and SIGHUP, and whether the user's own function was called in it."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 4
 
-    def __getitem__(self, index: int) -> tuple[int, bool, list[int]]:
+    def __getitem__(self, index):
         ignored = [signal.getsignal(number) == signal.SIG_IGN for number in (signal.SIGINT, signal.SIGHUP)]
         return os.getpid(), all(ignored), list(STARTED_WITH)
 
 
-def as_they_are(samples: list[Any]) -> list[Any]:
+def as_they_are(samples):
     return samples
 
 
-def answers(data: DataLoader[Any]) -> list[tuple[int, bool, list[int]]]:
+def answers(data):
     """Of a run over ``data``."""
-    got: list[Any] = []
+    got = []
     Trainer(lambda engine, batch: got.extend(batch)).run(data, max_epochs=1)
     return got
 
 
 @pytest.mark.parametrize("build", [loader, DataLoader], ids=["loader", "plain"])
-def test_workers_ignore_ctrl_c(build: Any) -> None:
+def test_workers_ignore_ctrl_c(build):
     """A plain loader is rebuilt to resume, and its workers ignore it, too."""
     before = signal.getsignal(signal.SIGINT)
     data = build(Answers(), batch_size=1, num_workers=2, collate_fn=as_they_are, worker_init_fn=STARTED_WITH.append)
@@ -49,5 +47,5 @@ def test_workers_ignore_ctrl_c(build: Any) -> None:
     assert signal.getsignal(signal.SIGINT) == before != signal.SIG_IGN
 
 
-def test_training_process_itself_does_not_ignore_it() -> None:
+def test_training_process_itself_does_not_ignore_it():
     assert answers(loader(Answers(), 1, collate_fn=as_they_are)) == [(os.getpid(), False, [])] * 4

@@ -1,41 +1,36 @@
 """Saved beside the training: the same bytes as if training had waited, whatever happens meanwhile."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ignite.engine import Engine, Events
+from ignite.engine import Events
 from torch import Tensor, nn
 
 from ignite_engine import Trainer, TrainingEvents, Update
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, Snapshot
 from ignite_engine.handlers import Checkpoint, GracefulStop
-from tests.builders import numbers_loader, trainer_of, weights
+from tests.kit.tiny import numbers_loader, trainer_of, weights
 
 EVERY = Events.ITERATION_COMPLETED(every=1)
 
 
-def net() -> nn.Module:
+def net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
 
 
-def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-    loss: Tensor = model(batch[0][:, :1]).pow(2).mean()
+def loss_fn(model, batch):
+    loss = model(batch[0][:, :1]).pow(2).mean()
     return loss
 
 
-def training(directory: Path, *, iterations: int, background: bool, **options: Any) -> tuple[Trainer, Checkpoint]:
+def training(directory, *, iterations, background, **options):
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     trainer = Trainer(Update(model, optimizer, loss_fn))
@@ -47,13 +42,13 @@ def training(directory: Path, *, iterations: int, background: bool, **options: A
     return trainer, checkpoint
 
 
-def contents(directory: Path) -> dict[int, Any]:
+def contents(directory):
     store = CheckpointStore(directory)
     loaded = {each.iteration: store.load(each.path) for each in store.checkpoints()}
     return {iteration: (each.shared, each.local) for iteration, each in loaded.items()}
 
 
-def assert_same(one: Any, other: Any, path: str = "") -> None:
+def assert_same(one, other, path=""):
     assert type(one) is type(other), path
     if isinstance(one, Tensor):
         assert torch.equal(one, other), path
@@ -69,10 +64,10 @@ def assert_same(one: Any, other: Any, path: str = "") -> None:
 
 
 @pytest.fixture
-def slow_write(monkeypatch: pytest.MonkeyPatch) -> None:
+def slow_write(monkeypatch):
     wait = Snapshot.wait
 
-    def slowly(self: Snapshot) -> None:
+    def slowly(self):
         time.sleep(0.02)
         wait(self)
 
@@ -81,7 +76,7 @@ def slow_write(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.row("D16")
 @pytest.mark.usefixtures("slow_write")
-def test_every_checkpoint_is_that_of_a_run_that_waited(tmp_path: Path) -> None:
+def test_every_checkpoint_is_that_of_a_run_that_waited(tmp_path):
     training(tmp_path / "waited", iterations=8, background=False)
     training(tmp_path / "beside", iterations=8, background=True)
 
@@ -90,7 +85,7 @@ def test_every_checkpoint_is_that_of_a_run_that_waited(tmp_path: Path) -> None:
     assert_same(beside, waited)
 
 
-def test_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_resumed_run_ends_with_the_same_bits(tmp_path):
     whole, _ = training(tmp_path / "whole", iterations=9, background=True)
     training(tmp_path / "parts", iterations=4, background=True)
     resumed, _ = training(tmp_path / "parts", iterations=9, background=True)
@@ -99,11 +94,11 @@ def test_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert resumed.state.checkpoints == whole.state.checkpoints == 9
 
 
-def test_training_goes_on_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
     go_on = threading.Event()
     save = CheckpointStore.save
 
-    def held(self: CheckpointStore, *args: Any, **options: Any) -> Path:
+    def held(self, *args, **options):
         if options["iteration"] == 2:
             assert go_on.wait(30)
         return save(self, *args, **options)
@@ -121,13 +116,11 @@ def test_training_goes_on_while_it_is_written(tmp_path: Path, monkeypatch: pytes
     assert saved[0][0] >= 5 and trainer.state.save_seconds > 0
 
 
-def test_a_save_is_announced_at_the_first_step_boundary_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_is_announced_at_the_first_step_boundary_after_it(tmp_path, monkeypatch):
     trainer, written, announced = trainer_of(), threading.Event(), dict[int | None, int]()
     report = trainer.report_background_done
 
-    def told() -> None:
+    def told():
         report()
         written.set()
 
@@ -143,10 +136,10 @@ def test_a_save_is_announced_at_the_first_step_boundary_after_it(
     assert announced.keys() == {2, 9} and 3 <= announced[2] <= 5
 
 
-def test_next_save_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_save_waits(tmp_path, monkeypatch):
     save = CheckpointStore.save
 
-    def slowly(self: CheckpointStore, *args: Any, **options: Any) -> Path:
+    def slowly(self, *args, **options):
         time.sleep(0.2)
         return save(self, *args, **options)
 
@@ -156,10 +149,10 @@ def test_next_save_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert list(contents(tmp_path)) == [1, 2, 3, 4] and trainer.state.checkpoints == 4
 
 
-def test_error_comes_over_the_bus_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_comes_over_the_bus_and_training_goes_on(tmp_path, monkeypatch):
     save = CheckpointStore.save
 
-    def full(self: CheckpointStore, *args: Any, **options: Any) -> Path:
+    def full(self, *args, **options):
         if options["iteration"] == 2:
             raise CheckpointError("No space left on device.")
         return save(self, *args, **options)
@@ -175,23 +168,23 @@ def test_error_comes_over_the_bus_and_training_goes_on(tmp_path: Path, monkeypat
     assert trainer.state.checkpoints == 1 and list(contents(tmp_path)) == [6]
 
 
-def halve_in_place(parameter: nn.Parameter) -> None:
+def halve_in_place(parameter):
     with torch.no_grad():
         parameter.mul_(0.5)
 
 
-def halve_the_data(parameter: nn.Parameter) -> None:
+def halve_the_data(parameter):
     parameter.data.mul_(0.5)
 
 
-def halve_with_numpy(parameter: nn.Parameter) -> None:
+def halve_with_numpy(parameter):
     parameter.detach().numpy()[...] *= 0.5
 
 
 @pytest.mark.row("D16")
 @pytest.mark.parametrize("halve", [halve_in_place, halve_the_data, halve_with_numpy])
 @pytest.mark.usefixtures("slow_write")
-def test_weights_may_change_before_the_next_step(tmp_path: Path, halve: Callable[[nn.Parameter], None]) -> None:
+def test_weights_may_change_before_the_next_step(tmp_path, halve):
     """Each checkpoint has the weights of its step boundary, whoever changes them afterwards, and none fails."""
     trainer, failed, expected = trainer_of(), list[int](), dict[int, Tensor]()
     Checkpoint(tmp_path, keep_last=9, background=True).attach(trainer, EVERY)
@@ -200,7 +193,7 @@ def test_weights_may_change_before_the_next_step(tmp_path: Path, halve: Callable
     )
 
     @trainer.on(Events.ITERATION_STARTED)
-    def halve_all() -> None:
+    def halve_all():
         for parameter in trainer.update.model.parameters():
             halve(parameter)
 
@@ -216,10 +209,10 @@ def test_weights_may_change_before_the_next_step(tmp_path: Path, halve: Callable
 
 
 @pytest.mark.usefixtures("slow_write")
-def test_momentum_of_sparse_gradients_is_saved_and_resumed(tmp_path: Path) -> None:
+def test_momentum_of_sparse_gradients_is_saved_and_resumed(tmp_path):
     """The momentum is a sparse tensor, which has no memory of its own to compare."""
 
-    def run(folder: Path, iterations: int) -> tuple[Trainer, Checkpoint]:
+    def run(folder, iterations):
         torch.manual_seed(1)
         model = nn.Embedding(6, 3, sparse=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -237,16 +230,16 @@ def test_momentum_of_sparse_gradients_is_saved_and_resumed(tmp_path: Path) -> No
     assert torch.equal(weights(resumed), weights(whole))
 
 
-def test_embedding_that_renormalises_its_weights_in_forward_is_saved(tmp_path: Path) -> None:
+def test_embedding_that_renormalises_its_weights_in_forward_is_saved(tmp_path):
     class Words(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.embedding = nn.Embedding(4, 3, max_norm=0.5)
 
-        def forward(self, inputs: Tensor) -> Tensor:
-            return self.embedding(inputs.long().abs()[:, 0] % 4).sum(1, keepdim=True)  # type: ignore[no-any-return]
+        def forward(self, inputs):
+            return self.embedding(inputs.long().abs()[:, 0] % 4).sum(1, keepdim=True)
 
-    failed: list[int] = []
+    failed = []
     model = Words()
     trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.5), loss_fn))
     Checkpoint(tmp_path, keep_last=9, background=True).attach(trainer, EVERY)
@@ -257,17 +250,17 @@ def test_embedding_that_renormalises_its_weights_in_forward_is_saved(tmp_path: P
 
 
 @pytest.mark.usefixtures("slow_write")
-def test_optimizer_state_changed_outside_of_its_step_is_saved_as_it_was_at_the_boundary(tmp_path: Path) -> None:
+def test_optimizer_state_changed_outside_of_its_step_is_saved_as_it_was_at_the_boundary(tmp_path):
     trainer, expected = trainer_of(), dict[int, Tensor]()
     Checkpoint(tmp_path, keep_last=9, background=True).attach(trainer, EVERY)
     state = trainer.update.optimizers["optimizer"].state
 
     @trainer.on(Events.ITERATION_COMPLETED)
-    def note() -> None:
+    def note():
         expected[trainer.state.iteration] = torch.cat([each["momentum_buffer"].flatten() for each in state.values()])
 
     @trainer.on(Events.ITERATION_STARTED)
-    def damp() -> None:
+    def damp():
         for values in state.values():
             values["momentum_buffer"].mul_(0.5)
 
@@ -279,7 +272,7 @@ def test_optimizer_state_changed_outside_of_its_step_is_saved_as_it_was_at_the_b
     assert_same(saved, expected)
 
 
-FUSED: list[tuple[str, dict[str, Any]]] = [
+FUSED = [
     ("SGD", {"momentum": 0.9}),
     ("AdamW", {"weight_decay": 0.1}),
     ("Adagrad", {}),
@@ -289,13 +282,13 @@ FUSED: list[tuple[str, dict[str, Any]]] = [
 class Strided(nn.Module):
     """A weight that is transposed in memory, and one in channels_last."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(3)
         self.convolution = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
         self.weight = nn.Parameter(torch.randn(33, 7).t())
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         image = inputs.new_ones(1, 3, 3, 3) * inputs.mean()
         return inputs[:, :1] * self.weight.square().mean() + self.convolution(image).sum()
 
@@ -303,10 +296,8 @@ class Strided(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), FUSED, ids=[name for name, _ in FUSED])
 @pytest.mark.parametrize("background", [False, True])
-def test_weights_of_any_memory_layout_resume_with_a_fused_optimizer(
-    tmp_path: Path, name: str, options: dict[str, Any], background: bool
-) -> None:
-    def run(folder: str, iterations: int) -> nn.Module:
+def test_weights_of_any_memory_layout_resume_with_a_fused_optimizer(tmp_path, name, options, background):
+    def run(folder, iterations):
         model = Strided()
         optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, fused=True, **options)
         trainer = Trainer(Update(model, optimizer, loss_fn))
@@ -319,7 +310,7 @@ def test_weights_of_any_memory_layout_resume_with_a_fused_optimizer(
         strides[:] = [v.stride() for values in optimizer.state.values() for v in values.values() if v.dim() > 1]
         return model
 
-    strides: list[tuple[int, ...]] = []
+    strides = []
     whole = run("whole", 9)
     run("parts", 4)
     shutil.rmtree(tmp_path / "parts" / "iteration_00000004")  # saved while training waited, as the last one always is
@@ -327,15 +318,15 @@ def test_weights_of_any_memory_layout_resume_with_a_fused_optimizer(
 
 
 @pytest.mark.usefixtures("slow_write")
-def test_parameter_that_the_forward_pass_changes_is_saved_as_it_was_at_the_edge(tmp_path: Path) -> None:
+def test_parameter_that_the_forward_pass_changes_is_saved_as_it_was_at_the_edge(tmp_path):
     """It is not trained, so it does not rest until the next step."""
 
     class Counting(nn.Linear):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__(1, 1)
             self.passes = nn.Parameter(torch.zeros(()), requires_grad=False)
 
-        def forward(self, inputs: Tensor) -> Tensor:
+        def forward(self, inputs):
             self.passes.add_(1)
             return super().forward(inputs)
 
@@ -350,10 +341,10 @@ def test_parameter_that_the_forward_pass_changes_is_saved_as_it_was_at_the_edge(
 
 
 @pytest.mark.usefixtures("slow_write")
-def test_an_update_of_ones_own_waits_for_the_copy(tmp_path: Path) -> None:
+def test_an_update_of_ones_own_waits_for_the_copy(tmp_path):
     model = nn.Linear(1, 1)
 
-    def update(engine: Engine, batch: Any) -> float:
+    def update(engine, batch):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(engine.state.iteration)
@@ -368,7 +359,7 @@ def test_an_update_of_ones_own_waits_for_the_copy(tmp_path: Path) -> None:
     assert saved == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 5.0}
 
 
-def test_an_exception_leaves_what_was_being_written_whole(tmp_path: Path) -> None:
+def test_an_exception_leaves_what_was_being_written_whole(tmp_path):
     trainer = trainer_of()
     Checkpoint(tmp_path, background=True).attach(trainer, Events.ITERATION_COMPLETED(once=3))
     trainer.add_event_handler(Events.ITERATION_STARTED(once=4), lambda: 1 / 0)
@@ -380,17 +371,17 @@ def test_an_exception_leaves_what_was_being_written_whole(tmp_path: Path) -> Non
 
 
 @pytest.mark.row("D2")
-def test_exception_saves_what_was_done_before_it(tmp_path: Path) -> None:
+def test_exception_saves_what_was_done_before_it(tmp_path):
     whole = trainer_of()
     whole.run(numbers_loader(), max_iters=6)
 
-    def failing(model: nn.Module, batch: Any) -> Tensor:
+    def failing(model, batch):
         if trainer.state.iteration == 4 and not mended:
             raise RuntimeError("broken sample")
-        loss: Tensor = trainer_of_loss(model, batch)
+        loss = trainer_of_loss(model, batch)
         return loss
 
-    mended: list[bool] = []
+    mended = []
     for _ in range(2):
         trainer = trainer_of()
         trainer_of_loss, trainer.update.loss_fn = trainer.update.loss_fn, failing
@@ -409,7 +400,7 @@ def test_exception_saves_what_was_done_before_it(tmp_path: Path) -> None:
     assert torch.equal(weights(trainer), weights(whole))
 
 
-def test_exception_between_two_optimizers_saves_nothing(tmp_path: Path) -> None:
+def test_exception_between_two_optimizers_saves_nothing(tmp_path):
     trainer = trainer_of()
     optimizer = trainer.update.optimizers["optimizer"]
     optimizer.register_step_post_hook(lambda *_: 1 / 0 if trainer.state.iteration == 3 else None)
@@ -420,7 +411,7 @@ def test_exception_between_two_optimizers_saves_nothing(tmp_path: Path) -> None:
     assert list(contents(tmp_path)) == []
 
 
-def test_stop_waits_for_both_saves(tmp_path: Path) -> None:
+def test_stop_waits_for_both_saves(tmp_path):
     trainer = trainer_of()
     Checkpoint(tmp_path, background=True).attach(trainer, Events.ITERATION_COMPLETED(once=3))
     GracefulStop(exit=False).attach(trainer)
@@ -430,20 +421,20 @@ def test_stop_waits_for_both_saves(tmp_path: Path) -> None:
     assert list(contents(tmp_path)) == [3, 4] and trainer.state.status == "interrupted"
 
 
-def cyclic() -> Any:
-    state: dict[str, Any] = {}
+def cyclic():
+    state = {}
     state["again"] = [state]
     return state
 
 
-def deep() -> Any:
-    state: Any = 0
+def deep():
+    state = 0
     for _ in range(10_000):
         state = [state]
     return state
 
 
-UNSAVABLE: dict[str, tuple[Callable[[], Any], str]] = {
+UNSAVABLE = {
     "foreign": (lambda: {"points": defaultdict(list)}, r"foreign\['points'\] is a collections.defaultdict"),
     "numpy": (lambda: {"best": np.float64(1.0)}, r"foreign\['best'\] is a numpy.float64"),
     "meta": (lambda: {"x": torch.empty(2, device="meta")}, r"foreign\['x'\] is a tensor on the meta device"),
@@ -456,18 +447,18 @@ UNSAVABLE: dict[str, tuple[Callable[[], Any], str]] = {
 class Foreign:
     """Has a state that no checkpoint can hold from an iteration on."""
 
-    def __init__(self, trainer: Trainer, since: int, state: Callable[[], Any]) -> None:
+    def __init__(self, trainer, since, state):
         self.trainer, self.since, self.state = trainer, since, state
 
-    def state_dict(self) -> Any:
+    def state_dict(self):
         return self.state() if self.trainer.state.iteration >= self.since else {}
 
-    def load_state_dict(self, state: Any) -> None: ...
+    def load_state_dict(self, state): ...
 
 
 @pytest.mark.parametrize("case", UNSAVABLE)
 @pytest.mark.parametrize("background", [False, True])
-def test_state_that_no_checkpoint_can_hold_does_not_stop_training(tmp_path: Path, background: bool, case: str) -> None:
+def test_state_that_no_checkpoint_can_hold_does_not_stop_training(tmp_path, background, case):
     state, line = UNSAVABLE[case]
     trainer, failed = trainer_of(), list[str]()
     trainer.register("foreign", Foreign(trainer, 2, state))
@@ -482,7 +473,7 @@ def test_state_that_no_checkpoint_can_hold_does_not_stop_training(tmp_path: Path
 
 
 @pytest.mark.parametrize("case", UNSAVABLE)
-def test_state_that_no_checkpoint_can_hold_is_refused_before_training(tmp_path: Path, case: str) -> None:
+def test_state_that_no_checkpoint_can_hold_is_refused_before_training(tmp_path, case):
     state, line = UNSAVABLE[case]
     trainer = trainer_of()
     trainer.register("foreign", Foreign(trainer, 0, state))
@@ -492,7 +483,7 @@ def test_state_that_no_checkpoint_can_hold_is_refused_before_training(tmp_path: 
     assert re.search(line, f"{type(error.value).__name__}: {error.value}") and trainer.state.iteration == 0
 
 
-def test_what_is_excluded_may_be_anything(tmp_path: Path) -> None:
+def test_what_is_excluded_may_be_anything(tmp_path):
     trainer = trainer_of()
     trainer.register("foreign", Foreign(trainer, 0, lambda: {"points": defaultdict(list)}))
     Checkpoint(tmp_path, exclude=["foreign"]).attach(trainer, EVERY)

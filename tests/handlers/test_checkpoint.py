@@ -1,34 +1,31 @@
 """Saved where it was asked for, resumed to the same bits, and never in the way of training."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ignite.engine import Engine, Events
+from ignite.engine import Events
 from ignite.metrics import Average
-from torch import Tensor, nn
+from torch import nn
 
 from ignite_engine import Trainer, TrainingEvents, create_evaluator
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, NotExact, StateMismatch
 from ignite_engine.checkpointing.lock import lock
 from ignite_engine.handlers import Checkpoint, Evaluation, LRSchedule, MetricLogger, warmup_cosine
-from tests.builders import Passes, linear, numbers_loader, trainer_of, weights
+from tests.kit.tiny import Passes, linear, numbers_loader, trainer_of, weights
 
 
-def iterations(directory: Path) -> list[int]:
+def iterations(directory):
     return [each.iteration for each in CheckpointStore(directory).checkpoints()]
 
 
-def scored(trainer: Trainer, scores: dict[int, float], name: str = "val/loss") -> None:
-    def score() -> None:
+def scored(trainer, scores, name="val/loss"):
+    def score():
         if trainer.state.iteration in scores:
             trainer.state.metrics[name] = scores[trainer.state.iteration]
 
@@ -39,7 +36,7 @@ def scored(trainer: Trainer, scores: dict[int, float], name: str = "val/loss") -
 
 
 @pytest.mark.row("D14")
-def test_the_last_ones_are_kept(tmp_path: Path) -> None:
+def test_the_last_ones_are_kept(tmp_path):
     trainer, saved = trainer_of(), list[int]()
     Checkpoint(tmp_path, keep_last=3).attach(trainer, Events.ITERATION_COMPLETED(every=2))
     trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, lambda: saved.append(trainer.state.iteration))
@@ -49,7 +46,7 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     assert iterations(tmp_path) == [6, 8, 9] and state.checkpoints == 5
 
 
-def test_nothing_is_saved_twice_at_the_end(tmp_path: Path) -> None:
+def test_nothing_is_saved_twice_at_the_end(tmp_path):
     trainer = trainer_of()
     Checkpoint(tmp_path).attach(trainer)
 
@@ -58,7 +55,7 @@ def test_nothing_is_saved_twice_at_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "kept"), [("min", [4, 9]), ("max", [2, 9])])
-def test_the_best_one_is_saved_and_kept(mode: Any, kept: list[int], tmp_path: Path) -> None:
+def test_the_best_one_is_saved_and_kept(mode, kept, tmp_path):
     trainer = trainer_of()
     scored(trainer, {1: 3.0, 2: 5.0, 3: float("nan"), 4: 1.0, 5: 2.0, 6: 2.0})
     Checkpoint(tmp_path, keep_last=1, best="val/loss", mode=mode).attach(trainer, Events.ITERATION_COMPLETED(every=8))
@@ -67,7 +64,7 @@ def test_the_best_one_is_saved_and_kept(mode: Any, kept: list[int], tmp_path: Pa
     assert iterations(tmp_path) == kept
 
 
-def test_some_of_the_best_are_kept(tmp_path: Path) -> None:
+def test_some_of_the_best_are_kept(tmp_path):
     trainer = trainer_of()
     scored(trainer, {iteration: -float(iteration) for iteration in range(1, 7)})
     Checkpoint(tmp_path, keep_last=1, best="val/loss", keep_best=3).attach(trainer)
@@ -77,8 +74,8 @@ def test_some_of_the_best_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_several_writers_resume_to_the_same_bits(tmp_path: Path, background: bool) -> None:
-    def run(folder: str, max_iters: int) -> tuple[Tensor, CheckpointStore]:
+def test_several_writers_resume_to_the_same_bits(tmp_path, background):
+    def run(folder, max_iters):
         torch.manual_seed(0)
         width = 1 << 17
         trainer = trainer_of(torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.Linear(width, 1)), lr=1e-6)
@@ -94,8 +91,8 @@ def test_several_writers_resume_to_the_same_bits(tmp_path: Path, background: boo
     assert torch.equal(run("stopped", 6)[0], whole)
 
 
-def test_best_is_remembered_over_a_resume(tmp_path: Path) -> None:
-    def run(scores: dict[int, float], max_iters: int) -> int:
+def test_best_is_remembered_over_a_resume(tmp_path):
+    def run(scores, max_iters):
         trainer = trainer_of()
         scored(trainer, scores)
         checkpoint = Checkpoint(tmp_path, keep_last=1, best="val/loss")
@@ -108,8 +105,8 @@ def test_best_is_remembered_over_a_resume(tmp_path: Path) -> None:
     assert iterations(tmp_path) == [2, 8]
 
 
-def test_best_by_another_metric_is_judged_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def run(metric: str, mode: Any, scores: dict[int, float], max_iters: int) -> int:
+def test_best_by_another_metric_is_judged_anew(tmp_path, caplog):
+    def run(metric, mode, scores, max_iters):
         trainer = trainer_of()
         scored(trainer, scores, metric)
         checkpoint = Checkpoint(tmp_path, keep_last=1, best=metric, mode=mode)
@@ -125,7 +122,7 @@ def test_best_by_another_metric_is_judged_anew(tmp_path: Path, caplog: pytest.Lo
     ]
 
 
-def test_each_nth_stays_for_good(tmp_path: Path) -> None:
+def test_each_nth_stays_for_good(tmp_path):
     trainer = trainer_of()
     Checkpoint(tmp_path, keep_last=1, keep_every=4).attach(trainer, Events.ITERATION_COMPLETED(every=2))
     trainer.run(numbers_loader(), max_iters=10)
@@ -134,13 +131,13 @@ def test_each_nth_stays_for_good(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_last_healthy_one_stays_beside_the_newest(tmp_path: Path, background: bool) -> None:
-    def loss_fn(model: Any, batch: Any) -> Tensor:
+def test_last_healthy_one_stays_beside_the_newest(tmp_path, background):
+    def loss_fn(model, batch):
         loss = model(batch[0]).pow(2).mean()
         return loss * float("nan") if trainer.state.iteration > 3 else loss
 
     trainer = trainer_of()
-    trainer.update.loss_fn = loss_fn  # type: ignore[attr-defined]  # an Update
+    trainer.update.loss_fn = loss_fn
     Checkpoint(tmp_path, keep_last=1, background=background).attach(trainer, Events.ITERATION_COMPLETED)
     trainer.run(numbers_loader(), max_iters=6)
 
@@ -149,10 +146,10 @@ def test_last_healthy_one_stays_beside_the_newest(tmp_path: Path, background: bo
     assert healthy == {3: True, 6: False}
 
 
-def test_a_model_of_any_name_must_be_finite(tmp_path: Path) -> None:
+def test_a_model_of_any_name_must_be_finite(tmp_path):
     model = nn.Linear(2, 2)
 
-    def update(engine: Engine, batch: Any) -> float:
+    def update(engine, batch):
         with torch.no_grad():
             model.weight.fill_(math.nan if engine.state.iteration > 1 else 1.0)
         return 0.0
@@ -164,7 +161,7 @@ def test_a_model_of_any_name_must_be_finite(tmp_path: Path) -> None:
     assert [each.manifest.healthy for each in CheckpointStore(tmp_path).checkpoints()] == [True, False]
 
 
-def test_metrics_of_the_iteration_are_in_the_manifest(tmp_path: Path) -> None:
+def test_metrics_of_the_iteration_are_in_the_manifest(tmp_path):
     trainer = trainer_of()
     scored(trainer, {2: 0.5})
     Checkpoint(tmp_path, config={"seed": 3}).attach(trainer, Events.ITERATION_COMPLETED(every=2))
@@ -175,7 +172,7 @@ def test_metrics_of_the_iteration_are_in_the_manifest(tmp_path: Path) -> None:
     assert (first.epoch, first.reproducibility, first.config, first.healthy) == (1, [], {"seed": 3}, True)
 
 
-def test_best_at_the_end_of_a_pass_without_a_length(tmp_path: Path) -> None:
+def test_best_at_the_end_of_a_pass_without_a_length(tmp_path):
     """That it was the pass's last iteration shows only when no batch follows: its edge comes twice."""
     trainer = Trainer(lambda engine, batch: 1.0)
     means = iter([2.0, 1.0, 3.0])
@@ -190,8 +187,8 @@ def test_best_at_the_end_of_a_pass_without_a_length(tmp_path: Path) -> None:
     assert manifests[8].metrics == {"val/loss": 1.0}
 
 
-def test_finished_run_over_data_without_a_length_is_saved_as_finished(tmp_path: Path) -> None:
-    def run() -> list[str]:
+def test_finished_run_over_data_without_a_length_is_saved_as_finished(tmp_path):
+    def run():
         trainer, heard = Trainer(lambda engine, batch: 1.0), list[str]()
         for event in (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED):
             trainer.add_event_handler(event, lambda *, name=event.name: heard.append(name))
@@ -211,16 +208,16 @@ def test_finished_run_over_data_without_a_length_is_saved_as_finished(tmp_path: 
 class Unsavable:
     """Its state cannot be in a checkpoint at one iteration."""
 
-    def __init__(self, trainer: Trainer, iteration: int) -> None:
+    def __init__(self, trainer, iteration):
         self.trainer, self.iteration = trainer, iteration
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"value": object() if self.trainer.state.iteration == self.iteration else 1}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state): ...
 
 
-def test_failed_save_is_told_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_save_is_told_and_training_goes_on(tmp_path, caplog):
     trainer, heard = trainer_of(), list[Any]()
     trainer.register("unsavable", Unsavable(trainer, 2))
     checkpoint = Checkpoint(tmp_path)
@@ -240,7 +237,7 @@ def test_failed_save_is_told_and_training_goes_on(tmp_path: Path, caplog: pytest
     assert "builtins.object" in caplog.text
 
 
-def test_folder_that_cannot_be_made_ends_the_run_before_it_trains() -> None:
+def test_folder_that_cannot_be_made_ends_the_run_before_it_trains():
     trainer = trainer_of()
     Checkpoint("/proc/nowhere/checkpoints").attach(trainer)
 
@@ -249,7 +246,7 @@ def test_folder_that_cannot_be_made_ends_the_run_before_it_trains() -> None:
     assert trainer.state.iteration == 0
 
 
-def test_failed_save_at_the_end_raises(tmp_path: Path) -> None:
+def test_failed_save_at_the_end_raises(tmp_path):
     trainer = trainer_of()
     trainer.register("unsavable", Unsavable(trainer, 6))
     Checkpoint(tmp_path).attach(trainer)
@@ -259,14 +256,12 @@ def test_failed_save_at_the_end_raises(tmp_path: Path) -> None:
     assert trainer.state.status == "failed" and iterations(tmp_path) == []
 
 
-def test_old_checkpoint_that_cannot_be_deleted_does_not_stop_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_old_checkpoint_that_cannot_be_deleted_does_not_stop_training(tmp_path, monkeypatch, caplog):
     from ignite_engine.checkpointing import layout as directory
 
-    tried: list[Any] = []
+    tried = []
 
-    def refuse(paths: Any) -> None:
+    def refuse(paths):
         tried.append(paths)
         raise OSError(30, "Read-only file system")
 
@@ -280,7 +275,7 @@ def test_old_checkpoint_that_cannot_be_deleted_does_not_stop_training(
     assert iterations(tmp_path) == [2, 4, 6] and "Read-only file system" in caplog.text
 
 
-def test_resumed_run_prunes_what_the_killed_one_left_to_prune(tmp_path: Path) -> None:
+def test_resumed_run_prunes_what_the_killed_one_left_to_prune(tmp_path):
     trainer = trainer_of()
     Checkpoint(tmp_path, keep_last=3).attach(trainer, Events.ITERATION_COMPLETED(every=2))
     trainer.run(numbers_loader(), max_iters=6)
@@ -288,7 +283,7 @@ def test_resumed_run_prunes_what_the_killed_one_left_to_prune(tmp_path: Path) ->
     for resumed in (False, True):
         again, checkpoint = trainer_of(), Checkpoint(tmp_path, keep_last=1)
         checkpoint.attach(again)
-        at_start: list[list[int]] = []
+        at_start = []
         again.add_event_handler(Events.STARTED, lambda _, seen=at_start: seen.append(iterations(tmp_path)))
         if resumed:
             checkpoint.resume()
@@ -300,7 +295,7 @@ def test_resumed_run_prunes_what_the_killed_one_left_to_prune(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_start_of_a_run_sweeps_what_a_killed_one_was_writing(tmp_path: Path, resumed: bool) -> None:
+def test_start_of_a_run_sweeps_what_a_killed_one_was_writing(tmp_path, resumed):
     if resumed:
         trainer = trainer_of()
         Checkpoint(tmp_path).attach(trainer)
@@ -322,11 +317,11 @@ def test_start_of_a_run_sweeps_what_a_killed_one_was_writing(tmp_path: Path, res
     assert seen == [alive]
 
 
-def hidden(directory: Path) -> list[Path]:
+def hidden(directory):
     return sorted(each for each in directory.iterdir() if each.name.startswith((".tmp", ".trash")))
 
 
-def test_damaged_newest_one_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_newest_one_is_passed_over(tmp_path, caplog):
     trainer = trainer_of()
     Checkpoint(tmp_path).attach(trainer, Events.ITERATION_COMPLETED(every=2))
     trainer.run(numbers_loader(), max_iters=4)
@@ -340,7 +335,7 @@ def test_damaged_newest_one_is_passed_over(tmp_path: Path, caplog: pytest.LogCap
     assert "is skipped" in caplog.text
 
 
-def test_resume_does_not_start_over_beside_checkpoints_that_are_all_damaged(tmp_path: Path) -> None:
+def test_resume_does_not_start_over_beside_checkpoints_that_are_all_damaged(tmp_path):
     trainer, checkpoint = trainer_of(), Checkpoint(tmp_path)
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=3))
     trainer.run(numbers_loader())
@@ -352,7 +347,7 @@ def test_resume_does_not_start_over_beside_checkpoints_that_are_all_damaged(tmp_
         checkpoint.resume()
 
 
-def test_resume_needs_a_trainer_and_may_find_nothing(tmp_path: Path) -> None:
+def test_resume_needs_a_trainer_and_may_find_nothing(tmp_path):
     checkpoint = Checkpoint(tmp_path)
     with pytest.raises(RuntimeError, match=r"call attach\(trainer, event\) before"):
         checkpoint.resume()
@@ -363,7 +358,7 @@ def test_resume_needs_a_trainer_and_may_find_nothing(tmp_path: Path) -> None:
     assert trainer.run(numbers_loader()).iteration == 6
 
 
-def test_left_out_parts_keep_what_they_are(tmp_path: Path) -> None:
+def test_left_out_parts_keep_what_they_are(tmp_path):
     trainer = trainer_of()
     Checkpoint(tmp_path).attach(trainer)
     trainer.run(numbers_loader(), max_iters=3)
@@ -375,10 +370,10 @@ def test_left_out_parts_keep_what_they_are(tmp_path: Path) -> None:
     assert tuned.run(numbers_loader(), max_iters=2).iteration == 2
 
 
-def test_part_that_went_is_left_out_at_each_start_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_part_that_went_is_left_out_at_each_start_again(tmp_path, caplog):
     """The second time the newest checkpoint does not hold it any more."""
 
-    def run(max_iters: int, *, counted: bool, ignore: list[str]) -> int:
+    def run(max_iters, *, counted, ignore):
         trainer, checkpoint = trainer_of(), Checkpoint(tmp_path)
         if counted:
             trainer.register("counter", torch.optim.SGD([torch.zeros(1)]))
@@ -397,18 +392,18 @@ def test_part_that_went_is_left_out_at_each_start_again(tmp_path: Path, caplog: 
 # -- bit for bit ------------------------------------------------------------------------------------------------------
 
 
-def full(directory: Path) -> tuple[Trainer, Checkpoint, dict[int, float]]:
+def full(directory):
     """Dropout, a schedule, evaluation, interval means, accumulation: all that can go wrong."""
     trainer = trainer_of(linear(dropout=True), 2, clip_norm=1.0)
-    optimizer = trainer.update.optimizers["optimizer"]  # type: ignore[attr-defined]  # an Update
+    optimizer = trainer.update.optimizers["optimizer"]
     LRSchedule(warmup_cosine(optimizer, warmup=3, total=20)).attach(trainer)
-    model = trainer.update.model  # type: ignore[attr-defined]
+    model = trainer.update.model
     evaluator = create_evaluator(model, lambda model, batch: model(batch[0]).mean(), {"mean": Average()})
     Evaluation(evaluator, numbers_loader(4)).attach(trainer, Events.ITERATION_COMPLETED(every=3))
     MetricLogger(directory, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
-    losses: dict[int, float] = {}
+    losses = {}
 
-    def note(engine: Engine) -> None:
+    def note(engine):
         losses[engine.state.iteration] = engine.state.output["loss"].item()
 
     trainer.add_event_handler(Events.ITERATION_COMPLETED, note)
@@ -417,27 +412,27 @@ def full(directory: Path) -> tuple[Trainer, Checkpoint, dict[int, float]]:
     return trainer, checkpoint, losses
 
 
-def data() -> Any:
+def data():
     return numbers_loader(14, 2, shuffle=True, seed=2)  # 7 batches, 4 updates an epoch
 
 
-def finish(trainer: Trainer) -> tuple[Tensor, Any]:
+def finish(trainer):
     trainer.run(data(), max_epochs=3)
-    optimizer = trainer.update.optimizers["optimizer"]  # type: ignore[attr-defined]
+    optimizer = trainer.update.optimizers["optimizer"]
     return weights(trainer), copy.deepcopy(optimizer.state_dict())
 
 
-def die_at(trainer: Trainer, iteration: int) -> None:
-    def die() -> None:
+def die_at(trainer, iteration):
+    def die():
         raise KeyError("killed")
 
     # after the save: it was attached later
     trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=iteration), die)
 
 
-def cut_run(directory: Path, *cuts: int, seed: Callable[[], Any] = lambda: torch.manual_seed(5)) -> Any:
+def cut_run(directory, *cuts, seed=lambda: torch.manual_seed(5)):
     """Runs, dies after each of ``cuts``, resumes in a process that has drawn other numbers, and finishes."""
-    seen: dict[int, float] = {}
+    seen = {}
     for number, cut in enumerate((*cuts, None)):
         trainer, checkpoint, losses = full(directory)
         seed() if number == 0 else torch.manual_seed(1000 + number)
@@ -457,7 +452,7 @@ def cut_run(directory: Path, *cuts: int, seed: Callable[[], Any] = lambda: torch
 @pytest.mark.parametrize(
     "cuts", [(1,), (2,), (4,), (6,), (8,), (11,), (3, 7), (4, 8), (1, 2)], ids=lambda cuts: "-".join(map(str, cuts))
 )
-def test_killed_run_ends_with_the_bits_of_the_whole_one(cuts: tuple[int, ...], tmp_path: Path) -> None:
+def test_killed_run_ends_with_the_bits_of_the_whole_one(cuts, tmp_path):
     final, optimizer, losses, lines = cut_run(tmp_path / "whole")
     final_again, optimizer_again, losses_again, lines_again = cut_run(tmp_path / "cut", *cuts)
 
@@ -468,7 +463,7 @@ def test_killed_run_ends_with_the_bits_of_the_whole_one(cuts: tuple[int, ...], t
 
 
 @pytest.mark.row("D15")
-def test_dropout_makes_the_seed_count(tmp_path: Path) -> None:
+def test_dropout_makes_the_seed_count(tmp_path):
     """Else the test above would pass without restoring the generators."""
     first = cut_run(tmp_path / "a")
     second = cut_run(tmp_path / "b", seed=lambda: torch.manual_seed(6))
@@ -476,7 +471,7 @@ def test_dropout_makes_the_seed_count(tmp_path: Path) -> None:
     assert not torch.equal(first[0], second[0])
 
 
-def test_stopped_run_ends_with_the_bits_of_the_whole_one(tmp_path: Path) -> None:
+def test_stopped_run_ends_with_the_bits_of_the_whole_one(tmp_path):
     final, *_ = cut_run(tmp_path / "whole")
     trainer, _, _ = full(tmp_path / "cut")
     torch.manual_seed(5)
@@ -492,7 +487,7 @@ def test_stopped_run_ends_with_the_bits_of_the_whole_one(tmp_path: Path) -> None
 
 
 @pytest.mark.row("D1")
-def test_saved_on_a_stop_wherever_the_event_stands(tmp_path: Path) -> None:
+def test_saved_on_a_stop_wherever_the_event_stands(tmp_path):
     trainer = trainer_of()
     Checkpoint(tmp_path).attach(trainer, Events.ITERATION_COMPLETED(every=1000))
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda: trainer.request_stop("enough"))
@@ -501,7 +496,7 @@ def test_saved_on_a_stop_wherever_the_event_stands(tmp_path: Path) -> None:
     assert iterations(tmp_path) == [4]
 
 
-def test_saved_on_request_and_training_goes_on(tmp_path: Path) -> None:
+def test_saved_on_request_and_training_goes_on(tmp_path):
     trainer = trainer_of()
     Checkpoint(tmp_path).attach(trainer, Events.ITERATION_COMPLETED(every=1000))
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), trainer.request_save)
@@ -510,11 +505,11 @@ def test_saved_on_request_and_training_goes_on(tmp_path: Path) -> None:
     assert iterations(tmp_path) == [4, 9]
 
 
-def test_attach_order_of_the_schedule_does_not_matter(tmp_path: Path) -> None:
+def test_attach_order_of_the_schedule_does_not_matter(tmp_path):
     saved = []
     for first in (True, False):
         trainer = trainer_of()
-        optimizer = trainer.update.optimizers["optimizer"]  # type: ignore[attr-defined]
+        optimizer = trainer.update.optimizers["optimizer"]
         schedule = LRSchedule(warmup_cosine(optimizer, warmup=4, total=10))
         checkpoint = Checkpoint(tmp_path / str(first))
         if first:
@@ -531,10 +526,8 @@ def test_attach_order_of_the_schedule_does_not_matter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("event", [TrainingEvents.RESUME_POINT, TrainingEvents.CHECKPOINT_SAVED])
-def test_random_numbers_drawn_beside_a_save_change_no_bit_of_a_resumed_run(
-    tmp_path: Path, event: TrainingEvents, background: bool
-) -> None:
-    def run(folder: Path, seed: int, limit: int) -> Trainer:
+def test_random_numbers_drawn_beside_a_save_change_no_bit_of_a_resumed_run(tmp_path, event, background):
+    def run(folder, seed, limit):
         trainer = trainer_of(linear(dropout=True))
         checkpoint = Checkpoint(folder, background=background)
         if event is TrainingEvents.CHECKPOINT_SAVED:
@@ -554,7 +547,7 @@ def test_random_numbers_drawn_beside_a_save_change_no_bit_of_a_resumed_run(
     assert torch.equal(weights(resumed), weights(whole))
 
 
-def test_two_handlers_of_one_trainer_never_save_into_one_directory(tmp_path: Path) -> None:
+def test_two_handlers_of_one_trainer_never_save_into_one_directory(tmp_path):
     """Each would delete what the other keeps."""
     trainer = trainer_of()
     Checkpoint(tmp_path / "one", keep_last=9).attach(trainer)
@@ -563,8 +556,8 @@ def test_two_handlers_of_one_trainer_never_save_into_one_directory(tmp_path: Pat
     Checkpoint(tmp_path / "two", name="best").attach(trainer)
 
 
-def test_another_accumulation_is_in_the_report_of_the_resumed_run_and_refused_by_strict(tmp_path: Path) -> None:
-    def resumed(steps: int, **options: Any) -> Trainer:
+def test_another_accumulation_is_in_the_report_of_the_resumed_run_and_refused_by_strict(tmp_path):
+    def resumed(steps, **options):
         trainer = trainer_of(accumulation_steps=steps)
         checkpoint = Checkpoint(tmp_path, **options)
         checkpoint.attach(trainer)

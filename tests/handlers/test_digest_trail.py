@@ -1,38 +1,33 @@
 """The trail of digests: one bit shows, no line comes twice, and the run does not notice it."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from ignite.engine import Events
 
-from ignite_engine import Trainer
 from ignite_engine.handlers import Checkpoint, DigestTrail
 from ignite_engine.handlers.digest_trail import digests_of
-from tests.builders import linear, numbers_loader, one, trainer_of
+from tests.kit.tiny import linear, numbers_loader, one, trainer_of
 
 
-def lines_of(folder: Path) -> list[dict[str, Any]]:
+def lines_of(folder):
     return [json.loads(line) for line in (folder / "trail.jsonl").read_text().splitlines()]
 
 
-def with_trail(folder: Path, every: int = 2) -> tuple[Trainer, Checkpoint]:
+def with_trail(folder, every=2):
     trainer, checkpoint = trainer_of(linear(dropout=True)), Checkpoint(folder / "checkpoints", keep_last=9)
     DigestTrail(folder, every=every).attach(trainer)
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=3))
     return trainer, checkpoint
 
 
-def test_one_bit_of_any_tensor_changes_its_digest_and_no_other() -> None:
+def test_one_bit_of_any_tensor_changes_its_digest_and_no_other():
     trainer = trainer_of()
     before = digests_of(trainer)
     assert before is not None and list(before["weights"]) == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    for name, parameter in trainer.update.model.named_parameters():  # type: ignore[attr-defined]
+    for name, parameter in trainer.update.model.named_parameters():
         kept = parameter.data.clone()
         parameter.data.view(-1)[-1] = torch.nextafter(parameter.data.view(-1)[-1], torch.tensor(math.inf))
         after = digests_of(trainer)
@@ -42,7 +37,7 @@ def test_one_bit_of_any_tensor_changes_its_digest_and_no_other() -> None:
     assert digests_of(trainer) == before
 
 
-def test_a_line_has_the_weights_of_the_step_boundary(tmp_path: Path) -> None:
+def test_a_line_has_the_weights_of_the_step_boundary(tmp_path):
     trainer, _ = with_trail(tmp_path)
     seen = {}
     trainer.add_event_handler(
@@ -54,7 +49,7 @@ def test_a_line_has_the_weights_of_the_step_boundary(tmp_path: Path) -> None:
     assert all({"iteration": line["iteration"], **(seen[line["iteration"]] or {})} == line for line in lines)
 
 
-def test_a_resumed_run_writes_no_line_twice_and_the_lines_of_the_whole_one(tmp_path: Path) -> None:
+def test_a_resumed_run_writes_no_line_twice_and_the_lines_of_the_whole_one(tmp_path):
     whole, _ = with_trail(tmp_path / "whole")
     whole.run(numbers_loader(shuffle=True), max_epochs=3)
     killed, _ = with_trail(tmp_path / "run")
@@ -68,17 +63,17 @@ def test_a_resumed_run_writes_no_line_twice_and_the_lines_of_the_whole_one(tmp_p
     assert lines_of(tmp_path / "run") == lines_of(tmp_path / "whole") and len(lines_of(tmp_path / "run")) == 9
 
 
-def test_the_run_has_the_bits_and_checkpoints_of_one_without_it(tmp_path: Path) -> None:
+def test_the_run_has_the_bits_and_checkpoints_of_one_without_it(tmp_path):
     trainer, _ = with_trail(tmp_path, every=1)
     trainer.run(numbers_loader(), max_epochs=2)
     without = trainer_of(linear(dropout=True))
     without.run(numbers_loader(), max_epochs=2)
     names = set(trainer.registry.objects) - {"checkpoint"}
-    assert torch.equal(*(one(t.update.model) for t in (trainer, without)))  # type: ignore[attr-defined]
+    assert torch.equal(*(one(t.update.model) for t in (trainer, without)))
     assert names == set(without.registry.objects)
 
 
 @pytest.mark.parametrize("every", [0, -1, 2.5])
-def test_interval_that_is_none_is_refused(every: Any, tmp_path: Path) -> None:
+def test_interval_that_is_none_is_refused(every, tmp_path):
     with pytest.raises(ValueError, match="every must be a whole number of updates of at least 1"):
         DigestTrail(tmp_path, every=every)

@@ -1,30 +1,25 @@
 """A run whose metric stopped getting better is over: the same decision on every rank, and after a resume."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from ignite.engine import Events
 from ignite.metrics import Average
 
-from ignite_engine import Trainer, TrainingEvents, create_evaluator
+from ignite_engine import TrainingEvents, create_evaluator
 from ignite_engine.handlers import Checkpoint, EarlyStopping, Evaluation
-from tests.builders import events_of, numbers_loader, trainer_of, weights
+from tests.kit.tiny import events_of, numbers_loader, trainer_of, weights
 from tests.ranks.forkserver import on_ranks
 
 FALLING_THEN_FLAT = (5.0, 4.0, 4.0, 3.0, 3.0, 3.5, 3.0, 2.0)
 
 
-def trainer_with(values: Sequence[float], key: str = "val/loss", event: Any = Events.EPOCH_COMPLETED) -> Trainer:
+def trainer_with(values, key="val/loss", event=Events.EPOCH_COMPLETED):
     """A trainer that writes the next of ``values`` at each ``event``, by the number of the epoch or the iteration."""
     trainer = trainer_of()
 
-    def write(trainer: Trainer) -> None:
+    def write(trainer):
         number = trainer.state.epoch if event is Events.EPOCH_COMPLETED else trainer.state.iteration
         trainer.state.metrics[key] = values[number - 1]
 
@@ -32,9 +27,7 @@ def trainer_with(values: Sequence[float], key: str = "val/loss", event: Any = Ev
     return trainer
 
 
-def run(
-    trainer: Trainer, max_epochs: int = 8, *, patience: int | None = 2, folder: Path | None = None, **options: Any
-) -> EarlyStopping:
+def run(trainer, max_epochs=8, *, patience=2, folder=None, **options):
     stopping = EarlyStopping("val/loss", patience=patience, **options)
     stopping.attach(trainer)
     if folder is not None:
@@ -45,7 +38,7 @@ def run(
     return stopping
 
 
-def test_run_completes_after_patience_values_without_improvement() -> None:
+def test_run_completes_after_patience_values_without_improvement():
     trainer = trainer_with(FALLING_THEN_FLAT)
     run(trainer)
     state = trainer.state
@@ -70,7 +63,7 @@ def test_run_completes_after_patience_values_without_improvement() -> None:
         ({}, (3.0, 3.0, 2.0, 2.0, 1.0), 5),  # never twice in a row
     ],
 )
-def test_what_counts_as_an_improvement(options: dict[str, Any], values: tuple[float, ...], ended_at: int) -> None:
+def test_what_counts_as_an_improvement(options, values, ended_at):
     trainer = trainer_with(values)
     run(trainer, len(values), **options)
 
@@ -78,7 +71,7 @@ def test_what_counts_as_an_improvement(options: dict[str, Any], values: tuple[fl
     assert str(trainer.state.reason).startswith("early stopping") is (options != {} or math.isnan(values[0]))
 
 
-def test_a_value_counts_once_however_often_others_are_written() -> None:
+def test_a_value_counts_once_however_often_others_are_written():
     trainer = trainer_with((5.0, 5.0, 5.0, 4.0))
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: trainer.state.metrics.update(other=1.0))
     run(trainer, 4, patience=3)
@@ -86,10 +79,10 @@ def test_a_value_counts_once_however_often_others_are_written() -> None:
     assert trainer.state.iteration == 24  # 5.0 is in state.metrics at 13 iterations, and new at three of them
 
 
-def test_last_step_boundary_comes_once_and_saves(tmp_path: Path) -> None:
+def test_last_step_boundary_comes_once_and_saves(tmp_path):
     """In the middle of an epoch, and where nothing else asked for a save."""
     trainer = trainer_with([5.0] * 20, event=Events.ITERATION_COMPLETED)
-    boundaries: list[tuple[int, bool]] = []
+    boundaries = []
     trainer.add_event_handler(
         TrainingEvents.RESUME_POINT, lambda: boundaries.append((trainer.state.iteration, trainer.state.last))
     )
@@ -104,7 +97,7 @@ def test_last_step_boundary_comes_once_and_saves(tmp_path: Path) -> None:
 
 @pytest.mark.row("C7")
 @pytest.mark.parametrize("cut", [6, 17, 24, 29])
-def test_resumed_run_ends_at_the_same_value(tmp_path: Path, cut: int) -> None:
+def test_resumed_run_ends_at_the_same_value(tmp_path, cut):
     whole = trainer_with(FALLING_THEN_FLAT)
     run(whole)
     first = trainer_with(FALLING_THEN_FLAT)
@@ -119,7 +112,7 @@ def test_resumed_run_ends_at_the_same_value(tmp_path: Path, cut: int) -> None:
     assert (stopping.best, stopping.bad) == (3.0, 2)
 
 
-def test_stop_at_the_deciding_value_is_a_stop_and_the_resumed_run_only_completes(tmp_path: Path) -> None:
+def test_stop_at_the_deciding_value_is_a_stop_and_the_resumed_run_only_completes(tmp_path):
     first = trainer_with(FALLING_THEN_FLAT)
     first.add_event_handler(Events.ITERATION_COMPLETED(once=36), lambda: first.request_stop("enough"))
     run(first, folder=tmp_path)
@@ -131,20 +124,20 @@ def test_stop_at_the_deciding_value_is_a_stop_and_the_resumed_run_only_completes
     assert str(resumed.state.reason).startswith("early stopping: val/loss was not below 3")
 
 
-def test_decision_before_a_cut_off_evaluation_comes_after_the_epoch_has_completed(tmp_path: Path) -> None:
+def test_decision_before_a_cut_off_evaluation_comes_after_the_epoch_has_completed(tmp_path):
     """Two evaluations at an epoch's last iteration, a stop in the second, and the first one's value ends the run."""
 
-    def run_in(folder: Path, stop: bool) -> list[tuple[str, int]]:
+    def run_in(folder, stop):
         trainer = trainer_of()
 
-        def predict(model: Any, batch: Any) -> Any:
+        def predict(model, batch):
             if stop and trainer.state.epoch == 2:
                 trainer.request_stop("enough")
             return batch
 
         at = Events.ITERATION_COMPLETED(every=6)
         for name, process in (("val", lambda model, batch: batch), ("test", predict)):
-            evaluator = create_evaluator(trainer.update.model, process, {"loss": Average()})  # type: ignore[attr-defined]  # an Update
+            evaluator = create_evaluator(trainer.update.model, process, {"loss": Average()})
             Evaluation(evaluator, [torch.tensor([1.0])] * 2, name=name).attach(trainer, at)
         seen = events_of(trainer, (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED))
         metrics = list[tuple[str, int]]()
@@ -165,15 +158,13 @@ def test_decision_before_a_cut_off_evaluation_comes_after_the_epoch_has_complete
     ("event", "values", "ended_at"),
     [(Events.EPOCH_COMPLETED, FALLING_THEN_FLAT, 36), (Events.ITERATION_COMPLETED, [5.0] * 7 + [6.0] * 9, 3)],
 )
-def test_finished_run_started_again_trains_nothing_and_saves_nothing(
-    tmp_path: Path, event: Any, values: Sequence[float], ended_at: int
-) -> None:
+def test_finished_run_started_again_trains_nothing_and_saves_nothing(tmp_path, event, values, ended_at):
     first = trainer_with(values, event=event)
     run(first, folder=tmp_path)
     assert first.state.iteration == ended_at  # at the end of an epoch, and in its middle
     saved = {path: path.read_bytes() for path in tmp_path.rglob("manifest.json")}
     again = trainer_with(values, event=event)
-    seen: list[Any] = []
+    seen = []
     again.add_event_handler(Events.ITERATION_STARTED | Events.EPOCH_STARTED, lambda: seen.append("trained"))
     again.add_event_handler(Events.COMPLETED, lambda: seen.append("completed"))
     run(again, folder=tmp_path)
@@ -185,7 +176,7 @@ def test_finished_run_started_again_trains_nothing_and_saves_nothing(
     assert torch.equal(weights(again), weights(first))
 
 
-def test_finished_run_continues_with_more_patience(tmp_path: Path) -> None:
+def test_finished_run_continues_with_more_patience(tmp_path):
     run(trainer_with(FALLING_THEN_FLAT), folder=tmp_path)
     again = trainer_with(FALLING_THEN_FLAT)
     run(again, folder=tmp_path, patience=4)
@@ -193,7 +184,7 @@ def test_finished_run_continues_with_more_patience(tmp_path: Path) -> None:
     assert (again.state.status, again.state.reason, again.state.epoch) == ("completed", "max_epochs", 8)
 
 
-def test_another_metric_starts_the_count_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_metric_starts_the_count_over(tmp_path, caplog):
     run(trainer_with(FALLING_THEN_FLAT), folder=tmp_path)
     again = trainer_with([float(-epoch) for epoch in range(8)], key="val/other")
     EarlyStopping("val/other", patience=2).attach(again)
@@ -206,7 +197,7 @@ def test_another_metric_starts_the_count_over(tmp_path: Path, caplog: pytest.Log
     assert "follows val/other (min) now: best value and count start over" in caplog.text
 
 
-def test_second_run_in_one_process_starts_the_count_over() -> None:
+def test_second_run_in_one_process_starts_the_count_over():
     trainer = trainer_with((5.0, 5.0, 5.0, 5.0))
     stopping = run(trainer, 2)  # one value without improvement
     trainer.run(numbers_loader(), max_epochs=2)
@@ -214,7 +205,7 @@ def test_second_run_in_one_process_starts_the_count_over() -> None:
     assert (trainer.state.epoch, stopping.bad) == (2, 1)
 
 
-def test_first_value_of_a_second_run_counts_where_the_last_one_of_the_first_stood() -> None:
+def test_first_value_of_a_second_run_counts_where_the_last_one_of_the_first_stood():
     trainer = trainer_with((5.0,))
     stopping = run(trainer, 1)
     trainer.run(numbers_loader(), max_epochs=1)
@@ -222,7 +213,7 @@ def test_first_value_of_a_second_run_counts_where_the_last_one_of_the_first_stoo
     assert (stopping.best, stopping.bad) == (5.0, 0)
 
 
-def test_value_at_a_look_before_the_resumed_training_does_not_count_twice(tmp_path: Path) -> None:
+def test_value_at_a_look_before_the_resumed_training_does_not_count_twice(tmp_path):
     """An Evaluation at STARTED measures the iteration that was measured before the save."""
     run(trainer_with((5.0, 5.0)), 2, folder=tmp_path, patience=3)
     resumed = trainer_with((5.0, 5.0, 5.0, 5.0))
@@ -241,12 +232,12 @@ def test_value_at_a_look_before_the_resumed_training_does_not_count_twice(tmp_pa
         ({"patience": 1, "min_delta": math.nan}, "min_delta must be a number of at least 0, got nan;"),
     ],
 )
-def test_settings_out_of_range_are_refused(options: dict[str, Any], line: str) -> None:
+def test_settings_out_of_range_are_refused(options, line):
     with pytest.raises(ValueError, match=f"^{line}"):
         EarlyStopping("val/loss", **options)
 
 
-def _one_of_two_ranks(rank: int, folder: str) -> None:
+def _one_of_two_ranks(rank, folder):
     # this rank's own values: alone, rank 0 would never stop and rank 1 would after its second value
     trainer = trainer_with([4.0 - epoch for epoch in range(6)] if rank == 0 else [4.0 + epoch for epoch in range(6)])
     stopping = EarlyStopping("val/loss", patience=3)
@@ -262,7 +253,7 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
 @pytest.mark.row("C7")
 @pytest.mark.timeout(120)  # ranks that decide otherwise wait for each other
 @pytest.mark.distributed
-def test_two_ranks_save_the_best_and_stop_by_the_mean_of_their_values(tmp_path: Path) -> None:
+def test_two_ranks_save_the_best_and_stop_by_the_mean_of_their_values(tmp_path):
     on_ranks(2, _one_of_two_ranks, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
 
@@ -287,9 +278,7 @@ def test_two_ranks_save_the_best_and_stop_by_the_mean_of_their_values(tmp_path: 
         ({"stopping_threshold": 1.0, "divergence_threshold": 9.0}, (5.0, 6.0, 7.0, 8.0), 4, None),
     ],
 )
-def test_thresholds_end_the_run_at_once_and_again_after_a_resume(
-    tmp_path: Path, options: dict[str, Any], values: tuple[float, ...], ended_at: int, why: str | None
-) -> None:
+def test_thresholds_end_the_run_at_once_and_again_after_a_resume(tmp_path, options, values, ended_at, why):
     trainer = trainer_with(values)
     run(trainer, len(values), patience=None, folder=tmp_path, **options)
     again = trainer_with(values)
@@ -301,16 +290,16 @@ def test_thresholds_end_the_run_at_once_and_again_after_a_resume(
     assert all(reason.startswith(f"early stopping: val/loss {why}" if why else "max_epochs") for reason in reasons)
 
 
-def test_stopping_that_nothing_would_cause_is_refused() -> None:
+def test_stopping_that_nothing_would_cause_is_refused():
     with pytest.raises(
         ValueError, match="needs patience, stopping_threshold or divergence_threshold: got none of them"
     ):
         EarlyStopping("val/loss")
     with pytest.raises(TypeError, match="stopping_threshold must be a number, or None, got 'low'"):
-        EarlyStopping("val/loss", stopping_threshold="low")  # type: ignore[arg-type]  # what is tested
+        EarlyStopping("val/loss", stopping_threshold="low")
 
 
-def test_name_of_the_metric_says_what_is_better_where_no_mode_is_given() -> None:
+def test_name_of_the_metric_says_what_is_better_where_no_mode_is_given():
     modes = {"val/accuracy": "max", "val/loss": "min", "score": "min"}
     assert {key: EarlyStopping(key, patience=1).mode for key in modes} == modes
     assert EarlyStopping("val/accuracy", patience=1, mode="min").mode == "min"

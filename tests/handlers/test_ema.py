@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,19 +14,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ignite_engine import Phase, Trainer, TrainingEvents, Update, create_evaluator
 from ignite_engine.handlers import EMA, Checkpoint, Evaluation
-from tests.builders import linear, mse, numbers_loader, one, trainer_of, weights
+from tests.kit.tiny import linear, mse, numbers_loader, one, trainer_of, weights
 from tests.ranks.forkserver import on_ranks
 
 
-def bare(trainer: Trainer) -> nn.Module:
-    model: nn.Module = trainer.update.model  # type: ignore[attr-defined]  # an Update
+def bare(trainer):
+    model = trainer.update.model
     return model
 
 
-def evaluation_of(trainer: Trainer, seen: list[Tensor], name: str = "val", act: Callable[[], Any] | None = None) -> Any:
+def evaluation_of(trainer, seen, name="val", act=None):
     """An evaluation of one batch that notes the weights it runs with, and may do something in its middle."""
 
-    def look(model: nn.Module, batch: Any) -> None:
+    def look(model, batch):
         seen.append(one(model).clone())
         if act is not None:
             act()
@@ -35,11 +34,11 @@ def evaluation_of(trainer: Trainer, seen: list[Tensor], name: str = "val", act: 
     return Evaluation(create_evaluator(bare(trainer), look), numbers_loader(2), name=name)
 
 
-def average_of(ema: EMA) -> Tensor:
+def average_of(ema):
     return torch.cat([value.reshape(-1) for value in ema.state_dict()["weights"].values()])
 
 
-def through_a_file(state: Any) -> Any:
+def through_a_file(state):
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
@@ -50,7 +49,7 @@ def through_a_file(state: Any) -> Any:
 
 
 @pytest.mark.parametrize("warmup", [False, True])
-def test_average_is_the_recursion_over_the_weights_of_each_update(warmup: bool) -> None:
+def test_average_is_the_recursion_over_the_weights_of_each_update(warmup):
     trainer = trainer_of(linear(dtype=torch.float64))
     ema = EMA(0.3, warmup=warmup)
     ema.attach(trainer)
@@ -66,12 +65,12 @@ def test_average_is_the_recursion_over_the_weights_of_each_update(warmup: bool) 
     torch.testing.assert_close(average_of(ema), expected, rtol=1e-14, atol=1e-15)
 
 
-def batch_of(dtype: torch.dtype, number: int) -> tuple[Tensor, Tensor]:
+def batch_of(dtype, number):
     generator = torch.Generator().manual_seed(number)
     return torch.randn(4, 3, generator=generator).to(dtype), torch.randn(4, 1, generator=generator).to(dtype)
 
 
-def test_average_waits_for_skipped_steps_and_is_updated_once_per_step() -> None:
+def test_average_waits_for_skipped_steps_and_is_updated_once_per_step():
     heavy = iter([1, 1, 0, 0, 1, 1])
     trainer = trainer_of(accumulation_steps=2, weight_fn=lambda batch: next(heavy))
     ema, averages = EMA(0.5), list[Tensor]()
@@ -86,7 +85,7 @@ def test_average_waits_for_skipped_steps_and_is_updated_once_per_step() -> None:
 class Mixed(nn.Module):
     """Parameters of four types and a tied one; an integer that is not averaged."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.bf16 = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
         self.fp32 = nn.Parameter(torch.ones(3))
@@ -95,12 +94,12 @@ class Mixed(nn.Module):
         self.tied = self.fp32
         self.count = nn.Parameter(torch.ones(1, dtype=torch.int64), requires_grad=False)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         total = self.bf16.float() + self.fp32 + self.fp64.float() + self.c64.abs()
         return (inputs * total).sum()
 
 
-def test_several_types_are_averaged_each_with_enough_digits() -> None:
+def test_several_types_are_averaged_each_with_enough_digits():
     model = Mixed()
     parameters = [model.bf16, model.fp32, model.fp64, model.c64]
     optimizer = torch.optim.SGD(parameters, lr=1.0)
@@ -117,7 +116,7 @@ def test_several_types_are_averaged_each_with_enough_digits() -> None:
         assert saved[name].real.tolist() == pytest.approx([0.999] * 3, rel=1e-6), name
 
 
-def test_tied_weights_have_one_average_under_both_names() -> None:
+def test_tied_weights_have_one_average_under_both_names():
     model = Mixed()
     trainer = Trainer(
         Update(model, torch.optim.SGD([model.fp32], lr=1.0), lambda model, batch: (model.fp32 * batch).sum())
@@ -136,11 +135,11 @@ def test_tied_weights_have_one_average_under_both_names() -> None:
     assert fresh.tied.tolist() == [0.5] * 3
 
 
-def test_nothing_is_read_from_the_device() -> None:
+def test_nothing_is_read_from_the_device():
     class Reads(TorchDispatchMode):
         names: Sequence[str] = ()
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             self.names = [*self.names, str(func)]
             return func(*args, **(kwargs or {}))
 
@@ -157,12 +156,12 @@ def test_nothing_is_read_from_the_device() -> None:
 # --- evaluations ------------------------------------------------------------------------------------------------------
 
 
-def test_named_evaluations_use_the_average_and_the_others_the_weights() -> None:
+def test_named_evaluations_use_the_average_and_the_others_the_weights():
     trainer, named, other = trainer_of(), list[Tensor](), list[Tensor]()
     ema = EMA(0.9, evaluate=("val",))
     ema.attach(trainer)
-    live: list[Tensor] = []
-    averages: list[Tensor] = []
+    live = []
+    averages = []
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: live.append(weights(trainer)))
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: averages.append(average_of(ema).clone()))
     evaluation_of(trainer, named, "val").attach(trainer, Events.ITERATION_COMPLETED)
@@ -174,7 +173,7 @@ def test_named_evaluations_use_the_average_and_the_others_the_weights() -> None:
     assert all(torch.equal(*pair) for pair in zip(other, live, strict=True))
 
 
-def test_average_is_in_place_until_the_handlers_of_the_evaluation_have_run() -> None:
+def test_average_is_in_place_until_the_handlers_of_the_evaluation_have_run():
     trainer, seen = trainer_of(), list[Tensor]()
     ema = EMA(0.9)
     evaluation_of(trainer, []).attach(trainer)
@@ -186,8 +185,8 @@ def test_average_is_in_place_until_the_handlers_of_the_evaluation_have_run() -> 
     assert trainer.state.evaluating is None
 
 
-def test_training_does_not_notice_it() -> None:
-    def train(ema: EMA | None) -> Tensor:
+def test_training_does_not_notice_it():
+    def train(ema):
         trainer = trainer_of(linear(dropout=True))
         if ema is not None:
             ema.attach(trainer)
@@ -199,7 +198,7 @@ def test_training_does_not_notice_it() -> None:
     assert torch.equal(train(EMA(0.9)), train(None))
 
 
-def test_buffers_are_the_models_own() -> None:
+def test_buffers_are_the_models_own():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     trainer, means = trainer_of(model), list[Tensor]()
@@ -213,17 +212,17 @@ def test_buffers_are_the_models_own() -> None:
     assert not [name for name in ema.state_dict()["weights"] if "running" in name]
 
 
-def interrupt() -> None:
+def interrupt():
     raise KeyboardInterrupt
 
 
-def fail() -> None:
+def fail():
     raise RuntimeError("lost")
 
 
 @pytest.mark.parametrize(("act", "error"), [(fail, RuntimeError), (interrupt, KeyboardInterrupt)])
 @pytest.mark.parametrize("where", ["the evaluation", "a handler of its start", "a handler of its end"])
-def test_weights_are_put_back_on_any_error(act: Callable[[], None], error: type[BaseException], where: str) -> None:
+def test_weights_are_put_back_on_any_error(act, error, where):
     trainer, seen, before = trainer_of(), list[Tensor](), list[Tensor]()
     EMA(0.9).attach(trainer)
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: before.append(weights(trainer)))
@@ -244,20 +243,20 @@ def test_weights_are_put_back_on_any_error(act: Callable[[], None], error: type[
     assert trainer.state.evaluating is None
 
 
-def test_evaluation_interrupted_by_a_stop_saves_the_weights(tmp_path: Path) -> None:
+def test_evaluation_interrupted_by_a_stop_saves_the_weights(tmp_path):
     trainer, seen = trainer_of(), list[Tensor]()
     EMA(0.9).attach(trainer)
 
-    def stop() -> None:
+    def stop():
         trainer.request_stop("enough")
 
-    def look(model: nn.Module, batch: Any) -> None:
+    def look(model, batch):
         seen.append(one(model).clone())
         stop()
 
     evaluator = create_evaluator(bare(trainer), look)
     Evaluation(evaluator, numbers_loader(12)).attach(trainer, Events.ITERATION_COMPLETED(once=3))
-    live: list[Tensor] = []
+    live = []
     trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_COMPLETED, lambda: live.append(weights(trainer)))
     checkpoint = Checkpoint(tmp_path)
     checkpoint.attach(trainer)
@@ -270,7 +269,7 @@ def test_evaluation_interrupted_by_a_stop_saves_the_weights(tmp_path: Path) -> N
     assert torch.equal(torch.cat([value.reshape(-1) for value in saved["ema"]["weights"].values()]), seen[0])
 
 
-def test_what_is_saved_in_the_middle_of_an_evaluation_is_the_weights() -> None:
+def test_what_is_saved_in_the_middle_of_an_evaluation_is_the_weights():
     trainer, captured = trainer_of(), list[Any]()
     ema = EMA(0.9)
     ema.attach(trainer)
@@ -291,11 +290,11 @@ def test_what_is_saved_in_the_middle_of_an_evaluation_is_the_weights() -> None:
 class Unsized:
     """Three batches without a length: the last iteration has its own step boundary before its epoch is evaluated."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return iter([batch_of(torch.float32, number) for number in range(3)])
 
 
-def test_save_in_the_background_is_of_the_weights_where_the_average_comes_before_the_next_step(tmp_path: Path) -> None:
+def test_save_in_the_background_is_of_the_weights_where_the_average_comes_before_the_next_step(tmp_path):
     trainer, live = trainer_of(), list[Tensor]()
     EMA(0.9).attach(trainer)
     evaluation_of(trainer, []).attach(trainer)
@@ -303,7 +302,7 @@ def test_save_in_the_background_is_of_the_weights_where_the_average_comes_before
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED)
 
     trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_COMPLETED, lambda: live.append(weights(trainer)))
-    failed: list[Any] = []
+    failed = []
     trainer.add_event_handler(TrainingEvents.CHECKPOINT_FAILED, lambda: failed.append(checkpoint.error))
     trainer.run(Unsized(), max_epochs=2)
     saved = {each.iteration: checkpoint.store.load(each.path, 0).shared for each in checkpoint.store.checkpoints()}
@@ -313,12 +312,12 @@ def test_save_in_the_background_is_of_the_weights_where_the_average_comes_before
         assert torch.equal(torch.cat([value.reshape(-1) for value in parts["model"].values()]), live[iteration - 1])
 
 
-def test_two_averages_in_one_evaluation_are_refused() -> None:
+def test_two_averages_in_one_evaluation_are_refused():
     trainer = trainer_of()
     EMA(0.9).attach(trainer)
     EMA(0.5, name="fast").attach(trainer)
     evaluation_of(trainer, []).attach(trainer)
-    live: list[Tensor] = []
+    live = []
     trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_COMPLETED, lambda: live.append(weights(trainer)))
     with pytest.raises(
         ValueError, match=r"would replace the weights in the evaluation 'val': give each EMA its own evaluations"
@@ -328,7 +327,7 @@ def test_two_averages_in_one_evaluation_are_refused() -> None:
     assert torch.equal(weights(trainer), live[-1])
 
 
-def test_two_averages_have_each_its_own_evaluation() -> None:
+def test_two_averages_have_each_its_own_evaluation():
     trainer, slow, fast = trainer_of(), list[Tensor](), list[Tensor]()
     emas = EMA(0.9, warmup=False, evaluate=("slow",)), EMA(0.5, warmup=False, evaluate=("fast",), name="fast")
     for ema in emas:
@@ -344,7 +343,7 @@ def test_two_averages_have_each_its_own_evaluation() -> None:
 # --- resume -----------------------------------------------------------------------------------------------------------
 
 
-def run_with(folder: Path | None, stop_at: int | None = None) -> tuple[Trainer, EMA, list[Tensor]]:
+def run_with(folder, stop_at=None):
     trainer, seen = trainer_of(linear(dropout=True)), list[Tensor]()
     ema = EMA(0.99)
     ema.attach(trainer)
@@ -361,7 +360,7 @@ def run_with(folder: Path | None, stop_at: int | None = None) -> tuple[Trainer, 
 
 
 @pytest.mark.parametrize("cut", [1, 6, 9])
-def test_resumed_average_continues_bit_for_bit(tmp_path: Path, cut: int) -> None:
+def test_resumed_average_continues_bit_for_bit(tmp_path, cut):
     whole, expected, seen = run_with(None)
     _, _, before = run_with(tmp_path, stop_at=cut)
     resumed, ema, after = run_with(tmp_path)
@@ -371,7 +370,7 @@ def test_resumed_average_continues_bit_for_bit(tmp_path: Path, cut: int) -> None
     assert all(torch.equal(*pair) for pair in zip([*before, *after], seen, strict=True))
 
 
-def test_checkpoint_without_an_average_starts_one_at_the_loaded_weights(tmp_path: Path) -> None:
+def test_checkpoint_without_an_average_starts_one_at_the_loaded_weights(tmp_path):
     first = trainer_of()
     checkpoint = Checkpoint(tmp_path)
     checkpoint.attach(first)
@@ -388,7 +387,7 @@ def test_checkpoint_without_an_average_starts_one_at_the_loaded_weights(tmp_path
     assert torch.equal(at_start[0], weights(first)) and ema.updates == 6
 
 
-def test_second_run_in_one_process_starts_at_the_current_weights() -> None:
+def test_second_run_in_one_process_starts_at_the_current_weights():
     trainer, seen = trainer_of(), list[Tensor]()
     evaluation_of(trainer, seen).attach(trainer, Events.STARTED)  # attached before the average
     ema = EMA(0.9)
@@ -411,22 +410,22 @@ def test_second_run_in_one_process_starts_at_the_current_weights() -> None:
         (lambda: EMA(0.9, evaluate="val"), r"evaluate must be a collection of names, got 'val'; write \('val',\)\."),
     ],
 )
-def test_settings_out_of_range_are_refused(make: Callable[[], EMA], line: str) -> None:
+def test_settings_out_of_range_are_refused(make, line):
     with pytest.raises(ValueError, match=f"^{line}"):
         make()
 
 
-def test_update_without_a_model_is_refused() -> None:
+def test_update_without_a_model_is_refused():
     with pytest.raises(TypeError, match="EMA needs to know the model: make the Trainer from an Update"):
         EMA().attach(Trainer(lambda engine, batch: None))
 
 
-def test_users_own_update_with_a_model_is_averaged_and_put_back() -> None:
+def test_users_own_update_with_a_model_is_averaged_and_put_back():
     class Own:
-        def __init__(self) -> None:
+        def __init__(self):
             self.model = linear()
 
-        def __call__(self, trainer: Trainer, batch: Any) -> None:
+        def __call__(self, trainer, batch):
             with torch.no_grad():
                 for parameter in self.model.parameters():
                     parameter.add_(1.0)
@@ -444,8 +443,8 @@ def test_users_own_update_with_a_model_is_averaged_and_put_back() -> None:
 
 
 @pytest.mark.slow
-def test_names_do_not_depend_on_the_wrapping_and_a_compiled_model_trains_the_same() -> None:
-    def train(model: nn.Module) -> EMA:
+def test_names_do_not_depend_on_the_wrapping_and_a_compiled_model_trains_the_same():
+    def train(model):
         trainer = trainer_of(model)
         ema = EMA(0.9)
         ema.attach(trainer)
@@ -453,29 +452,29 @@ def test_names_do_not_depend_on_the_wrapping_and_a_compiled_model_trains_the_sam
         trainer.run(numbers_loader(), max_epochs=1)
         return ema
 
-    plain, compiled = train(linear()), train(torch.compile(linear(), backend="eager"))  # type: ignore[arg-type]
+    plain, compiled = train(linear()), train(torch.compile(linear(), backend="eager"))
 
     assert list(plain.state_dict()["weights"]) == list(linear().state_dict())
     assert list(compiled.state_dict()["weights"]) == list(linear().state_dict())
     assert torch.equal(average_of(plain), average_of(compiled))
 
 
-def _train_wrapped(wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
+def _train_wrapped(wrap):
     """Averages and weights as one process sees them, whole, and what each evaluation computed."""
     model = wrap(linear())
-    outputs: list[float] = []
+    outputs = []
 
-    def predict(model: nn.Module, batch: Any) -> None:
+    def predict(model, batch):
         outputs.append(model(torch.ones(1, 3)).item())
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     trainer = Trainer(Update(model, optimizer, mse))
 
     @torch.no_grad()
-    def before_training() -> None:
+    def before_training():
         model(torch.ones(1, 3))  # after which FSDP2 has whole parameters
 
-    before_training.phase = Phase.PREPARE  # type: ignore[attr-defined]
+    before_training.phase = Phase.PREPARE
     trainer.add_event_handler(Events.STARTED, before_training)
     ema = EMA(0.9)
     ema.attach(trainer)
@@ -490,32 +489,32 @@ def _train_wrapped(wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
     }
 
 
-def whole(value: Any) -> Tensor:
-    full: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+def whole(value):
+    full = value.full_tensor() if hasattr(value, "full_tensor") else value
     return full.detach().clone()
 
 
-def _wrappings() -> Iterator[tuple[str, Callable[[nn.Module], nn.Module]]]:
+def _wrappings():
     from torch.distributed.fsdp import fully_shard
 
     yield "ddp", nn.parallel.DistributedDataParallel
-    yield "compiled ddp", lambda model: nn.parallel.DistributedDataParallel(torch.compile(model, backend="eager"))  # type: ignore[arg-type]
+    yield "compiled ddp", lambda model: nn.parallel.DistributedDataParallel(torch.compile(model, backend="eager"))
 
-    def sharded(model: nn.Module) -> nn.Module:
-        fully_shard(model[2])  # type: ignore[index]
+    def sharded(model):
+        fully_shard(model[2])
         return fully_shard(model)
 
     yield "fsdp2", sharded
 
 
-def _one_of_two_ranks(rank: int, folder: str) -> None:
+def _one_of_two_ranks(rank, folder):
     results = {name: _train_wrapped(wrap) for name, wrap in _wrappings()}
     torch.save(results, f"{folder}/{rank}.pt")
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_wrapped_models_have_the_average_of_the_plain_one_on_two_ranks(tmp_path: Path) -> None:
+def test_wrapped_models_have_the_average_of_the_plain_one_on_two_ranks(tmp_path):
     expected = _train_wrapped(lambda model: model)
     on_ranks(2, _one_of_two_ranks, tmp_path)
     for rank in range(2):

@@ -1,57 +1,53 @@
 """Weights are written beside training: whole, the newest under one name, and no bit of the run changes."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
 import resource
 import signal
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from ignite.engine import Events
 from safetensors import safe_open
 from safetensors.torch import load, load_file
-from torch import Tensor, nn
+from torch import nn
 
-from ignite_engine import Trainer, TrainingEvents, create_evaluator
+from ignite_engine import TrainingEvents, create_evaluator
 from ignite_engine.handlers import EMA, Checkpoint, Evaluation, Export
-from tests.builders import linear, numbers_loader, trainer_of, weights
-from tests.checkpointing.file_faults import in_child, start_child, wait_for
-from tests.sharded import gathered, run_phases, trainer_in
+from tests.kit.faults import in_child, start_child, wait_for
+from tests.kit.sharded import gathered, run_phases, trainer_in
+from tests.kit.tiny import linear, numbers_loader, trainer_of, weights
 
 EACH = Events.ITERATION_COMPLETED
 
 
-def model_of(trainer: Trainer) -> nn.Module:
-    return trainer.update.model  # type: ignore[attr-defined, no-any-return]  # an Update
+def model_of(trainer):
+    return trainer.update.model
 
 
-def kept_of(trainer: Trainer, event: Any = EACH) -> dict[int, dict[str, Tensor]]:
+def kept_of(trainer, event=EACH):
     """The model's state after each iteration, filled by the run."""
-    kept: dict[int, dict[str, Tensor]] = {}
+    kept = {}
 
-    def keep(engine: Trainer) -> None:
+    def keep(engine):
         kept[engine.state.iteration] = {name: value.clone() for name, value in model_of(engine).state_dict().items()}
 
     trainer.add_event_handler(event, keep)
     return kept
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+def same(found, expected):
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.row("M3")
-def test_the_newest_is_under_one_name_and_the_last_few_are_kept(tmp_path: Path) -> None:
+def test_the_newest_is_under_one_name_and_the_last_few_are_kept(tmp_path):
     trainer = trainer_of()
     kept, seen = kept_of(trainer), []
     Checkpoint(tmp_path / "checkpoints").attach(trainer, EACH(every=2))
@@ -69,7 +65,7 @@ def test_the_newest_is_under_one_name_and_the_last_few_are_kept(tmp_path: Path) 
         assert file.metadata() == {"format": "pt", "iteration": "6", "weights": "raw"}
 
 
-def test_the_trained_weights_and_the_average_and_no_bit_of_the_run_changes(tmp_path: Path) -> None:
+def test_the_trained_weights_and_the_average_and_no_bit_of_the_run_changes(tmp_path):
     plain, exporting = (trainer_of(linear(dropout=True)) for _ in range(2))
     average = EMA(0.5)
     average.attach(exporting)
@@ -86,7 +82,7 @@ def test_the_trained_weights_and_the_average_and_no_bit_of_the_run_changes(tmp_p
     assert same(raw, kept[6]) and same(averaged, average.state_dict()["weights"]) and not same(averaged, raw)
 
 
-def test_within_an_evaluation_of_the_average_the_trained_weights_are_written(tmp_path: Path) -> None:
+def test_within_an_evaluation_of_the_average_the_trained_weights_are_written(tmp_path):
     trainer = trainer_of()
     EMA(0.5).attach(trainer)
     kept = kept_of(trainer)
@@ -99,10 +95,10 @@ def test_within_an_evaluation_of_the_average_the_trained_weights_are_written(tmp
 
 @pytest.mark.row("M3")
 @pytest.mark.faults
-def test_a_reader_never_meets_half_of_one_and_keeps_what_it_has_open(tmp_path: Path) -> None:
+def test_a_reader_never_meets_half_of_one_and_keeps_what_it_has_open(tmp_path):
     """Each export holds the number of its iteration, and nothing else."""
 
-    def train() -> None:
+    def train():
         trainer = trainer_of(nn.Linear(1000, 250, bias=False))
         parameter = next(model_of(trainer).parameters())
         trainer.add_event_handler(EACH, lambda engine: parameter.data.fill_(engine.state.iteration))
@@ -118,7 +114,7 @@ def test_a_reader_never_meets_half_of_one_and_keeps_what_it_has_open(tmp_path: P
         wait_for(child)
 
 
-def read_while_it_is_replaced(link: Path) -> None:
+def read_while_it_is_replaced(link):
     seen, deadline = set[int](), time.monotonic() + 60
     while not link.exists():
         assert time.monotonic() < deadline
@@ -137,17 +133,17 @@ def read_while_it_is_replaced(link: Path) -> None:
 
 
 @pytest.mark.faults
-def test_a_full_disk_is_one_warning_and_later_exports_are_written(tmp_path: Path) -> None:
-    def train() -> list[Any]:
-        records: list[str] = []
+def test_a_full_disk_is_one_warning_and_later_exports_are_written(tmp_path):
+    def train():
+        records = []
         handler = logging.Handler()
-        handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+        handler.emit = lambda record: records.append(record.getMessage())
         logging.getLogger("ignite_engine").addHandler(handler)
         trainer = trainer_of(nn.Linear(300, 100))
         Export(tmp_path, keep=9).attach(trainer, EACH)
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails then, as on a full disk
 
-        def fill(engine: Trainer) -> None:
+        def fill(engine):
             limit = {2: 50_000, 5: resource.RLIM_INFINITY}.get(engine.state.iteration)
             if limit is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
@@ -164,7 +160,7 @@ def test_a_full_disk_is_one_warning_and_later_exports_are_written(tmp_path: Path
     assert found == [*files, "model.safetensors"]
 
 
-def test_what_a_killed_run_has_left_is_removed_and_its_iterations_are_written_again(tmp_path: Path) -> None:
+def test_what_a_killed_run_has_left_is_removed_and_its_iterations_are_written_again(tmp_path):
     (tmp_path / ".model-00000003.safetensors.tmp-0123abcd").touch()
     (tmp_path / ".other-00000003.safetensors.tmp-0123abcd").touch()
     for _ in range(2):
@@ -178,8 +174,8 @@ def test_what_a_killed_run_has_left_is_removed_and_its_iterations_are_written_ag
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_sharded_weights_are_gathered(tmp_path: Path) -> None:
-    def sharded() -> list[Any]:
+def test_sharded_weights_are_gathered(tmp_path):
+    def sharded():
         trainer, _, data = trainer_in("fsdp", tmp_path / "checkpoints")
         Export(tmp_path / "out").attach(trainer, EACH(once=3))
         Export(tmp_path / "ema", weights="ema").attach(trainer, EACH(once=3))

@@ -1,17 +1,11 @@
 """What Throughput writes of FLOPs: those of the arithmetic by hand, over the time of the iterations."""
 
-from __future__ import annotations
-
 import logging
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from ignite.engine import Events
-from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -24,11 +18,11 @@ from ignite_engine.events import TrainingEvents
 from ignite_engine.handlers import Throughput
 from ignite_engine.handlers.throughput import _obstacle
 from ignite_engine.ranks.mesh import use_mesh
-from tests.builders import linear, mse, on_two_ranks, weights
+from tests.kit.tiny import linear, mse, on_two_ranks, weights
 
 
 @pytest.fixture(autouse=True)
-def nothing_compiled() -> None:
+def nothing_compiled():
     """Other tests of this process may have."""
     if (module := sys.modules.get("torch._dynamo.utils")) is not None:
         module.counters.clear()
@@ -39,34 +33,34 @@ LINEAR_FLOPS = 2 * (2 * 3 * 4 + 3 * 4 * 1)  # of a sample in builders.linear(): 
 
 
 @pytest.fixture(autouse=True)
-def _no_counter_is_left() -> Iterator[None]:
+def _no_counter_is_left():
     yield
     assert _get_current_dispatch_mode() is None
 
 
-def gpt_trainer() -> Trainer:
+def gpt_trainer():
     torch.manual_seed(0)
     model = GPT(SHAPE, dropout=0.1)
 
-    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
-        loss: Tensor = model(batch[:, :-1], batch[:, 1:])
+    def loss_fn(model, batch):
+        loss = model(batch[:, :-1], batch[:, 1:])
         return loss
 
     return Trainer(Update(model, torch.optim.AdamW(model.parameters()), loss_fn, precision="bf16"), 2)
 
 
-def count_tokens(batch: Tensor) -> int:
+def count_tokens(batch):
     return batch[:, 1:].numel()
 
 
-def gpt_batches() -> list[Tensor]:
+def gpt_batches():
     generator = torch.Generator().manual_seed(1)
     sizes = (2, 2, 1, 2, 2)  # the counted iteration has other micro-batches than the others
     return [torch.randint(SHAPE.vocabulary, (size, SHAPE.context + 1), generator=generator) for size in sizes]
 
 
 @pytest.mark.slow
-def test_mfu_of_the_gpt_is_that_by_hand_and_no_bit_of_the_run_is_another() -> None:
+def test_mfu_of_the_gpt_is_that_by_hand_and_no_bit_of_the_run_is_another():
     bare = gpt_trainer()
     bare.run(gpt_batches(), max_epochs=2)
     trainer = gpt_trainer()
@@ -80,11 +74,11 @@ def test_mfu_of_the_gpt_is_that_by_hand_and_no_bit_of_the_run_is_another() -> No
     assert torch.equal(weights(trainer), weights(bare))
 
 
-def numbers(count: int) -> list[tuple[Tensor, Tensor]]:
+def numbers(count):
     return [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(count)]
 
 
-def test_only_one_iteration_is_counted_and_then_nothing_listens(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_one_iteration_is_counted_and_then_nothing_listens(caplog):
     model = linear()
     trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse))
     Throughput(flops=True).attach(trainer, Events.ITERATION_COMPLETED(every=2))
@@ -103,8 +97,8 @@ def test_only_one_iteration_is_counted_and_then_nothing_listens(caplog: pytest.L
 
 
 @pytest.mark.slow
-def test_ones_own_function_gives_the_flops_where_they_cannot_be_counted(caplog: pytest.LogCaptureFixture) -> None:
-    def trained(**options: Any) -> dict[str, float]:
+def test_ones_own_function_gives_the_flops_where_they_cannot_be_counted(caplog):
+    def trained(**options):
         model = linear()
         trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.compile(mse)))
         Throughput(**options, peak_flops=1e9).attach(trainer, Events.EPOCH_COMPLETED)
@@ -117,8 +111,8 @@ def test_ones_own_function_gives_the_flops_where_they_cannot_be_counted(caplog: 
     assert metrics["throughput/mfu"] == pytest.approx(7 * metrics["throughput/samples_per_s"] / 1e9)
 
 
-def test_an_update_of_ones_own_and_several_in_turn_are_counted() -> None:
-    def rate_of(update: Any) -> float:
+def test_an_update_of_ones_own_and_several_in_turn_are_counted():
+    def rate_of(update):
         trainer = Trainer(update)
         Throughput(flops=True).attach(trainer, Events.EPOCH_COMPLETED)
         trainer.run(numbers(3))
@@ -127,7 +121,7 @@ def test_an_update_of_ones_own_and_several_in_turn_are_counted() -> None:
 
     model = linear()
 
-    def by_hand(engine: Any, batch: Any) -> None:
+    def by_hand(engine, batch):
         mse(model, batch).backward()
 
     both = Updates({name: Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse) for name in ("one", "other")})
@@ -135,7 +129,7 @@ def test_an_update_of_ones_own_and_several_in_turn_are_counted() -> None:
     assert rate_of(both) == pytest.approx(2 * LINEAR_FLOPS)
 
 
-def test_iterations_that_are_skipped_are_not_the_counted_one() -> None:
+def test_iterations_that_are_skipped_are_not_the_counted_one():
     model = linear()
     trainer = Trainer(
         Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, weight_fn=lambda batch: float(len(batch[0])))
@@ -149,10 +143,10 @@ def test_iterations_that_are_skipped_are_not_the_counted_one() -> None:
     )
 
 
-def test_a_run_that_is_paused_or_fails_in_the_counted_iteration_counts_in_a_later_one() -> None:
+def test_a_run_that_is_paused_or_fails_in_the_counted_iteration_counts_in_a_later_one():
     fails = [True]
 
-    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+    def loss_fn(model, batch):
         if trainer.state.iteration == 3 and fails.pop(0):
             raise ZeroDivisionError
         return mse(model, batch)
@@ -175,8 +169,8 @@ def test_a_run_that_is_paused_or_fails_in_the_counted_iteration_counts_in_a_late
     )
 
 
-def test_a_run_within_a_run_counts_for_itself() -> None:
-    def made() -> Trainer:
+def test_a_run_within_a_run_counts_for_itself():
+    def made():
         model = linear()
         trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse))
         Throughput(flops=True).attach(trainer, Events.EPOCH_COMPLETED)
@@ -193,18 +187,18 @@ def test_a_run_within_a_run_counts_for_itself() -> None:
 
 
 @pytest.mark.parametrize("peak", [0, -1.0, "989e12", True])
-def test_a_peak_that_is_none_is_refused(peak: Any) -> None:
+def test_a_peak_that_is_none_is_refused(peak):
     with pytest.raises(ValueError, match="peak_flops must be the FLOP/s of one device, above 0"):
         Throughput(peak_flops=peak)
 
 
-def _cases(rank: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _cases(rank):
+    found = {}
     for name in ("ddp", "fsdp"):
         values = []
         for flops in (False, True):
             inner = linear()
-            model: Any = DistributedDataParallel(inner) if name == "ddp" else fully_shard(inner)
+            model = DistributedDataParallel(inner) if name == "ddp" else fully_shard(inner)
             trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse), 2)
             Throughput(flops=flops, peak_flops=1e9).attach(trainer, Events.EPOCH_COMPLETED)
             torch.manual_seed(rank)
@@ -224,7 +218,7 @@ def _cases(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.distributed
-def test_on_two_ranks_flops_are_summed_and_the_peak_is_that_of_both(tmp_path: Path) -> None:
+def test_on_two_ranks_flops_are_summed_and_the_peak_is_that_of_both(tmp_path):
     found = on_two_ranks(_cases, tmp_path / "store")
     assert all("ranks share a model" in why for why in found["sharing"])
     assert found["ddp bits"] == found["fsdp bits"] == [True, True]

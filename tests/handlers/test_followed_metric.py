@@ -1,21 +1,18 @@
 """A followed metric: one value per iteration, the mean over the ranks, and one sentence about a key that is wrong."""
 
-from __future__ import annotations
-
 import math
 import warnings
-from typing import Any
 
 import pytest
-from ignite.engine import Engine, Events
+from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents, create_evaluator
 from ignite_engine.handlers import Evaluation, MetricLogger
 from ignite_engine.handlers.followed_metric import FollowedMetric, improves
-from tests.builders import linear
+from tests.kit.tiny import linear
 
 
-def writing(values: dict[int, dict[str, float]]) -> Trainer:
+def writing(values):
     """A trainer with no output that writes ``values[iteration]``."""
     trainer = Trainer(lambda engine, batch: None)
     trainer.add_event_handler(
@@ -24,11 +21,11 @@ def writing(values: dict[int, dict[str, float]]) -> Trainer:
     return trainer
 
 
-def follow(trainer: Trainer, key: str) -> tuple[list[tuple[int, float]], list[tuple[int, str]]]:
+def follow(trainer, key):
     """The values of ``key`` and the warnings about it in a run of 6 iterations, each with its iteration."""
     followed, found = FollowedMetric(key, f"Thing(metric={key!r})"), list[tuple[int, float]]()
 
-    def read(trainer: Engine) -> None:
+    def read(trainer):
         if (value := followed.new_value(trainer)) is not None:
             found.append((trainer.state.iteration, value))
 
@@ -38,7 +35,7 @@ def follow(trainer: Trainer, key: str) -> tuple[list[tuple[int, float]], list[tu
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
 
-        def note() -> None:
+        def note():
             warned.extend((trainer.state.iteration, str(each.message)) for each in caught)
             caught.clear()
 
@@ -48,20 +45,20 @@ def follow(trainer: Trainer, key: str) -> tuple[list[tuple[int, float]], list[tu
     return found, warned
 
 
-def test_each_value_is_read_once() -> None:
+def test_each_value_is_read_once():
     found, warned = follow(writing({2: {"a": 1.0}, 3: {"b": 5.0}, 4: {"a": 1.0}}), "a")
 
     assert found == [(2, 1.0), (4, 1.0)] and warned == []
 
 
-def test_same_value_is_not_read_again_at_a_later_event_of_its_iteration() -> None:
+def test_same_value_is_not_read_again_at_a_later_event_of_its_iteration():
     trainer, followed = writing({}), FollowedMetric("a", "Thing(key='a')")
     trainer.state.metrics["a"] = 2.0
 
     assert [followed.new_value(trainer), followed.new_value(trainer)] == [2.0, None]
 
 
-def test_value_of_a_later_iteration_is_of_another_run() -> None:
+def test_value_of_a_later_iteration_is_of_another_run():
     trainer, followed = writing({}), FollowedMetric("a", "Thing(key='a')")
     followed.seen_at = 3
     trainer.state.iteration = 3
@@ -72,13 +69,13 @@ def test_value_of_a_later_iteration_is_of_another_run() -> None:
     assert followed.seen_at is None
 
 
-def evaluated(trainer: Trainer, name: str, iteration: int) -> None:
+def evaluated(trainer, name, iteration):
     evaluator = create_evaluator(linear(), lambda model, batch: batch)
     evaluator.add_event_handler(Events.COMPLETED, lambda: evaluator.state.metrics.update(accuracy=0.5))
     Evaluation(evaluator, [1], name=name).attach(trainer, Events.ITERATION_COMPLETED(once=iteration))
 
 
-def test_loss_of_the_update_may_be_written_after_that_of_an_evaluation() -> None:
+def test_loss_of_the_update_may_be_written_after_that_of_an_evaluation():
     trainer = Trainer(lambda engine, batch: float(batch))
     evaluated(trainer, "val", 2)
     MetricLogger(console=False).attach(trainer, Events.EPOCH_COMPLETED)
@@ -100,7 +97,5 @@ def test_loss_of_the_update_may_be_written_after_that_of_an_evaluation() -> None
         (1.0, 1.0, "max", 0.0, False),
     ],
 )
-def test_improvement_is_finite_and_larger_than_min_delta(
-    value: float, best: Any, mode: str, min_delta: float, better: bool
-) -> None:
+def test_improvement_is_finite_and_larger_than_min_delta(value, best, mode, min_delta, better):
     assert improves(value, best, mode, min_delta) is better

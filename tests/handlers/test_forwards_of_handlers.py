@@ -1,31 +1,26 @@
 """With FSDP2 a handler may call the model at any event: no weight changes by it, and none is read that was freed."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 from ignite.engine import Events
 
 from ignite_engine import TrainingEvents
-from tests.sharded import look_at, run_phases, train, trainer_in
+from tests.kit.sharded import look_at, run_phases, train, trainer_in
 
 pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.slow
-def test_a_forward_of_a_handler_changes_nothing(tmp_path: Path) -> None:
-    def trained(event: Any = None, **saves: Any) -> Any:
+def test_a_forward_of_a_handler_changes_nothing(tmp_path):
+    def trained(event=None, **saves):
         folder = tmp_path / f"{event} {saves}"
         trainer, checkpoint, data = trainer_in("fsdp", folder)
         if saves:
             checkpoint.attach(trainer, Events.ITERATION_COMPLETED(**saves))
         if event is not None:
-            trainer.add_event_handler(event, look_at, trainer.update.model)  # type: ignore[attr-defined]
+            trainer.add_event_handler(event, look_at, trainer.update.model)
         return train(trainer, data)["state"]
 
-    def work() -> Any:
+    def work():
         plain = trained()
         looked = {
             f"{event} {saves}": trained(event, **saves)

@@ -1,13 +1,10 @@
 """A signal stops a run at a step boundary, saved, with the exit code of the signal."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +16,8 @@ from ignite_engine import Interrupted, Trainer, TrainingEvents
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.handlers import Checkpoint, Evaluation, GracefulStop
 from ignite_engine.ranks import signals
-from tests.builders import numbers_loader, trainer_of, weights
-from tests.faults.commands import Command, program
+from tests.faults.commands import program
+from tests.kit.tiny import numbers_loader, trainer_of, weights
 from tests.ranks.forkserver import on_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +25,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @pytest.fixture(autouse=True)
-def own_handlers() -> Iterator[None]:
+def own_handlers():
     """After a stop SIGTERM stays ignored, which the other tests must not inherit."""
     before = {number: signal.getsignal(number) for number in (*SIGNALS, *signals.FORWARDED.values())}
     yield
@@ -36,24 +33,24 @@ def own_handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def send(number: int) -> None:
+def send(number):
     """To this process; the handler has run when this returns."""
     signal.raise_signal(number)
 
 
-def stoppable(directory: Path, *, exit: bool | None = True) -> Trainer:
+def stoppable(directory, *, exit=True):
     trainer = trainer_of(accumulation_steps=2)
     Checkpoint(directory).attach(trainer, Events.ITERATION_COMPLETED(every=1000))
     GracefulStop(exit=exit).attach(trainer)
     return trainer
 
 
-def iterations(directory: Path) -> list[int]:
+def iterations(directory):
     return [each.iteration for each in CheckpointStore(directory).checkpoints()]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_ends_the_run_at_a_saved_step_boundary(number: signal.Signals, tmp_path: Path) -> None:
+def test_signal_ends_the_run_at_a_saved_step_boundary(number, tmp_path):
     trainer, fired = stoppable(tmp_path), list[str]()
     # in the middle of the second update
     trainer.add_event_handler(TrainingEvents.BACKWARD_COMPLETED(once=3), lambda: send(number))
@@ -67,7 +64,7 @@ def test_signal_ends_the_run_at_a_saved_step_boundary(number: signal.Signals, tm
     assert iterations(tmp_path) == [2]
 
 
-def test_stopped_run_resumes_to_the_bits_of_the_whole_one(tmp_path: Path) -> None:
+def test_stopped_run_resumes_to_the_bits_of_the_whole_one(tmp_path):
     whole = trainer_of(accumulation_steps=2)
     whole.run(numbers_loader(shuffle=True), max_epochs=3)
     trainer = stoppable(tmp_path)
@@ -84,7 +81,7 @@ def test_stopped_run_resumes_to_the_bits_of_the_whole_one(tmp_path: Path) -> Non
     assert torch.equal(weights(resumed), weights(whole))
 
 
-def test_run_may_return_instead_of_exiting(tmp_path: Path) -> None:
+def test_run_may_return_instead_of_exiting(tmp_path):
     trainer = stoppable(tmp_path, exit=False)
     trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: send(signal.SIGINT))
     state = trainer.run(numbers_loader(), max_epochs=3)
@@ -93,7 +90,7 @@ def test_run_may_return_instead_of_exiting(tmp_path: Path) -> None:
     assert trainer.run(numbers_loader(), max_epochs=3).iteration == 9
 
 
-def test_sigusr1_saves_and_the_run_continues(tmp_path: Path) -> None:
+def test_sigusr1_saves_and_the_run_continues(tmp_path):
     trainer = stoppable(tmp_path)
     trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: send(signal.SIGUSR1))
     state = trainer.run(numbers_loader(), max_epochs=2)
@@ -101,8 +98,8 @@ def test_sigusr1_saves_and_the_run_continues(tmp_path: Path) -> None:
     assert (state.status, state.iteration) == ("completed", 6) and iterations(tmp_path) == [2, 6]
 
 
-def test_signal_handlers_are_installed_while_it_runs_and_restored_after(tmp_path: Path) -> None:
-    def mine(*_: Any) -> None: ...
+def test_signal_handlers_are_installed_while_it_runs_and_restored_after(tmp_path):
+    def mine(*_): ...
 
     for number in SIGNALS:
         signal.signal(number, mine)
@@ -120,12 +117,12 @@ def test_signal_handlers_are_installed_while_it_runs_and_restored_after(tmp_path
     assert [signal.getsignal(number) for number in SIGNALS] == [mine] * 4
 
 
-def test_second_signal_soon_after_the_first_is_the_same_one(tmp_path: Path) -> None:
+def test_second_signal_soon_after_the_first_is_the_same_one(tmp_path):
     """Ctrl-C and a launcher's SIGTERM come together."""
     trainer = stoppable(tmp_path)
 
     @trainer.on(Events.ITERATION_STARTED(once=2))
-    def both() -> None:
+    def both():
         send(signal.SIGINT)
         send(signal.SIGTERM)
 
@@ -134,11 +131,11 @@ def test_second_signal_soon_after_the_first_is_the_same_one(tmp_path: Path) -> N
     assert caught.value.code == 130 and iterations(tmp_path) == [2]
 
 
-def test_second_signal_later_forces_the_end(tmp_path: Path) -> None:
+def test_second_signal_later_forces_the_end(tmp_path):
     trainer = stoppable(tmp_path)
 
     @trainer.on(Events.ITERATION_STARTED(once=2))
-    def twice() -> None:
+    def twice():
         send(signal.SIGINT)
         time.sleep(0.55)
         send(signal.SIGINT)
@@ -149,12 +146,12 @@ def test_second_signal_later_forces_the_end(tmp_path: Path) -> None:
     assert (trainer.state.status, trainer.state.reason) == ("interrupted", "forced: interrupted by SIGINT")
 
 
-def test_sigterm_after_the_committed_save_is_ignored(tmp_path: Path) -> None:
+def test_sigterm_after_the_committed_save_is_ignored(tmp_path):
     trainer, goodbye = stoppable(tmp_path), list[str]()
     trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: send(signal.SIGTERM))
 
     @trainer.on(Events.COMPLETED)
-    def slow_goodbye() -> None:
+    def slow_goodbye():
         time.sleep(0.55)
         send(signal.SIGTERM)
         goodbye.append("said")
@@ -175,10 +172,10 @@ def test_sigterm_after_the_committed_save_is_ignored(tmp_path: Path) -> None:
     ],
     ids=["last epoch", "last boundary", "last save", "completed"],
 )
-def test_signal_at_the_end_of_the_run_is_not_lost(event: Any, tmp_path: Path) -> None:
+def test_signal_at_the_end_of_the_run_is_not_lost(event, tmp_path):
     trainer, signalled = stoppable(tmp_path), list[int]()
 
-    def interrupt() -> None:
+    def interrupt():
         signalled.append(trainer.state.iteration)
         send(signal.SIGINT)
 
@@ -193,10 +190,10 @@ def test_signal_at_the_end_of_the_run_is_not_lost(event: Any, tmp_path: Path) ->
 class Blocking:
     """Three batches, then one that comes after half a minute."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.waiting = threading.Event()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         for _ in range(3):
             yield torch.ones(2, 3), torch.ones(2, 1)
         self.waiting.set()
@@ -204,8 +201,8 @@ class Blocking:
         yield torch.ones(2, 3), torch.ones(2, 1)
 
 
-def signal_when(event: threading.Event) -> threading.Thread:
-    def wait_and_send() -> None:
+def signal_when(event):
+    def wait_and_send():
         if event.wait(20):
             time.sleep(0.1)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -215,7 +212,7 @@ def signal_when(event: threading.Event) -> threading.Thread:
     return thread
 
 
-def test_signal_interrupts_the_wait_for_data(tmp_path: Path) -> None:
+def test_signal_interrupts_the_wait_for_data(tmp_path):
     trainer, data, started = stoppable(tmp_path), Blocking(), time.monotonic()
     thread = signal_when(data.waiting)
     with pytest.raises(Interrupted):
@@ -229,11 +226,11 @@ def test_signal_interrupts_the_wait_for_data(tmp_path: Path) -> None:
     assert (loaded["data"]["batch"], loaded["trainer"]["micro_batches"]) == (2, 2)
 
 
-def test_signal_interrupts_the_wait_of_an_evaluation(tmp_path: Path) -> None:
+def test_signal_interrupts_the_wait_of_an_evaluation(tmp_path):
     from ignite_engine import create_evaluator
 
     trainer, data, started = stoppable(tmp_path), Blocking(), time.monotonic()
-    evaluator = create_evaluator(trainer.update.model, lambda model, batch: model(batch[0]))  # type: ignore
+    evaluator = create_evaluator(trainer.update.model, lambda model, batch: model(batch[0]))
     Evaluation(evaluator, data).attach(trainer, Events.ITERATION_COMPLETED(once=2))
     thread = signal_when(data.waiting)
     with pytest.raises(Interrupted):
@@ -261,9 +258,7 @@ FORWARDED_INT, FORWARDED_TERM = signals.FORWARDED[INT], signals.FORWARDED[TERM]
         ((INT, FORWARDED_TERM), True),
     ],
 )
-def test_what_the_parent_forwards_is_no_second_signal(
-    numbers: tuple[int, ...], forced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_parent_forwards_is_no_second_signal(numbers, forced, tmp_path, monkeypatch):
     monkeypatch.setattr(signals, "FORCE_AFTER_S", 0.0)
     signals.receive_forwarded()
     trainer = stoppable(tmp_path)
@@ -274,7 +269,7 @@ def test_what_the_parent_forwards_is_no_second_signal(
     assert (iterations(tmp_path), str(trainer.state.reason).startswith("forced")) == ([] if forced else [2], forced)
 
 
-def test_sighup_stops_the_run_as_sigterm_does(tmp_path: Path) -> None:
+def test_sighup_stops_the_run_as_sigterm_does(tmp_path):
     trainer = stoppable(tmp_path)
     trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: send(signal.SIGHUP))
     with pytest.raises(Interrupted) as caught:
@@ -284,7 +279,7 @@ def test_sighup_stops_the_run_as_sigterm_does(tmp_path: Path) -> None:
     assert (trainer.state.status, trainer.state.reason) == ("interrupted", "SIGHUP")
 
 
-def test_sighup_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
+def test_sighup_that_nohup_ignores_stays_ignored(tmp_path):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     trainer = stoppable(tmp_path)
     trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: send(signal.SIGHUP))
@@ -293,9 +288,7 @@ def test_sighup_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
-def test_in_another_thread_it_is_one_line_and_the_run_completes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_in_another_thread_it_is_one_line_and_the_run_completes(tmp_path, caplog):
     trainer, before = stoppable(tmp_path), [signal.getsignal(number) for number in SIGNALS]
     during = list[Any]()
     trainer.add_event_handler(
@@ -314,13 +307,13 @@ def test_in_another_thread_it_is_one_line_and_the_run_completes(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_users_own_handler_is_called_once_when_the_run_has_ended(number: signal.Signals, tmp_path: Path) -> None:
+def test_users_own_handler_is_called_once_when_the_run_has_ended(number, tmp_path):
     called = list[Any]()
     trainer = stoppable(tmp_path)
     signal.signal(number, lambda *arguments: called.append((arguments, trainer.state.status, iterations(tmp_path))))
 
     @trainer.on(Events.ITERATION_STARTED(once=2))
-    def twice() -> None:
+    def twice():
         send(number)
         send(number)
 
@@ -331,7 +324,7 @@ def test_users_own_handler_is_called_once_when_the_run_has_ended(number: signal.
     assert called == ["COMPLETED", ((number, None), "interrupted", [2])]
 
 
-def test_users_own_handler_is_called_when_the_run_returns_too(tmp_path: Path) -> None:
+def test_users_own_handler_is_called_when_the_run_returns_too(tmp_path):
     called = list[int]()
     signal.signal(signal.SIGTERM, lambda number, frame: called.append(number))
     trainer = stoppable(tmp_path, exit=False)
@@ -343,7 +336,7 @@ def test_users_own_handler_is_called_when_the_run_returns_too(tmp_path: Path) ->
     assert called == [signal.SIGTERM], "the second run had no signal"
 
 
-def test_handler_that_python_did_not_install_becomes_the_default_one(tmp_path: Path) -> None:
+def test_handler_that_python_did_not_install_becomes_the_default_one(tmp_path):
     """In an embedded interpreter ``signal.signal`` returns None for it, and does not accept None."""
     handler = GracefulStop()
     handler._before = {signal.SIGTERM: None}
@@ -352,7 +345,7 @@ def test_handler_that_python_did_not_install_becomes_the_default_one(tmp_path: P
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_interactive_session_can_be_interrupted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interactive_session_can_be_interrupted_again(tmp_path, monkeypatch):
     """Python's prompt, IPython and notebooks, which have ``sys.ps1``, survive ``Interrupted``."""
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     trainer, before = stoppable(tmp_path), [signal.getsignal(number) for number in SIGNALS]
@@ -364,7 +357,7 @@ def test_interactive_session_can_be_interrupted_again(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.row("G1")
-def test_interactive_session_gets_the_state_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interactive_session_gets_the_state_back(tmp_path, monkeypatch):
     """A notebook would show SystemExit as an error, and Python's prompt would end with it."""
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     trainer = stoppable(tmp_path, exit=None)
@@ -374,9 +367,7 @@ def test_interactive_session_gets_the_state_back(tmp_path: Path, monkeypatch: py
     assert (state.status, state.reason, state.iteration) == ("interrupted", "SIGINT", 2)
 
 
-def test_second_signal_in_an_interactive_session_is_a_keyboard_interrupt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_signal_in_an_interactive_session_is_a_keyboard_interrupt(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     monkeypatch.setattr(signals, "FORCE_AFTER_S", 0.0)
     trainer = stoppable(tmp_path, exit=None)
@@ -388,16 +379,16 @@ def test_second_signal_in_an_interactive_session_is_a_keyboard_interrupt(
 # -- what is logged ---------------------------------------------------------------------------------------------------
 
 
-def stop_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+def stop_lines(caplog):
     return [record.getMessage() for record in caplog.records if record.name.endswith("graceful_stop")]
 
 
-def test_signal_is_one_line_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_signal_is_one_line_at_once(tmp_path, caplog):
     trainer = stoppable(tmp_path)
     seen = list[list[str]]()
 
     @trainer.on(Events.ITERATION_STARTED(once=2))
-    def interrupt() -> None:
+    def interrupt():
         send(signal.SIGINT)
         send(signal.SIGINT)
         deadline = time.monotonic() + 5
@@ -416,7 +407,7 @@ def test_signal_is_one_line_at_once(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert stop_lines(caplog) == [line]
 
 
-def test_no_thread_is_left(tmp_path: Path) -> None:
+def test_no_thread_is_left(tmp_path):
     before = threading.active_count()
     trainer = stoppable(tmp_path)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: 1 / 0)
@@ -432,7 +423,7 @@ SCRIPT = """
 import sys, time, torch
 from ignite.engine import Events
 from ignite_engine.handlers import Checkpoint, GracefulStop
-from tests.builders import numbers_loader, trainer_of, weights
+from tests.kit.tiny import numbers_loader, trainer_of, weights
 
 trainer = trainer_of()
 checkpoint = Checkpoint(sys.argv[1])
@@ -451,7 +442,7 @@ print("weights", weights(trainer).tolist())
 """
 
 
-def start(directory: Path, speed: str) -> Command:
+def start(directory, speed):
     return program(ROOT, SCRIPT, str(directory), speed)
 
 
@@ -466,9 +457,7 @@ def start(directory: Path, speed: str) -> Command:
         (signal.SIGHUP, 143),
     ],
 )
-def test_program_with_loader_workers_saves_and_exits_with_the_signals_code(
-    number: signal.Signals, code: int, tmp_path: Path
-) -> None:
+def test_program_with_loader_workers_saves_and_exits_with_the_signals_code(number, code, tmp_path):
     """Ctrl-C and a closed terminal signal the whole group: the loader's workers get it too."""
     process = start(tmp_path / "cut", "slow")
     deadline = time.monotonic() + 60
@@ -487,9 +476,9 @@ def test_program_with_loader_workers_saves_and_exits_with_the_signals_code(
     assert ends[0] == ends[1] and ends[0].startswith("weights [")
 
 
-def _one_of_two_ranks(rank: int, folder: str) -> None:
+def _one_of_two_ranks(rank, folder):
 
-    def leave(number: int, frame: Any) -> None:
+    def leave(number, frame):
         sys.exit(5)
 
     signal.signal(signal.SIGTERM, leave)
@@ -507,7 +496,7 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_users_handler_may_exit_on_one_rank_when_all_have_saved(tmp_path: Path) -> None:
+def test_users_handler_may_exit_on_one_rank_when_all_have_saved(tmp_path):
     on_ranks(2, _one_of_two_ranks, tmp_path)
 
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)] == ["143", "5"]

@@ -1,9 +1,5 @@
 """What a run's folder says of its starts and stops."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from ignite.engine import Events
 
@@ -11,10 +7,10 @@ from ignite_engine.ext.report import read_run
 from ignite_engine.ext.report.timeline import marks
 from ignite_engine.handlers import Checkpoint, MetricLogger
 from ignite_engine.run_directory import RunDirectory
-from tests.builders import numbers_loader, trainer_of
+from tests.kit.tiny import numbers_loader, trainer_of
 
 
-def start(folder: Path, stop_at: int | None = None, fail_at: int | None = None) -> None:
+def start(folder, stop_at=None, fail_at=None):
     trainer = trainer_of()
     MetricLogger(folder, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
     checkpoint = Checkpoint(folder / "checkpoints")
@@ -22,7 +18,7 @@ def start(folder: Path, stop_at: int | None = None, fail_at: int | None = None) 
     checkpoint.resume()
 
     @trainer.on(Events.ITERATION_COMPLETED)
-    def end() -> None:
+    def end():
         if trainer.state.iteration == stop_at:
             trainer.request_stop("enough")
         if trainer.state.iteration == fail_at:
@@ -31,7 +27,7 @@ def start(folder: Path, stop_at: int | None = None, fail_at: int | None = None) 
     trainer.run(numbers_loader(), max_epochs=2)
 
 
-def test_each_start_and_how_it_ended_is_kept(tmp_path: Path) -> None:
+def test_each_start_and_how_it_ended_is_kept(tmp_path):
     start(tmp_path, stop_at=5)
     with pytest.raises(ZeroDivisionError):
         start(tmp_path, fail_at=9)
@@ -51,7 +47,7 @@ def test_each_start_and_how_it_ended_is_kept(tmp_path: Path) -> None:
     assert marks(read_run(tmp_path))[0] == (5, "enough, resumed")
 
 
-def test_history_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+def test_history_that_cannot_be_written_stops_nothing(tmp_path):
     (tmp_path / "history.jsonl").mkdir()
     start(tmp_path)
 

@@ -1,15 +1,11 @@
 """Ignite's own handlers on our bus, attached as its documentation says; each test asserts what the handler is for."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from ignite.engine import Engine, Events
+from ignite.engine import Events
 from ignite.handlers import (
     Checkpoint,
     DiskSaver,
@@ -24,26 +20,26 @@ from ignite.metrics import MeanSquaredError
 
 from ignite_engine import Trainer, create_evaluator
 from ignite_engine.handlers import Evaluation
-from tests.builders import numbers_loader, one, trainer_of, weights
+from tests.kit.tiny import numbers_loader, one, trainer_of, weights
 
 
-def loss_of(output: Any) -> float:
+def loss_of(output):
     return float(output["loss"])
 
 
-def predict(model: torch.nn.Module, batch: Any) -> Any:
+def predict(model, batch):
     inputs, targets = batch
     return model(inputs), targets
 
 
-def constant(engine: Engine, batch: Any) -> float:
+def constant(engine, batch):
     return 1.0
 
 
 # -- stopping ----------------------------------------------------------------------------------------------------------
 
 
-def stops_in(epoch: int, scores: list[float], attach: Callable[[Trainer, EarlyStopping], Any]) -> None:
+def stops_in(epoch, scores, attach):
     trainer, given = trainer_of(), iter(scores)
     stopping = EarlyStopping(patience=2, score_function=lambda engine: next(given), trainer=trainer)
     attach(trainer, stopping)
@@ -53,11 +49,11 @@ def stops_in(epoch: int, scores: list[float], attach: Callable[[Trainer, EarlySt
 
 
 @pytest.mark.parametrize("by", ["a handler", "Evaluation"])
-def test_early_stopping_on_an_evaluator(by: str) -> None:
+def test_early_stopping_on_an_evaluator(by):
     """The way of Ignite's documentation: scored on the evaluator, stopping the trainer."""
 
-    def attach(trainer: Trainer, stopping: EarlyStopping) -> None:
-        evaluator = create_evaluator(trainer.update.model, predict)  # type: ignore[attr-defined]
+    def attach(trainer, stopping):
+        evaluator = create_evaluator(trainer.update.model, predict)
         evaluator.add_event_handler(Events.COMPLETED, stopping)
         if by == "Evaluation":
             Evaluation(evaluator, numbers_loader(4)).attach(trainer)
@@ -67,7 +63,7 @@ def test_early_stopping_on_an_evaluator(by: str) -> None:
     stops_in(5, [1, 2, 3, 3, 2, 9], attach)
 
 
-def test_early_stopping_is_saved_with_the_trainer() -> None:
+def test_early_stopping_is_saved_with_the_trainer():
     trainer = trainer_of()
     stopping = EarlyStopping(patience=5, score_function=lambda engine: -engine.state.epoch, trainer=trainer)
     trainer.add_event_handler(Events.EPOCH_COMPLETED, stopping)
@@ -83,14 +79,14 @@ def test_early_stopping_is_saved_with_the_trainer() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_terminate_on_nan_looks_into_the_updates_output(bad: float) -> None:
-    def loss_fn(model: torch.nn.Module, batch: Any) -> Any:
+def test_terminate_on_nan_looks_into_the_updates_output(bad):
+    def loss_fn(model, batch):
         inputs, _ = batch
         worse = bad if trainer.state.iteration == 3 else 1.0
         return model(inputs).mean() * 0 + worse
 
     trainer = trainer_of()
-    trainer.update.loss_fn = loss_fn  # type: ignore[attr-defined]
+    trainer.update.loss_fn = loss_fn
     trainer.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
     state = trainer.run(numbers_loader(12, 2))
 
@@ -100,25 +96,25 @@ def test_terminate_on_nan_looks_into_the_updates_output(bad: float) -> None:
 class Clock:
     """Time that passes only where a test says so, for Ignite's timers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         self.now += seconds
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr("ignite.handlers.timing.perf_counter", clock)
     monkeypatch.setattr("ignite.handlers.time_limit.time", SimpleNamespace(time=clock))
     return clock
 
 
-def test_time_limit_ends_the_run(clock: Clock) -> None:
+def test_time_limit_ends_the_run(clock):
     trainer = Trainer(lambda engine, batch: clock.sleep(0.4))
     trainer.add_event_handler(Events.ITERATION_COMPLETED, TimeLimit(limit_sec=1))
     state = trainer.run(range(20))
@@ -140,9 +136,9 @@ EACH = pytest.mark.parametrize(
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def test_checkpoint_saves_the_best_and_loads_into_another_trainer(tmp_path: Path) -> None:
+def test_checkpoint_saves_the_best_and_loads_into_another_trainer(tmp_path):
     trainer = trainer_of()
-    update: Any = trainer.update
+    update = trainer.update
     evaluator = create_evaluator(update.model, predict, {"mse": MeanSquaredError()})
     Evaluation(evaluator, numbers_loader(8, 4)).attach(trainer)
     objects = {"model": update.model, "optimizer": update.optimizers["optimizer"], "trainer": trainer}
@@ -161,7 +157,7 @@ def test_checkpoint_saves_the_best_and_loads_into_another_trainer(tmp_path: Path
     assert len(list(tmp_path.iterdir())) == 2 and best.last_checkpoint is not None
     assert Path(str(best.last_checkpoint)).name.startswith("best_checkpoint_3_mse=-")
     again = trainer_of(torch.nn.Sequential(*[type(layer)(*args) for layer, args in _layers(update.model)]))
-    loaded: Any = again.update
+    loaded = again.update
     to_load = {"model": loaded.model, "optimizer": loaded.optimizers["optimizer"], "trainer": again}
     Checkpoint.load_objects(to_load, tmp_path / Path(str(best.last_checkpoint)).name)
 
@@ -171,7 +167,7 @@ def test_checkpoint_saves_the_best_and_loads_into_another_trainer(tmp_path: Path
     assert (state.iteration, state.epoch) == (16, 4)
 
 
-def _layers(model: Any) -> Any:
+def _layers(model):
     return [
         (layer, (layer.in_features, layer.out_features) if hasattr(layer, "in_features") else ()) for layer in model
     ]
@@ -180,9 +176,9 @@ def _layers(model: Any) -> Any:
 # -- the rest ----------------------------------------------------------------------------------------------------------
 
 
-def test_ema_follows_the_weights_of_each_iteration() -> None:
+def test_ema_follows_the_weights_of_each_iteration():
     trainer = trainer_of(lr=1.0)
-    update: Any = trainer.update
+    update = trainer.update
     ema, expected = EMAHandler(update.model, momentum=0.25), [one(update.model).clone()]
     ema.attach(trainer, event=Events.ITERATION_COMPLETED)
     trainer.add_event_handler(
@@ -194,9 +190,9 @@ def test_ema_follows_the_weights_of_each_iteration() -> None:
     assert not torch.allclose(one(ema.ema_model), weights(trainer), atol=1e-3)
 
 
-def test_lr_finder_raises_the_rate_and_puts_everything_back() -> None:
+def test_lr_finder_raises_the_rate_and_puts_everything_back():
     trainer = trainer_of(lr=1e-5)
-    update: Any = trainer.update
+    update = trainer.update
     before, finder = weights(trainer), FastaiLRFinder()
     to_save = {"model": update.model, "optimizer": update.optimizers["optimizer"]}
     with finder.attach(trainer, to_save, loss_of, num_iter=20, end_lr=10.0, diverge_th=1e9) as finding:

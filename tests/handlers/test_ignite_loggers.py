@@ -1,33 +1,28 @@
 """Ignite's loggers on our bus: what they wrote is read back and compared with what the run was."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re
 from pathlib import Path
-from typing import Any
 
-import pytest
 from ignite.engine import Events
 from ignite.handlers import FBResearchLogger, ProgressBar
 from ignite.metrics import RunningAverage
 
-from ignite_engine import Trainer
-from tests.builders import numbers_loader, trainer_of
 from tests.handlers.test_ignite_handlers import loss_of
+from tests.kit.tiny import numbers_loader, trainer_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def losses_of(trainer: Trainer) -> list[float]:
+def losses_of(trainer):
     """Gets the loss of each iteration."""
-    losses: list[float] = []
+    losses = []
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(loss_of(trainer.state.output)))
     return losses
 
 
-def test_progress_bar_draws_each_epoch_with_output_and_metrics() -> None:
+def test_progress_bar_draws_each_epoch_with_output_and_metrics():
     screen, trainer = io.StringIO(), trainer_of()
     losses = losses_of(trainer)
     RunningAverage(output_transform=loss_of).attach(trainer, "average")
@@ -43,10 +38,10 @@ def test_progress_bar_draws_each_epoch_with_output_and_metrics() -> None:
     assert "between" in lines
 
 
-def test_fbresearch_logger_logs_epochs_iterations_outputs_and_rate(caplog: pytest.LogCaptureFixture) -> None:
+def test_fbresearch_logger_logs_epochs_iterations_outputs_and_rate(caplog):
     caplog.set_level(logging.INFO, "fb")
     trainer = trainer_of(lr=0.25)
-    update: Any = trainer.update
+    update = trainer.update
     losses = losses_of(trainer)
     FBResearchLogger(logging.getLogger("fb"), show_output=True).attach(
         trainer, "Train", every=3, optimizer=update.optimizers["optimizer"]
@@ -70,7 +65,7 @@ from clearml.backend_interface.task.task import Task as BackendTask
 BackendTask._report_subprocess_enabled = False  # else close() takes minutes offline
 from ignite.engine import Events
 from ignite.handlers import ClearMLLogger
-from tests.builders import numbers_loader, trainer_of
+from tests.kit.tiny import numbers_loader, trainer_of
 from tests.handlers.test_ignite_loggers import losses_of
 
 trainer = trainer_of(lr=0.25)

@@ -1,7 +1,5 @@
 """Ignite's parameter schedulers and metrics on our bus: values that Ignite itself or arithmetic predicts."""
 
-from __future__ import annotations
-
 import copy
 from collections import deque
 from collections.abc import Callable
@@ -27,43 +25,43 @@ from ignite.metrics import (
 from ignite.metrics.metric import SingleEpochRunningBatchWise
 from torch.optim import SGD, Optimizer
 
-from ignite_engine import Trainer, TrainingEvents
-from tests.builders import numbers_loader, trainer_of, weights
+from ignite_engine import TrainingEvents
 from tests.handlers.test_ignite_handlers import loss_of
+from tests.kit.tiny import numbers_loader, trainer_of, weights
 
 Make = Callable[[Optimizer], Any]
 
 
-def piecewise(optimizer: Optimizer) -> PiecewiseLinear:
+def piecewise(optimizer):
     return PiecewiseLinear(optimizer, "lr", [(2, 0.5), (6, 0.1), (10, 0.3)])
 
 
-def cyclical(optimizer: Optimizer) -> LinearCyclicalScheduler:
+def cyclical(optimizer):
     return LinearCyclicalScheduler(optimizer, "lr", 0.1, 0.9, cycle_size=8)
 
 
-def cosine(optimizer: Optimizer) -> CosineAnnealingScheduler:
+def cosine(optimizer):
     return CosineAnnealingScheduler(optimizer, "lr", 0.8, 0.1, cycle_size=10)
 
 
-def concatenated(optimizer: Optimizer) -> ConcatScheduler:
+def concatenated(optimizer):
     return ConcatScheduler([cosine(optimizer), cyclical(optimizer)], durations=[5])
 
 
-def warmed_up(optimizer: Optimizer) -> Any:
+def warmed_up(optimizer):
     return create_lr_scheduler_with_warmup(
         cosine(optimizer), warmup_start_value=0.0, warmup_end_value=0.8, warmup_duration=4
     )
 
 
-def of_torch(optimizer: Optimizer) -> LRScheduler:
+def of_torch(optimizer):
     return LRScheduler(torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5))
 
 
-SCHEDULERS: list[Make] = [piecewise, cyclical, cosine, concatenated, warmed_up, of_torch]
+SCHEDULERS = [piecewise, cyclical, cosine, concatenated, warmed_up, of_torch]
 
 
-def foretold(make: Make, count: int) -> list[float]:
+def foretold(make, count):
     """The rate of each of ``count`` iterations, as Ignite's scheduler gives them to a bare loop."""
     optimizer, rates = SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.7), list[float]()
     scheduler = make(optimizer)
@@ -73,9 +71,9 @@ def foretold(make: Make, count: int) -> list[float]:
     return rates
 
 
-def rates_used(trainer: Trainer) -> list[float]:
-    update: Any = trainer.update
-    rates: list[float] = []
+def rates_used(trainer):
+    update = trainer.update
+    rates = []
     trainer.add_event_handler(
         TrainingEvents.OPTIMIZER_STEP_STARTED,
         lambda: rates.append(update.optimizers["optimizer"].param_groups[0]["lr"]),
@@ -83,16 +81,16 @@ def rates_used(trainer: Trainer) -> list[float]:
     return rates
 
 
-def scheduled(make: Make, accumulation_steps: int | None = None) -> tuple[Trainer, list[float]]:
+def scheduled(make, accumulation_steps=None):
     trainer = trainer_of(accumulation_steps=accumulation_steps, lr=0.7)
-    update: Any = trainer.update
+    update = trainer.update
     trainer.add_event_handler(Events.ITERATION_STARTED, make(update.optimizers["optimizer"]))
     return trainer, rates_used(trainer)
 
 
 @pytest.mark.parametrize("accumulation_steps", [None, 3])
 @pytest.mark.parametrize("make", SCHEDULERS, ids=lambda make: make.__name__)
-def test_scheduler_moves_once_per_optimizer_step(make: Make, accumulation_steps: int | None) -> None:
+def test_scheduler_moves_once_per_optimizer_step(make, accumulation_steps):
     trainer, rates = scheduled(make, accumulation_steps)
     trainer.run(numbers_loader(12 * (accumulation_steps or 1), 1), max_iters=12)
 
@@ -100,12 +98,12 @@ def test_scheduler_moves_once_per_optimizer_step(make: Make, accumulation_steps:
 
 
 @pytest.mark.parametrize("make", SCHEDULERS, ids=lambda make: make.__name__)
-def test_scheduler_is_saved_and_resumed(make: Make) -> None:
+def test_scheduler_is_saved_and_resumed(make):
     """Attached with no word more, it is in every checkpoint of ours, and the resumed run has the same rates."""
     whole, rates = scheduled(make)
-    saved: dict[str, Any] = {}
+    saved = {}
 
-    def save() -> None:
+    def save():
         shared, local = whole.registry.capture()
         saved.update(copy.deepcopy({**shared, **local}))
 
@@ -122,7 +120,7 @@ def test_scheduler_is_saved_and_resumed(make: Make) -> None:
 # -- metrics -----------------------------------------------------------------------------------------------------------
 
 
-def test_metrics_on_the_trainer_are_those_of_each_epoch() -> None:
+def test_metrics_on_the_trainer_are_those_of_each_epoch():
     trainer, epochs, losses = trainer_of(), list[tuple[float, float]](), list[float]()
     Average(output_transform=loss_of).attach(trainer, "mean")
     largest = Average(output_transform=lambda output: 2 * loss_of(output))
@@ -138,7 +136,7 @@ def test_metrics_on_the_trainer_are_those_of_each_epoch() -> None:
     assert epochs == [pytest.approx((mean, 2 * mean + 1)) for mean in means]
 
 
-def measured() -> Trainer:
+def measured():
     trainer = trainer_of()
     RunningAverage(alpha=0.5, output_transform=loss_of).attach(trainer, "slow")
     RunningAverage(alpha=0.9, output_transform=loss_of).attach(trainer, "quick")
@@ -149,10 +147,10 @@ def measured() -> Trainer:
 
 
 @pytest.mark.parametrize("iteration", [2, 4, 6, 9])  # in an epoch, at the end of one, and of the run
-def test_metrics_are_saved_under_their_names_and_resumed(iteration: int) -> None:
+def test_metrics_are_saved_under_their_names_and_resumed(iteration):
     whole, saved = measured(), dict[str, Any]()
 
-    def save() -> None:
+    def save():
         shared, local = whole.registry.capture()
         saved.update(copy.deepcopy({**shared, **local}))
 
@@ -168,9 +166,9 @@ def test_metrics_are_saved_under_their_names_and_resumed(iteration: int) -> None
         assert found == expected and len(found) == 5
 
 
-def test_metric_that_cannot_be_saved_is_in_the_exactness_report() -> None:
+def test_metric_that_cannot_be_saved_is_in_the_exactness_report():
     class Recent(Average):
-        def reset(self) -> None:
+        def reset(self):
             super().reset()
             self.recent = deque([0.0])
 
@@ -186,7 +184,7 @@ def test_metric_that_cannot_be_saved_is_in_the_exactness_report() -> None:
     assert trainer.registry.capture()[1][name] == {}
 
 
-def test_metrics_continue_after_a_stop_in_this_process() -> None:
+def test_metrics_continue_after_a_stop_in_this_process():
     whole, stopped = measured(), measured()
     expected = dict(whole.run(numbers_loader(6, 2), max_epochs=2).metrics)
     stopped.add_event_handler(Events.ITERATION_COMPLETED(once=5), lambda: stopped.request_stop("for now"))
@@ -196,7 +194,7 @@ def test_metrics_continue_after_a_stop_in_this_process() -> None:
     assert state.iteration == 6 and dict(state.metrics) == expected
 
 
-def test_running_average_is_the_exponential_one() -> None:
+def test_running_average_is_the_exponential_one():
     trainer, averages, losses = trainer_of(), list[float](), list[float]()
     RunningAverage(alpha=0.75, output_transform=loss_of).attach(trainer, "average")
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(loss_of(trainer.state.output)))

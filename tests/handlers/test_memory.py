@@ -1,10 +1,7 @@
 """What MemoryLogger writes is what the process and the device really hold, the worst over the ranks."""
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,35 +16,35 @@ from tests.ranks.forkserver import on_ranks
 BALLAST_MIB = 96
 
 
-def trainer_on(device: str, step: Any = None) -> Trainer:
+def trainer_on(device, step=None):
     """A trainer of a tiny model whose loss function may do something besides."""
     model = nn.Linear(4, 1).to(device)
 
-    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    def loss_fn(model, batch):
         if step is not None:
             step()
-        loss: torch.Tensor = model(batch).pow(2).mean()
+        loss = model(batch).pow(2).mean()
         return loss
 
     return Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn))
 
 
-def published(trainer: Trainer) -> list[dict[str, float]]:
+def published(trainer):
     """The memory values of each METRICS_READY to come."""
-    seen: list[dict[str, float]] = []
+    seen = []
 
-    def note(trainer: Trainer) -> None:
+    def note(trainer):
         seen.append({k: v for k, v in trainer.state.metrics.fresh.items() if k.startswith("memory/")})
 
     trainer.add_event_handler(TrainingEvents.METRICS_READY, note)
     return seen
 
 
-def batches(count: int) -> list[torch.Tensor]:
+def batches(count):
     return [torch.ones(2, 4) for _ in range(count)]
 
 
-def test_on_the_cpu_the_host_memory_is_written_and_nothing_else() -> None:
+def test_on_the_cpu_the_host_memory_is_written_and_nothing_else():
     trainer = trainer_on("cpu")
     seen = published(trainer)
     MemoryLogger().attach(trainer, Events.ITERATION_COMPLETED(every=2))
@@ -57,7 +54,7 @@ def test_on_the_cpu_the_host_memory_is_written_and_nothing_else() -> None:
     assert seen[-1]["memory/host_rss_mib"] == pytest.approx(pages * resource.getpagesize() / MIB, rel=0.05)
 
 
-def test_it_is_before_the_loggers_of_the_same_iteration_and_saves_no_state() -> None:
+def test_it_is_before_the_loggers_of_the_same_iteration_and_saves_no_state():
     trainer = trainer_on("cpu")
     saved = set(trainer.registry.objects)
     seen = published(trainer)
@@ -67,7 +64,7 @@ def test_it_is_before_the_loggers_of_the_same_iteration_and_saves_no_state() -> 
     assert set(trainer.registry.objects) == saved
 
 
-def test_a_users_own_update_is_measured_too() -> None:
+def test_a_users_own_update_is_measured_too():
     trainer = Trainer(lambda engine, batch: None)
     seen = published(trainer)
     MemoryLogger().attach(trainer, Events.ITERATION_COMPLETED)
@@ -75,7 +72,7 @@ def test_a_users_own_update_is_measured_too() -> None:
     assert seen[0]["memory/host_rss_mib"] > 0
 
 
-def _one_of_two_ranks(rank: int, folder: str) -> None:
+def _one_of_two_ranks(rank, folder):
     ballast = torch.ones(BALLAST_MIB * MIB * rank, dtype=torch.uint8)  # rank 1 holds more
     trainer = trainer_on("cpu")
     seen = published(trainer)
@@ -87,7 +84,7 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
 
 @pytest.mark.row("F7")
 @pytest.mark.distributed
-def test_on_two_ranks_the_worst_is_written_with_its_rank(tmp_path: Path) -> None:
+def test_on_two_ranks_the_worst_is_written_with_its_rank(tmp_path):
     on_ranks(2, _one_of_two_ranks, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     assert second["own"] > first["own"] + 0.5 * BALLAST_MIB
@@ -98,10 +95,10 @@ def test_on_two_ranks_the_worst_is_written_with_its_rank(tmp_path: Path) -> None
 
 
 @pytest.mark.cuda
-def test_on_cuda_the_peak_is_that_of_the_interval() -> None:
+def test_on_cuda_the_peak_is_that_of_the_interval():
     sizes = iter([64, 256, 8])
 
-    def allocate_and_free() -> None:
+    def allocate_and_free():
         torch.empty(next(sizes) * MIB, dtype=torch.uint8, device="cuda")
 
     trainer_on("cuda").run(batches(1), max_epochs=1)  # cuBLAS takes its workspace for good
@@ -118,7 +115,7 @@ def test_on_cuda_the_peak_is_that_of_the_interval() -> None:
     assert all(values.get("memory/ooms", 0) == totals["num_ooms"] for values in seen)
 
 
-def test_retries_are_written_once_there_were_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_are_written_once_there_were_any(monkeypatch):
     counts = iter([0, 2, 2])
     monkeypatch.setattr(devices, "has_memory_statistics", lambda kind: True)
     monkeypatch.setattr(devices, "memory_statistics", lambda device: {"num_alloc_retries": next(counts)})

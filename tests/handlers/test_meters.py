@@ -1,10 +1,6 @@
 """Meters are exact over intervals, ranks and resumes, and cost MetricLogger no second collective."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,18 +9,18 @@ from ignite.engine import Events
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.handlers import Meter, MetricLogger, Stopwatch
 from ignite_engine.handlers.meters import Running
-from tests.builders import numbers_loader, on_two_ranks, resume_and_run, trainer_of
-from tests.collectives import Collectives
 from tests.handlers.test_metric_logger import reads_counted
 from tests.handlers.test_sinks import lines
+from tests.kit.collectives import Collectives
+from tests.kit.tiny import numbers_loader, on_two_ranks, resume_and_run, trainer_of
 
 
-def of_outputs(trainer: Trainer) -> None:
+def of_outputs(trainer):
     for how in ("sum", "mean", "max", "min"):
-        trainer.state.meters[f"{how} of a"] = Meter(how, of="a")  # type: ignore[arg-type]  # one of them
+        trainer.state.meters[f"{how} of a"] = Meter(how, of="a")
 
 
-def test_meters_of_a_value_that_the_update_returns(tmp_path: Path) -> None:
+def test_meters_of_a_value_that_the_update_returns(tmp_path):
     trainer = Trainer(lambda engine, batch: {"a": torch.tensor(float(batch)), "loss": 0.0})
     of_outputs(trainer)
     MetricLogger(tmp_path, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
@@ -37,14 +33,14 @@ def test_meters_of_a_value_that_the_update_returns(tmp_path: Path) -> None:
     ]
 
 
-def test_meter_of_what_it_is_given_is_read_at_the_log_point_only() -> None:
+def test_meter_of_what_it_is_given_is_read_at_the_log_point_only():
     trainer = Trainer(lambda engine, batch: None)
     meter = trainer.state.meters["steps"] = Meter("sum")
     trainer.state.meters["never"] = Meter("max")
-    seen: list[Any] = []
+    seen = []
 
     @trainer.on(Events.ITERATION_STARTED)
-    def count() -> None:
+    def count():
         value = torch.full((1,), float(trainer.state.iteration), requires_grad=True)
         with reads_counted() as reads:
             meter.update(value)
@@ -59,14 +55,14 @@ def test_meter_of_what_it_is_given_is_read_at_the_log_point_only() -> None:
     assert seen == [{"steps": 1 + 2 + 1}, {"steps": 3 + 4 + 1}] and meter.values == []
 
 
-def test_stopwatch_is_the_mean_time_of_a_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopwatch_is_the_mean_time_of_a_use(monkeypatch):
     clock = iter([1.0, 1.25, 7.0, 7.75])
     monkeypatch.setattr("ignite_engine.handlers.meters.perf_counter", lambda: next(clock))
     trainer = Trainer(lambda engine, batch: None)
     watch = trainer.state.meters["time/augment_ms"] = Stopwatch()
 
     @trainer.on(Events.ITERATION_STARTED)
-    def work() -> None:
+    def work():
         with watch:
             pass
 
@@ -75,7 +71,7 @@ def test_stopwatch_is_the_mean_time_of_a_use(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("bad", [1, 5, 63, 64, 65, 130, 200, None])
-def test_first_that_is_not_finite_is_found_though_iterations_are_left_out(bad: int | None) -> None:
+def test_first_that_is_not_finite_is_found_though_iterations_are_left_out(bad):
     running, all_iterations = Running("mean"), [each for each in range(1, 201) if each % 7]
     for iterations in (all_iterations[:5], all_iterations[5:70], all_iterations[70:]):
         running.add(
@@ -84,7 +80,7 @@ def test_first_that_is_not_finite_is_found_though_iterations_are_left_out(bad: i
     assert running.bad_at() == (math.inf if bad is None else bad + (bad % 7 == 0))
 
 
-def test_what_a_checkpoint_had_comes_before_what_was_given_since() -> None:
+def test_what_a_checkpoint_had_comes_before_what_was_given_since():
     before, since = Meter("sum"), Meter("sum")
     for number in range(100):
         before.update(float(number))
@@ -94,24 +90,24 @@ def test_what_a_checkpoint_had_comes_before_what_was_given_since() -> None:
     assert since.reduced() == (sum(range(300)), 300.0)
 
 
-def test_not_finite_is_what_it_is() -> None:
+def test_not_finite_is_what_it_is():
     meter = Meter("max")
     meter.update(1.0), meter.update(math.nan)
     assert math.isnan(meter.over_ranks([(2.0, 1.0), meter.reduced()]) or 0.0)
     with pytest.raises(ValueError, match="expected 'sum', 'mean', 'max' or 'min'"):
-        Meter("median")  # type: ignore[arg-type]
+        Meter("median")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("die_at", range(1, 12))
 @pytest.mark.parametrize("late", [False, True])
-def test_resumed_run_has_the_meters_of_the_whole_one(late: bool, die_at: int, tmp_path: Path) -> None:
+def test_resumed_run_has_the_meters_of_the_whole_one(late, die_at, tmp_path):
     """Also of a meter that is made after the resume, by a handler."""
 
-    def run(directory: Path, die_at: int | None = None) -> None:
+    def run(directory, die_at=None):
         trainer = trainer_of(log_grad_norm=True)
 
-        def make() -> None:
+        def make():
             trainer.state.meters["largest"] = Meter("max", of="grad_norm")
             trainer.state.meters["given"] = Meter("sum")
 
@@ -123,7 +119,7 @@ def test_resumed_run_has_the_meters_of_the_whole_one(late: bool, die_at: int, tm
         MetricLogger(directory, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=3))
 
         @trainer.on(Events.ITERATION_STARTED)
-        def count() -> None:
+        def count():
             trainer.state.meters["given"].update(0.1 * trainer.state.iteration)
 
         resume_and_run(trainer, directory, die_at, save_every=2)
@@ -137,7 +133,7 @@ def test_resumed_run_has_the_meters_of_the_whole_one(late: bool, die_at: int, tm
     assert all({"largest", "given"} <= line.keys() for line in lines(tmp_path / "whole" / "metrics.jsonl"))
 
 
-def _cases(rank: int) -> dict[str, Any]:
+def _cases(rank):
     """Rank 1 gives its own meter nothing, and larger values."""
     trainer = Trainer(lambda engine, batch: {"loss": 0.0, "a": float(batch) + 10 * rank})
     of_outputs(trainer)
@@ -145,11 +141,11 @@ def _cases(rank: int) -> dict[str, Any]:
     MetricLogger(console=False).attach(trainer, Events.EPOCH_COMPLETED)
 
     @trainer.on(Events.ITERATION_STARTED)
-    def give() -> None:
+    def give():
         if rank == 0:
             trainer.state.meters["given"].update(float(trainer.state.iteration))
 
-    counts: list[Any] = []
+    counts = []
     with Collectives() as collectives:
         before = Events.EPOCH_COMPLETED
         trainer.add_event_handler(before, lambda: counts.append(dict(collectives.counts)))
@@ -159,7 +155,7 @@ def _cases(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.distributed
-def test_on_two_ranks_all_meters_and_means_are_one_collective(tmp_path: Path) -> None:
+def test_on_two_ranks_all_meters_and_means_are_one_collective(tmp_path):
     answers = on_two_ranks(_cases, tmp_path / "store")
 
     assert answers["collectives"] == [[{"all_gather": 1}]] * 2
@@ -167,7 +163,7 @@ def test_on_two_ranks_all_meters_and_means_are_one_collective(tmp_path: Path) ->
     assert answers["metrics"] == [expected | {"given": 2.0}] * 2
 
 
-def test_a_run_that_starts_over_has_nothing_of_the_one_before() -> None:
+def test_a_run_that_starts_over_has_nothing_of_the_one_before():
     """Which ended within an interval of the log."""
     trainer, seen = trainer_of(), list[dict[str, float]]()
     meter = trainer.state.meters["given"] = Meter("sum")
@@ -186,7 +182,7 @@ def test_a_run_that_starts_over_has_nothing_of_the_one_before() -> None:
     assert seen[1:] == [{"given": 2.0}] * 2
 
 
-def test_numbers_among_tensors_keep_their_digits() -> None:
+def test_numbers_among_tensors_keep_their_digits():
     for values in ([16777217.0, torch.tensor(1.0)], [torch.tensor(1.0), 16777217.0]):
         meter = Meter("sum")
         for value in values:

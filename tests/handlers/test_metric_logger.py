@@ -1,42 +1,38 @@
 """Interval means are exact, cost nothing between log points, and reach every sink once."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
 import math
 import pickle
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ignite.engine import Engine, Events
-from torch import Tensor, nn
+from ignite.engine import Events
+from torch import Tensor
 
 from ignite_engine import Trainer, TrainingEvents, Update, Updates, loader
 from ignite_engine.checkpointing.nested import walk
 from ignite_engine.handlers import Checkpoint, LRSchedule, Meter, MetricLogger, warmup_linear
 from ignite_engine.handlers.meters import CHUNK
-from tests.builders import Numbers, linear, mse, numbers_loader, on_two_ranks, resume_and_run, trainer_of
+from tests.kit.tiny import Numbers, linear, mse, numbers_loader, on_two_ranks, resume_and_run, trainer_of
 from tests.ranks.forkserver import on_ranks
 
 READS = ("item", "tolist", "__float__", "__bool__", "__int__", "__index__", "numpy", "cpu", "__array__")
 
 
 @contextmanager
-def reads_counted() -> Iterator[Counter[str]]:
+def reads_counted():
     """Counts every way in which a tensor's value reaches Python."""
-    counts: Counter[str] = Counter()
+    counts = Counter()
     before = {name: getattr(Tensor, name) for name in READS}
 
-    def counted(name: str) -> Any:
-        def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def counted(name):
+        def read(self, *args, **kwargs):
             counts[name] += 1
             return before[name](self, *args, **kwargs)
 
@@ -51,21 +47,21 @@ def reads_counted() -> Iterator[Counter[str]]:
             setattr(Tensor, name, function)
 
 
-def counting(values: list[Any]) -> Trainer:
+def counting(values):
     """A trainer whose update returns ``values``, one an iteration."""
 
-    def update(engine: Engine, batch: int) -> Any:
+    def update(engine, batch):
         return values[batch]
 
     return Trainer(update)
 
 
-def lines(directory: Path) -> list[dict[str, Any]]:
+def lines(directory):
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.row("F3")
-def test_mean_of_each_interval_is_exact(tmp_path: Path) -> None:
+def test_mean_of_each_interval_is_exact(tmp_path):
     values = [{"loss": torch.tensor(2.0**-index), "grad_norm": torch.tensor(float(index))} for index in range(8)]
     trainer = counting(values)
     MetricLogger(tmp_path, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=3))
@@ -80,7 +76,7 @@ def test_mean_of_each_interval_is_exact(tmp_path: Path) -> None:
     assert [list(line)[:2] for line in lines(tmp_path)] == [["iteration", "epoch"]] * 3
 
 
-def test_mean_is_taken_in_double_precision() -> None:
+def test_mean_is_taken_in_double_precision():
     trainer = counting([torch.tensor(16777216.0), torch.tensor(1.0), torch.tensor(1.0)])
     MetricLogger(console=False).attach(trainer, Events.EPOCH_COMPLETED)
 
@@ -88,14 +84,14 @@ def test_mean_is_taken_in_double_precision() -> None:
 
 
 @pytest.mark.row("F3")
-def test_nothing_is_read_between_log_points(tmp_path: Path) -> None:
-    def reads(precision: str, log: bool) -> list[int]:
+def test_nothing_is_read_between_log_points(tmp_path):
+    def reads(precision, log):
         trainer = trainer_of(linear(), 2, log_grad_norm=True, precision=precision)  # clipping reads a norm on the CPU
         if log:
-            optimizer = trainer.update.optimizers["optimizer"]  # type: ignore[attr-defined]  # an Update
+            optimizer = trainer.update.optimizers["optimizer"]
             LRSchedule(warmup_linear(optimizer, warmup=2, total=100)).attach(trainer)
             MetricLogger(tmp_path, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=4))
-        by_iteration: list[int] = []
+        by_iteration = []
         with reads_counted() as counts:
             trainer.add_event_handler(
                 TrainingEvents.RESUME_POINT, lambda: (by_iteration.append(counts.total()), counts.clear())
@@ -111,11 +107,11 @@ def test_nothing_is_read_between_log_points(tmp_path: Path) -> None:
         assert [ours - theirs for ours, theirs in zip(logged, bare, strict=True)] == [0, 0, 2] + [0, 0, 0, 2] * 2
 
 
-def test_values_written_by_others_are_written_once(tmp_path: Path) -> None:
+def test_values_written_by_others_are_written_once(tmp_path):
     trainer = counting([1.0, 2.0, 3.0, 4.0])
 
     @trainer.on(Events.ITERATION_COMPLETED(once=2))
-    def produce() -> None:
+    def produce():
         trainer.state.metrics["val/loss"] = 0.25
 
     MetricLogger(tmp_path, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=4))
@@ -127,7 +123,7 @@ def test_values_written_by_others_are_written_once(tmp_path: Path) -> None:
     ]
 
 
-def test_value_written_at_the_epochs_end_joins_the_line_of_its_iteration(tmp_path: Path) -> None:
+def test_value_written_at_the_epochs_end_joins_the_line_of_its_iteration(tmp_path):
     trainer = counting([1.0, 2.0])
     MetricLogger(tmp_path, console=False).attach(trainer)
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: trainer.state.metrics.__setitem__("a", 5.0))
@@ -139,7 +135,7 @@ def test_value_written_at_the_epochs_end_joins_the_line_of_its_iteration(tmp_pat
     ]
 
 
-def test_values_appear_where_the_update_does(tmp_path: Path) -> None:
+def test_values_appear_where_the_update_does(tmp_path):
     trainer = counting([{"loss": 1.0}, {"loss": 3.0, "aux": 5.0}])
     MetricLogger(tmp_path, console=False).attach(trainer, Events.EPOCH_COMPLETED)
     trainer.run(range(2))
@@ -147,7 +143,7 @@ def test_values_appear_where_the_update_does(tmp_path: Path) -> None:
     assert lines(tmp_path) == [{"iteration": 2, "epoch": 1, "aux": 5.0, "loss": 2.0}]
 
 
-def test_nan_is_logged(tmp_path: Path) -> None:
+def test_nan_is_logged(tmp_path):
     trainer = counting([torch.tensor(math.nan)])
     MetricLogger(tmp_path, console=False).attach(trainer)
     trainer.run(range(1))
@@ -155,7 +151,7 @@ def test_nan_is_logged(tmp_path: Path) -> None:
     assert lines(tmp_path) == [{"iteration": 1, "epoch": 1, "loss": "nan"}]
 
 
-def test_second_run_starts_a_new_interval() -> None:
+def test_second_run_starts_a_new_interval():
     trainer = counting([1.0, 2.0, 3.0])
     MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: trainer.terminate(skip_completed=True))
@@ -166,8 +162,8 @@ def test_second_run_starts_a_new_interval() -> None:
 
 
 @pytest.mark.parametrize("stop_at", range(1, 12))
-def test_resumed_run_has_the_lines_of_the_whole_one(stop_at: int, tmp_path: Path) -> None:
-    def run(directory: Path, die_at: int | None = None) -> None:
+def test_resumed_run_has_the_lines_of_the_whole_one(stop_at, tmp_path):
+    def run(directory, die_at=None):
         trainer = trainer_of()
         MetricLogger(directory, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=3))
         resume_and_run(trainer, directory, die_at, save_every=2)
@@ -182,7 +178,7 @@ def test_resumed_run_has_the_lines_of_the_whole_one(stop_at: int, tmp_path: Path
 
 
 @pytest.mark.row("F1")
-def test_console_prints_a_line_at_each_log_point(capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_prints_a_line_at_each_log_point(capsys):
     trainer = counting([1.0, 2.0, 3.0, 4.0])
     MetricLogger().attach(trainer, Events.ITERATION_COMPLETED(every=2))
     trainer.run(range(4))
@@ -194,14 +190,12 @@ def test_console_prints_a_line_at_each_log_point(capsys: pytest.CaptureFixture[s
     ]
 
 
-def test_console_has_the_totals_of_several_updates_in_their_order_from_the_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_console_has_the_totals_of_several_updates_in_their_order_from_the_start(tmp_path, capsys):
     """Though the first is not made in the first interval."""
     model = linear()
     optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
 
-    def in_parts(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    def in_parts(model, batch):
         return {"real": mse(model, batch), "fake": mse(model, batch)}
 
     updates = Updates(
@@ -217,7 +211,7 @@ def test_console_has_the_totals_of_several_updates_in_their_order_from_the_start
     assert [line[0] for line in lines] == ["2", "4", "6", "8"] and lines[0][2] == lines[2][2] == "-" != lines[1][2]
 
 
-def test_console_prints_the_columns_it_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_prints_the_columns_it_is_given(capsys):
     trainer = counting([{"loss": 1.0, "grad_norm": 2.0}])
     MetricLogger(console=["grad_norm"]).attach(trainer)
     trainer.run(range(1))
@@ -225,11 +219,11 @@ def test_console_prints_the_columns_it_is_given(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.splitlines() == ["   iter  epoch  grad_norm", "      1      1          2"]
 
 
-def test_further_sinks_get_what_is_new() -> None:
-    got: list[Any] = []
+def test_further_sinks_get_what_is_new():
+    got = []
 
     class Sink:
-        def write(self, iteration: int, values: Any) -> None:
+        def write(self, iteration, values):
             got.append((iteration, dict(values)))
 
     trainer = counting([1.0, 3.0])
@@ -242,18 +236,18 @@ def test_further_sinks_get_what_is_new() -> None:
 # -- what is kept between log points ----------------------------------------------------------------------------------
 
 
-def bytes_kept(logger: MetricLogger) -> int:
+def bytes_kept(logger):
     """Of the storages that the interval so far keeps alive, as a checkpoint would hold them."""
     return sum(value.untyped_storage().nbytes() for value in kept(logger) if isinstance(value, Tensor))
 
 
-def kept(logger: MetricLogger) -> list[Any]:
+def kept(logger):
     """The values of the interval so far that are not added up yet."""
     return [value for _, row in logger._rows for value in row.values()]
 
 
-def test_update_may_return_views_and_whole_predictions_and_a_scalar_of_each_is_kept() -> None:
-    def update(engine: Engine, batch: int) -> Any:
+def test_update_may_return_views_and_whole_predictions_and_a_scalar_of_each_is_kept():
+    def update(engine, batch):
         logits = torch.full((100, 10), float(batch))
         return {"loss": logits[0, 0], "predictions": logits, "word": "good", "none": None}
 
@@ -267,7 +261,7 @@ def test_update_may_return_views_and_whole_predictions_and_a_scalar_of_each_is_k
     assert "predictions" not in state.metrics
 
 
-def test_update_may_return_a_loss_with_its_graph_which_is_not_kept() -> None:
+def test_update_may_return_a_loss_with_its_graph_which_is_not_kept():
     weight = torch.ones(1, requires_grad=True)
     trainer, logger = Trainer(lambda engine, batch: (weight * batch).sum()), MetricLogger(console=False)
     logger.attach(trainer, Events.EPOCH_COMPLETED)
@@ -281,7 +275,7 @@ def test_update_may_return_a_loss_with_its_graph_which_is_not_kept() -> None:
     assert len(graphs) == 6 and set(graphs) == {None}
 
 
-def test_output_without_a_scalar_is_not_kept() -> None:
+def test_output_without_a_scalar_is_not_kept():
     trainer, logger = Trainer(lambda engine, batch: (torch.ones(3), torch.ones(3))), MetricLogger(console=False)
     logger.attach(trainer, Events.EPOCH_COMPLETED)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: means.append(logger.state_dict()["rows"]))
@@ -290,7 +284,7 @@ def test_output_without_a_scalar_is_not_kept() -> None:
     assert trainer.run(range(4)).metrics == {} and means == [[]]
 
 
-def test_long_interval_takes_no_more_memory_and_no_larger_checkpoint_than_a_short_one() -> None:
+def test_long_interval_takes_no_more_memory_and_no_larger_checkpoint_than_a_short_one():
     logger, sizes = MetricLogger(console=False), list[tuple[int, int]]()
     trainer = Trainer(lambda engine, batch: {"loss": torch.tensor(float(batch)), "grad_norm": torch.tensor(1.0)})
     trainer.state.meters["most"] = Meter("max", of="loss")
@@ -306,11 +300,11 @@ def test_long_interval_takes_no_more_memory_and_no_larger_checkpoint_than_a_shor
     assert (state.metrics["loss"], state.metrics["most"]) == (4999 / 2, 4999.0)
 
 
-def test_a_mean_has_the_same_bits_wherever_the_interval_was_saved_and_loaded() -> None:
+def test_a_mean_has_the_same_bits_wherever_the_interval_was_saved_and_loaded():
     values = (torch.randn(400, generator=torch.Generator().manual_seed(0)) * 1e3).tolist()
 
-    def mean_of(cut: int | None) -> Any:
-        states: list[Any] = []
+    def mean_of(cut):
+        states = []
         for part in filter(None, (range(cut or 0), range(cut or 0, 400))):
             logger = MetricLogger(console=False)
             trainer = Trainer(lambda engine, batch: {"loss": torch.tensor(values[batch]), "grad_norm": 1.0})
@@ -331,11 +325,11 @@ def test_a_mean_has_the_same_bits_wherever_the_interval_was_saved_and_loaded() -
         assert mean_of(cut) == whole
 
 
-def test_values_of_an_interval_are_few_tensors_in_a_checkpoint() -> None:
+def test_values_of_an_interval_are_few_tensors_in_a_checkpoint():
     """Each would be a record of its own, and a copy from the device."""
     logger, states = MetricLogger(console=False), list[Any]()
 
-    def update(engine: Trainer, batch: int) -> Any:
+    def update(engine, batch):
         extra = {"accuracy": torch.tensor(batch)} if engine.state.iteration > 25 else {"word": "good", "count": 2}
         return {"loss": torch.tensor(float(batch)), **extra}
 
@@ -353,7 +347,7 @@ def test_values_of_an_interval_are_few_tensors_in_a_checkpoint() -> None:
     assert again._rows[40] == (41, {"loss": torch.tensor(40.0), "accuracy": torch.tensor(40)})
 
 
-def _saved(state: Any) -> io.BytesIO:
+def _saved(state):
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
@@ -363,14 +357,12 @@ def _saved(state: Any) -> io.BytesIO:
 # -- values that are not finite ---------------------------------------------------------------------------------------
 
 
-def nonfinite_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+def nonfinite_lines(caplog):
     return [record.getMessage() for record in caplog.records if "finite" in record.getMessage()]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_first_loss_that_is_not_finite_is_one_line_with_its_iteration(
-    bad: float, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_first_loss_that_is_not_finite_is_one_line_with_its_iteration(bad, caplog):
     values = [1.0, 1.0, 1.0, 1.0, bad, 1.0, 1.0, bad, 1.0, 1.0]
     trainer, at = counting([torch.tensor(value) for value in values]), list[tuple[int, int]]()
     MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=3))
@@ -386,7 +378,7 @@ def test_first_loss_that_is_not_finite_is_one_line_with_its_iteration(
     ]
 
 
-def test_run_that_ends_with_a_loss_that_is_not_finite_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_run_that_ends_with_a_loss_that_is_not_finite_says_so(caplog):
     trainer = counting([1.0, math.nan, math.nan, math.nan])
     MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
     trainer.run(range(4))
@@ -396,9 +388,7 @@ def test_run_that_ends_with_a_loss_that_is_not_finite_says_so(caplog: pytest.Log
     ]
 
 
-def test_resumed_run_does_not_repeat_the_line_and_ends_with_its_own(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_resumed_run_does_not_repeat_the_line_and_ends_with_its_own(tmp_path, caplog):
     for end in (4, 8):
         trainer = counting([1.0, math.nan, 1.0, 1.0, 1.0, 1.0, math.nan, 1.0])
         MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
@@ -414,7 +404,7 @@ def test_resumed_run_does_not_repeat_the_line_and_ends_with_its_own(
     ]
 
 
-def test_other_names_may_be_infinite_without_a_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_other_names_may_be_infinite_without_a_line(caplog):
     """The gradient norm is, wherever fp16 overflows and the step is skipped."""
     trainer = counting([{"loss": 1.0, "grad_norm": math.inf}] * 4)
     MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
@@ -423,7 +413,7 @@ def test_other_names_may_be_infinite_without_a_line(caplog: pytest.LogCaptureFix
     assert nonfinite_lines(caplog) == []
 
 
-def _one_of_two_ranks(rank: int, folder: str) -> None:
+def _one_of_two_ranks(rank, folder):
     logging.basicConfig(filename=f"{folder}/{rank}.txt", format="%(message)s", force=True)
     trainer = counting([1.0, 1.0, math.nan if rank == 1 else 1.0, 1.0])
     MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
@@ -431,7 +421,7 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
 
 
 @pytest.mark.distributed
-def test_on_two_ranks_rank_0_says_it_of_any_rank(tmp_path: Path) -> None:
+def test_on_two_ranks_rank_0_says_it_of_any_rank(tmp_path):
     on_ranks(2, _one_of_two_ranks, tmp_path)
     said = [(tmp_path / f"{rank}.txt").read_text().splitlines() for rank in (0, 1)]
 
@@ -445,11 +435,11 @@ def test_on_two_ranks_rank_0_says_it_of_any_rank(tmp_path: Path) -> None:
     ]
 
 
-def test_a_value_that_is_a_parameter_or_a_buffer_is_logged_as_it_was(tmp_path: Path) -> None:
+def test_a_value_that_is_a_parameter_or_a_buffer_is_logged_as_it_was(tmp_path):
     """CLIP's usual line is ``{"logit_scale": model.logit_scale.detach()}``: it shares the parameter's memory."""
     scale, buffer = torch.nn.Parameter(torch.tensor(0.0)), torch.zeros(1)
 
-    def update(engine: Engine, batch: int) -> dict[str, Tensor]:
+    def update(engine, batch):
         with torch.no_grad():
             scale.add_(1.0)
             buffer.add_(2.0)
@@ -463,7 +453,7 @@ def test_a_value_that_is_a_parameter_or_a_buffer_is_logged_as_it_was(tmp_path: P
 
 
 @pytest.mark.parametrize("number", [torch.tensor(1.5), torch.tensor([1.5]), np.float32(1.5), np.array(1.5), 1.5])
-def test_what_is_one_number_is_a_float_to_whoever_reads_it(number: Any, tmp_path: Path) -> None:
+def test_what_is_one_number_is_a_float_to_whoever_reads_it(number, tmp_path):
     trainer = counting([0.0])
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: trainer.state.metrics.update(mine=number))
     MetricLogger(tmp_path, console=False).attach(trainer)
@@ -473,7 +463,7 @@ def test_what_is_one_number_is_a_float_to_whoever_reads_it(number: Any, tmp_path
     assert type(trainer.state.metrics["mine"]) is float
 
 
-def test_several_numbers_are_a_list_in_the_log(tmp_path: Path) -> None:
+def test_several_numbers_are_a_list_in_the_log(tmp_path):
     trainer = counting([0.0])
     several = {"a": torch.tensor([1.0, math.nan]), "b": np.ones((2, 1))}
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: trainer.state.metrics.update(several))
@@ -491,9 +481,7 @@ def test_several_numbers_are_a_list_in_the_log(tmp_path: Path) -> None:
         ("iteration", 7.0, "A metric is called 'iteration', which is a column of the log"),
     ],
 )
-def test_a_metric_that_cannot_be_logged_ends_the_run_at_its_first_log_point(
-    name: str, value: Any, said: str, tmp_path: Path
-) -> None:
+def test_a_metric_that_cannot_be_logged_ends_the_run_at_its_first_log_point(name, value, said, tmp_path):
     trainer = counting([0.0] * 3)
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: trainer.state.metrics.update({name: value}))
     MetricLogger(tmp_path, console=False).attach(trainer)
@@ -503,14 +491,14 @@ def test_a_metric_that_cannot_be_logged_ends_the_run_at_its_first_log_point(
     assert trainer.state.iteration == 1
 
 
-def test_a_value_of_the_update_called_epoch_is_refused(tmp_path: Path) -> None:
+def test_a_value_of_the_update_called_epoch_is_refused(tmp_path):
     trainer = counting([{"loss": 0.0, "epoch": 3.0}])
     MetricLogger(tmp_path, console=False).attach(trainer)
     with pytest.raises(ValueError, match="A metric is called 'epoch'"):
         trainer.run(range(1))
 
 
-def test_two_loggers_of_one_folder_are_refused(tmp_path: Path) -> None:
+def test_two_loggers_of_one_folder_are_refused(tmp_path):
     trainer = counting([0.0])
     MetricLogger(tmp_path, console=False).attach(trainer)
     with pytest.raises(ValueError, match=r"MetricLogger 'metric_logger' writes to .* already: give"):
@@ -519,21 +507,21 @@ def test_two_loggers_of_one_folder_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("logs", [True, False])
-def test_loss_that_is_not_finite_names_no_rank_where_each_has_that_of_all(tmp_path: Path, logs: bool) -> None:
+def test_loss_that_is_not_finite_names_no_rank_where_each_has_that_of_all(tmp_path, logs):
     data = Numbers(8)
     data.targets[5] = math.nan
 
-    def made(*, rank_invariant: bool, global_micro_batches: int | None) -> Trainer:
+    def made(*, rank_invariant, global_micro_batches):
         model = linear()
         update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, rank_invariant=rank_invariant)
         return Trainer(update, global_micro_batches=global_micro_batches)
 
-    def cases(rank: int) -> dict[str, Any]:
+    def cases(rank):
         lines = dict[str, Any]()
         for invariant in (True, False):
-            said: list[str] = []
+            said = []
             handler = logging.Handler()
-            handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # noqa: B023
+            handler.emit = lambda record, said=said: said.append(record.getMessage())
             logging.getLogger("ignite_engine").addHandler(handler)
             trainer = made(rank_invariant=invariant, global_micro_batches=4 if invariant else None)
             if logs:

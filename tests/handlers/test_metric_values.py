@@ -1,11 +1,7 @@
 """A metric that is not one number is logged as a list, and returned."""
 
-from __future__ import annotations
-
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas
@@ -14,7 +10,6 @@ import torch
 from ignite.engine import Events
 from ignite.metrics import Accuracy, ClassificationReport, ConfusionMatrix, Precision, PrecisionRecallCurve, RocCurve
 
-from ignite_engine import Trainer
 from ignite_engine.handlers.metric_values import number_of, publish
 from ignite_engine.run_directory import json_values
 from ignite_engine.state import TrainingState
@@ -22,11 +17,11 @@ from tests.handlers.evaluation.test_sanity import trained
 from tests.runs.test_fit import QUIET
 
 
-def first_class(output: Any) -> Any:
+def first_class(output):
     return torch.softmax(output[0], 1)[:, 0], (output[1] == 0).long()
 
 
-METRICS: dict[str, Any] = {
+METRICS = {
     "accuracy": lambda: Accuracy(),
     "precision": lambda: Precision(average=False),
     "confusion": lambda: ConfusionMatrix(3),
@@ -37,7 +32,7 @@ METRICS: dict[str, Any] = {
 }
 
 
-def test_run_logs_lists_and_evaluate_returns_the_values(tmp_path: Path) -> None:
+def test_run_logs_lists_and_evaluate_returns_the_values(tmp_path):
     pytest.importorskip("sklearn")
     logging = {**QUIET["logging"], "report": True, "tensorboard": True}
     metrics = {name: make() for name, make in METRICS.items()}
@@ -52,16 +47,14 @@ def test_run_logs_lists_and_evaluate_returns_the_values(tmp_path: Path) -> None:
     assert json.loads(json.dumps(values))["val/accuracy"] == run.metrics["val/accuracy"]
 
 
-def test_metric_of_very_many_numbers_is_not_logged(tmp_path: Path) -> None:
+def test_metric_of_very_many_numbers_is_not_logged(tmp_path):
     with pytest.warns(UserWarning, match=r"'val/large' is 1001 numbers, and a log takes 1,000: it is not logged\.$"):
         publish(state := TrainingState(), {"val/large": torch.zeros(1001), "val/small": torch.zeros(2), "a": object()})
 
     assert state.metrics == {"val/small": [0.0, 0.0]}
 
 
-def test_history_is_a_list_of_what_was_logged_and_a_table_with_pandas(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_history_is_a_list_of_what_was_logged_and_a_table_with_pandas(tmp_path, monkeypatch):
     run = trained(tmp_path, logging={**QUIET["logging"], "every": 4})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 13, "loss": "nan"}\n')
@@ -77,13 +70,13 @@ def test_history_is_a_list_of_what_was_logged_and_a_table_with_pandas(
         history.to_pandas()
 
 
-def test_number_that_no_float_holds_is_refused_with_its_name(tmp_path: Path) -> None:
+def test_number_that_no_float_holds_is_refused_with_its_name(tmp_path):
     with pytest.raises(
         ValueError, match=r"^The metric 'val/big' must fit into a float, got a larger int: give its log"
     ):
         number_of(10**5000, "val/big")
 
-    def write(trainer: Trainer) -> None:
+    def write(trainer):
         trainer.state.metrics["big"] = 10**400
 
     with pytest.raises(

@@ -1,29 +1,24 @@
 """A bank of sources: a newer one is loaded at the next boundary, a broken one is refused, a resume loads none twice."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import logging
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from ignite.engine import Events
 from ignite.metrics import Average
-from torch import nn
 
 from ignite_engine import Trainer, TrainingEvents, Update, Windows, create_evaluator
-from ignite_engine.checkpointing import CheckpointError, CheckpointStore, LoadSource, Source
+from ignite_engine.checkpointing import CheckpointError, CheckpointStore, LoadSource
 from ignite_engine.checkpointing.load_sources import Found
 from ignite_engine.errors import NotExact
 from ignite_engine.handlers import Checkpoint, Evaluation, ModelBank
 from ignite_engine.states import loading
-from ignite_engine.states.registry import Registry
-from tests.builders import linear, mse, numbers_loader, one, weights
+from tests.kit.tiny import linear, mse, numbers_loader, one, weights
 
 HEAD = {"parts": ["model:3.*"]}
 NAMES = ["0.weight", "0.bias", "3.weight", "3.bias"]
@@ -33,43 +28,43 @@ EVERY_3 = Events.ITERATION_COMPLETED(every=3)
 SHAPES = {name: value.shape for name, value in linear(dropout=True).state_dict().items()}
 
 
-def state_of(value: float) -> dict[str, torch.Tensor]:
+def state_of(value):
     return {name: torch.full(shape, value) for name, shape in SHAPES.items()}
 
 
-def publish(folder: Path, iteration: int, value: float, **facts: Any) -> Path:
+def publish(folder, iteration, value, **facts):
     """Another run saves weights that are all ``value``."""
     store = CheckpointStore(folder)
     return store.save({"model": state_of(value)}, {}, iteration=iteration, epoch=1, kinds={"model": "model"}, **facts)
 
 
 def run_of(
-    folder: Path,
-    sources: list[LoadSource],
-    event: Any = EVERY_3,
+    folder,
+    sources,
+    event=EVERY_3,
     *,
-    save_every: int = 100,
-    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
-    model: nn.Module | None = None,
-    **options: Any,
-) -> tuple[Trainer, ModelBank, Checkpoint]:
+    save_every=100,
+    optimizer=torch.optim.AdamW,
+    model=None,
+    **options,
+):
     model = linear(dropout=True) if model is None else model
-    trainer = Trainer(Update(model, optimizer(model.parameters(), lr=0.01), mse))  # type: ignore[call-arg]  # of each
+    trainer = Trainer(Update(model, optimizer(model.parameters(), lr=0.01), mse))
     checkpoint, bank = Checkpoint(folder, keep_last=99), ModelBank(sources, **options)
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=save_every))
     bank.attach(trainer, event)
     return trainer, bank, checkpoint
 
 
-def at_iteration(trainer: Trainer, iteration: int, work: Any) -> None:
+def at_iteration(trainer, iteration, work):
     trainer.add_event_handler(Events.ITERATION_STARTED(once=iteration), lambda: work())
 
 
-def loads_of(trainer: Trainer, bank: ModelBank) -> list[tuple[int, dict[int, tuple[Any, int]]]]:
+def loads_of(trainer, bank):
     """Gets what the bank has loaded, at each iteration where that is something else."""
-    seen: list[tuple[int, dict[int, tuple[Any, int]]]] = []
+    seen = []
 
-    def record() -> None:
+    def record():
         now = {at: (Path(each["path"]).name, each["at_iteration"]) for at, each in bank.loaded.items()}
         if not seen or seen[-1][1] != now:
             seen.append((trainer.state.iteration, now))
@@ -78,9 +73,7 @@ def loads_of(trainer: Trainer, bank: ModelBank) -> list[tuple[int, dict[int, tup
     return seen
 
 
-def run_with_a_late_source(
-    folder: Path, event: Any, *, comes_at: int, save_every: int
-) -> tuple[Trainer, Checkpoint, list[tuple[int, Any]]]:
+def run_with_a_late_source(folder, event, *, comes_at, save_every):
     """A run, resumed where it has a checkpoint, whose bank has nothing to load before an iteration; and its loads."""
     source = folder.with_name(f"{folder.name}_source")
     sources = [LoadSource(source, **HEAD, required=False, dynamic=True)]
@@ -92,13 +85,11 @@ def run_with_a_late_source(
     return trainer, checkpoint, loads_of(trainer, bank)
 
 
-def files_in(folder: Path) -> dict[str, tuple[int, int]]:
+def files_in(folder):
     return {str(each): (each.lstat().st_ino, each.lstat().st_mtime_ns) for each in (folder, *folder.rglob("*"))}
 
 
-def test_a_newer_one_is_loaded_at_the_next_boundary_and_nothing_is_written_there(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_newer_one_is_loaded_at_the_next_boundary_and_nothing_is_written_there(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     source = tmp_path / "source"
     publish(source, 10, 0.25)
@@ -107,7 +98,7 @@ def test_a_newer_one_is_loaded_at_the_next_boundary_and_nothing_is_written_there
     bank.load()
     assert (weights(trainer) == 0.25).all()
     at_iteration(trainer, 4, lambda: publish(source, 20, 0.5))
-    began: dict[int, torch.Tensor] = {}
+    began = {}
     trainer.add_event_handler(
         Events.ITERATION_STARTED, lambda: began.update({trainer.state.iteration: weights(trainer)})
     )
@@ -117,7 +108,7 @@ def test_a_newer_one_is_loaded_at_the_next_boundary_and_nothing_is_written_there
 
     assert [bool((began[each] == 0.5).all()) for each in range(1, 13)] == [each == 7 for each in range(1, 13)]
     assert loads == [(1, {0: ("iteration_00000010", 0)}), (7, {0: ("iteration_00000020", 6)})]
-    assert files_in(source) == trainer.before  # type: ignore[attr-defined]  # set above
+    assert files_in(source) == trainer.before
     assert [each.iteration for each in checkpoint.store.checkpoints()] == [6, 12]
     saved = checkpoint.store.load(tmp_path / "run" / "iteration_00000006")
     assert (saved.shared["model"]["0.weight"] == 0.5).all()
@@ -126,19 +117,22 @@ def test_a_newer_one_is_loaded_at_the_next_boundary_and_nothing_is_written_there
     assert f"Iteration 6: loaded again: From {source / 'iteration_00000020'} 4 loaded: model:0.weight" in caplog.text
 
 
-def test_only_what_the_dynamic_source_brings_changes(tmp_path: Path) -> None:
+def test_only_what_the_dynamic_source_brings_changes(tmp_path):
     """The bank: a dynamic source for the first layer, a static one for the head."""
     publish(tmp_path / "a", 1, 0.25)
     publish(tmp_path / "b", 1, -1.0)
     sources = [LoadSource(tmp_path / "a", parts=["model:0.*"], dynamic=True), LoadSource(tmp_path / "b", **HEAD)]
 
-    def state_at_4(folder: str, *, stop: bool) -> dict[str, torch.Tensor]:
+    def state_at_4(folder, *, stop):
         trainer, bank, checkpoint = run_of(tmp_path / folder, sources, save_every=1)
         if checkpoint.resume() is None:
             bank.load()
             at_iteration(trainer, 3, lambda: publish(tmp_path / "a", 2, 0.5))
-        found: dict[str, torch.Tensor] = {}
-        keep = lambda: found.update({n: v.clone() for n, v in trainer.update.model.state_dict().items()})  # type: ignore[attr-defined]  # noqa: E731
+        found = {}
+
+        def keep():
+            found.update({n: v.clone() for n, v in trainer.update.model.state_dict().items()})
+
         at_iteration(trainer, 4, keep)
         if stop:
             trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: trainer.request_stop("test"))
@@ -157,8 +151,8 @@ def test_only_what_the_dynamic_source_brings_changes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["killed in the next iteration", "stopped later", "killed at the boundary's save"])
-def test_a_resumed_run_loads_nothing_twice_and_ends_with_the_same_bits(tmp_path: Path, how: str) -> None:
-    def run(folder: str, interrupt: bool) -> tuple[torch.Tensor, list[Any]]:
+def test_a_resumed_run_loads_nothing_twice_and_ends_with_the_same_bits(tmp_path, how):
+    def run(folder, interrupt):
         trainer, _, loads = run_with_a_late_source(tmp_path / folder, EVERY_3, comes_at=5, save_every=4)
         if interrupt and how == "stopped later":
             trainer.add_event_handler(Events.ITERATION_COMPLETED(once=10), lambda: trainer.request_stop("test"))
@@ -182,19 +176,17 @@ def test_a_resumed_run_loads_nothing_twice_and_ends_with_the_same_bits(tmp_path:
     assert torch.equal(resumed, whole)
 
 
-def _fail() -> None:
+def _fail():
     raise KeyError("killed")
 
 
-def test_a_torn_one_is_refused_and_named_and_the_next_valid_one_is_taken(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_torn_one_is_refused_and_named_and_the_next_valid_one_is_taken(tmp_path, caplog):
     source = tmp_path / "source"
     publish(source, 1, 0.25)
     trainer, bank, _ = run_of(tmp_path / "run", [LoadSource(source, dynamic=True)], Events.ITERATION_COMPLETED)
     bank.load()
 
-    def tear() -> None:
+    def tear():
         path = publish(source, 2, 0.5) / "shared.pt"
         path.write_bytes(path.read_bytes()[:-1] + b"x")
         publish(source, 3, 0.6, healthy=False)
@@ -211,7 +203,7 @@ def test_a_torn_one_is_refused_and_named_and_the_next_valid_one_is_taken(
         assert sum(text in each for each in lines) == 1, lines
 
 
-def test_a_copy_that_is_not_complete_yet_is_taken_when_it_is(tmp_path: Path) -> None:
+def test_a_copy_that_is_not_complete_yet_is_taken_when_it_is(tmp_path):
     """As a tool that copies file by file leaves it for a while."""
     source = tmp_path / "source"
     publish(source, 1, 0.25)
@@ -219,7 +211,7 @@ def test_a_copy_that_is_not_complete_yet_is_taken_when_it_is(tmp_path: Path) -> 
     trainer, bank, _ = run_of(tmp_path / "run", [LoadSource(source, dynamic=True)], Events.ITERATION_COMPLETED)
     bank.load()
 
-    def copy_manifest() -> None:
+    def copy_manifest():
         (source / path.name).mkdir()
         shutil.copy(path / "manifest.json", source / path.name)
 
@@ -231,10 +223,10 @@ def test_a_copy_that_is_not_complete_yet_is_taken_when_it_is(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "checkpoint"])
-def test_what_is_given_by_its_own_path_is_loaded_again_when_it_was_replaced(tmp_path: Path, kind: str) -> None:
+def test_what_is_given_by_its_own_path_is_loaded_again_when_it_was_replaced(tmp_path, kind):
     path = tmp_path / ("current" if kind == "checkpoint" else "weights.pt")
 
-    def replace(iteration: int, value: float) -> None:
+    def replace(iteration, value):
         if kind == "checkpoint":
             new = publish(tmp_path / "store", iteration, value)
             shutil.rmtree(path, ignore_errors=True)
@@ -265,7 +257,7 @@ def test_what_is_given_by_its_own_path_is_loaded_again_when_it_was_replaced(tmp_
     assert len(loads) == 1  # what is in it counts, not when it was written
 
 
-def test_the_best_one_is_loaded_when_there_is_a_better_one(tmp_path: Path) -> None:
+def test_the_best_one_is_loaded_when_there_is_a_better_one(tmp_path):
     source = tmp_path / "source"
     publish(source, 1, 0.1, metrics={"loss": 1.0})
     sources = [LoadSource(source, which="best", metric="loss", mode="min", dynamic=True)]
@@ -287,10 +279,10 @@ def test_the_best_one_is_loaded_when_there_is_a_better_one(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("which", ["last", "best"])
-def test_a_newer_one_with_the_same_bytes_is_loaded_as_the_run_has_trained_its_copy(tmp_path: Path, which: Any) -> None:
+def test_a_newer_one_with_the_same_bytes_is_loaded_as_the_run_has_trained_its_copy(tmp_path, which):
     source = tmp_path / "source"
     publish(source, 1, 0.25, metrics={"loss": 2.0})
-    best: dict[str, Any] = {"which": "best", "metric": "loss", "mode": "min"} if which == "best" else {}
+    best = {"which": "best", "metric": "loss", "mode": "min"} if which == "best" else {}
     sources = [LoadSource(source, dynamic=True, **best)]
     trainer, bank, checkpoint = run_of(tmp_path / "run", sources, Events.ITERATION_COMPLETED)
     bank.load()
@@ -310,9 +302,7 @@ def test_a_newer_one_with_the_same_bytes_is_loaded_as_the_run_has_trained_its_co
     assert len(loads) == 1
 
 
-def test_one_that_does_not_fit_is_refused_once_and_changes_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_does_not_fit_is_refused_once_and_changes_nothing(tmp_path, caplog, monkeypatch):
     source = tmp_path / "source"
     publish(source, 1, 0.25)
     trainer, bank, checkpoint = run_of(tmp_path / "run", [LoadSource(source, dynamic=True)], Events.ITERATION_COMPLETED)
@@ -322,7 +312,7 @@ def test_one_that_does_not_fit_is_refused_once_and_changes_nothing(
     at_iteration(trainer, 4, lambda: publish(source, 3, 0.5))
     loads, read, reads = loads_of(trainer, bank), loading.read_found, list[str]()
 
-    def noted(registry: Registry, found: Found) -> Source:
+    def noted(registry, found):
         reads.append(found.path.name[-1])
         return read(registry, found)
 
@@ -333,12 +323,12 @@ def test_one_that_does_not_fit_is_refused_once_and_changes_nothing(
     assert caplog.text.count("iteration_00000002 and this run differ (4 unexpected: model:") == 1
 
 
-def test_a_strict_source_may_lack_what_another_has_brought(tmp_path: Path) -> None:
+def test_a_strict_source_may_lack_what_another_has_brought(tmp_path):
     """A file with the head alone, again and again; after a resume too."""
     publish(tmp_path / "base", 1, 0.25)
     head = tmp_path / "head.pt"
 
-    def write(value: float) -> None:
+    def write(value):
         torch.save({name: each for name, each in state_of(value).items() if name.startswith("3")}, head)
 
     write(0.5)
@@ -348,14 +338,14 @@ def test_a_strict_source_may_lack_what_another_has_brought(tmp_path: Path) -> No
         if checkpoint.resume() is None:
             bank.load()
         at_iteration(trainer, end - 1, lambda: write(value))  # noqa: B023  # in this turn
-        seen: list[bool] = []
-        layer = trainer.update.model[3]  # type: ignore[attr-defined]  # an Update's
+        seen = []
+        layer = trainer.update.model[3]
         at_iteration(trainer, end, lambda: seen.append(bool((one(layer) == value).all())))  # noqa: B023
         trainer.run(numbers_loader(), max_iters=end)
         assert seen == [True]
 
 
-def test_a_source_that_is_replaced_while_it_is_read_is_refused(tmp_path: Path) -> None:
+def test_a_source_that_is_replaced_while_it_is_read_is_refused(tmp_path):
     torch.save(state_of(0.1), tmp_path / "weights.pt")
     for path in (tmp_path / "weights.pt", publish(tmp_path / "a", 1, 0.1)):
         found = Found.of(path)
@@ -371,15 +361,13 @@ def test_a_source_that_is_replaced_while_it_is_read_is_refused(tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.NAdam])
 @pytest.mark.parametrize("reset", [False, True])
-def test_optimizers_keep_what_they_know_of_a_tensor_unless_it_is_to_be_reset(
-    tmp_path: Path, kind: Any, reset: bool
-) -> None:
+def test_optimizers_keep_what_they_know_of_a_tensor_unless_it_is_to_be_reset(tmp_path, kind, reset):
     source = tmp_path / "source"
     sources = [LoadSource(source, **HEAD, required=False, dynamic=True)]
     trainer, bank, _ = run_of(tmp_path / "run", sources, reset_optimizers=reset, optimizer=kind)
     bank.load()
     at_iteration(trainer, 2, lambda: publish(source, 1, 0.5))
-    steps: list[dict[str, float]] = []
+    steps = []
     optimizer = trainer.registry.objects["optimizer"]
     trainer.add_event_handler(
         Events.ITERATION_COMPLETED(once=4),
@@ -390,15 +378,15 @@ def test_optimizers_keep_what_they_know_of_a_tensor_unless_it_is_to_be_reset(
     assert steps == [dict(zip(NAMES, [4.0, 4.0, new, new]))]
 
 
-def test_moments_come_with_the_weights_where_the_plan_has_the_optimizer(tmp_path: Path) -> None:
+def test_moments_come_with_the_weights_where_the_plan_has_the_optimizer(tmp_path):
     teacher, _, _ = run_of(tmp_path / "teacher", [LoadSource(tmp_path / "none", required=False)])
     parts = ["model", "optimizer"]
     sources = [LoadSource(tmp_path / "teacher", parts, required=False, dynamic=True)]
     trainer, bank, _ = run_of(tmp_path / "run", sources, reset_optimizers=True)
-    trainer.update.optimizers["optimizer"].param_groups[0]["lr"] = 0.02  # type: ignore[attr-defined]  # an Update
+    trainer.update.optimizers["optimizer"].param_groups[0]["lr"] = 0.02
     bank.load()
     at_iteration(trainer, 2, lambda: teacher.run(numbers_loader(), max_iters=7))
-    loaded: list[Any] = []
+    loaded = []
     at_iteration(
         trainer,
         4,
@@ -410,10 +398,10 @@ def test_moments_come_with_the_weights_where_the_plan_has_the_optimizer(tmp_path
     assert loaded[0][1]["param_groups"][0]["lr"] == 0.02
 
 
-def test_after_a_window_it_is_loaded_and_saved_at_the_boundary_between_windows(tmp_path: Path) -> None:
+def test_after_a_window_it_is_loaded_and_saved_at_the_boundary_between_windows(tmp_path):
     """That iteration has a boundary already, at which it was saved without what is loaded now."""
 
-    def run(folder: str, stop: bool) -> tuple[torch.Tensor, list[Any]]:
+    def run(folder, stop):
         event = TrainingEvents.WINDOW_COMPLETED(every=2)
         trainer, checkpoint, loads = run_with_a_late_source(tmp_path / folder, event, comes_at=2, save_every=1)
         if stop:
@@ -438,7 +426,7 @@ def test_after_a_window_it_is_loaded_and_saved_at_the_boundary_between_windows(t
     ("event", "loaded_at"),
     [(Events.EPOCH_COMPLETED, 6), (Events.EPOCH_COMPLETED(every=2), 12), (Events.ITERATION_COMPLETED(every=5), 5)],
 )
-def test_the_event_says_when(tmp_path: Path, event: Any, loaded_at: int) -> None:
+def test_the_event_says_when(tmp_path, event, loaded_at):
     sources = [LoadSource(tmp_path / "source", required=False, dynamic=True)]
     trainer, bank, _ = run_of(tmp_path / "run", sources, event)
     bank.load()
@@ -457,14 +445,14 @@ def test_the_event_says_when(tmp_path: Path, event: Any, loaded_at: int) -> None
         (Events.ITERATION_COMPLETED(once=6), TrainingEvents.WINDOW_COMPLETED, []),
     ],
 )
-def test_a_checkpoint_has_no_metric_of_other_weights(tmp_path: Path, evaluated: Any, event: Any, values: Any) -> None:
+def test_a_checkpoint_has_no_metric_of_other_weights(tmp_path, evaluated, event, values):
     sources = [LoadSource(tmp_path / "source", required=False, dynamic=True)]
     trainer, bank, _ = run_of(tmp_path / "run", sources, event)
     bank.load()
     checkpoint = Checkpoint(tmp_path / "best", name="best", best="val/weight", mode="max", keep_last=9)
     checkpoint.attach(trainer, event)
     predict = lambda model, batch: model[0].bias[0]  # noqa: E731
-    evaluator = create_evaluator(trainer.update.model, predict, {"weight": Average()})  # type: ignore[attr-defined]
+    evaluator = create_evaluator(trainer.update.model, predict, {"weight": Average()})
     Evaluation(evaluator, numbers_loader(2)).attach(trainer, evaluated)
     at_iteration(trainer, 2, lambda: publish(tmp_path / "source", 1, 0.5))
     windowed = event is TrainingEvents.WINDOW_COMPLETED
@@ -474,7 +462,7 @@ def test_a_checkpoint_has_no_metric_of_other_weights(tmp_path: Path, evaluated: 
     assert saved.iteration == 6 and [value for key, value in saved.metrics.items() if key == "val/weight"] == values
 
 
-def test_the_report_says_that_it_is_outside_of_the_run(tmp_path: Path) -> None:
+def test_the_report_says_that_it_is_outside_of_the_run(tmp_path):
     publish(tmp_path / "source", 1, 0.5)
     for dynamic in (False, True):
         trainer, bank, _ = run_of(tmp_path / f"run_{dynamic}", [LoadSource(tmp_path / "source", dynamic=dynamic)])
@@ -489,7 +477,7 @@ def test_the_report_says_that_it_is_outside_of_the_run(tmp_path: Path) -> None:
             trainer.run(numbers_loader(), max_iters=1)
 
 
-def test_what_makes_no_sense_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_makes_no_sense_is_refused(tmp_path, caplog):
     dynamic = LoadSource(tmp_path / "run", required=False, dynamic=True)
     trainer, _, checkpoint = run_of(tmp_path / "run", [dynamic])
     with pytest.raises(ValueError, match="is where this run saves: a dynamic source is of another run"):
@@ -507,7 +495,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, caplog: pytest.LogCaptur
     assert "The sources of model_bank that are not dynamic have no effect without its load()." in caplog.text
 
 
-def test_an_update_of_ones_own_is_loaded_again_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_update_of_ones_own_is_loaded_again_too(tmp_path, caplog):
     model = linear(dropout=True)
     trainer = Trainer(lambda engine, batch: None)
     trainer.register("model", model, shared=True)
@@ -518,7 +506,7 @@ def test_an_update_of_ones_own_is_loaded_again_too(tmp_path: Path, caplog: pytes
     assert (one(model) == 0.5).all() and "reset_optimizers has no effect" in caplog.text
 
 
-def test_a_resumed_bank_may_have_another_list(tmp_path: Path) -> None:
+def test_a_resumed_bank_may_have_another_list(tmp_path):
     """What was loaded belongs to a path at its place."""
     for name in "ab":
         publish(tmp_path / name, 1, 0.5)
@@ -531,12 +519,10 @@ def test_a_resumed_bank_may_have_another_list(tmp_path: Path) -> None:
     assert {at: Path(each["path"]).parent.name for at, each in bank.loaded.items()} == {0: "a"}
 
 
-def test_one_without_dynamic_sources_reads_nothing_while_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_without_dynamic_sources_reads_nothing_while_training(tmp_path, monkeypatch):
     publish(tmp_path / "a", 1, 0.5)
     trainer, bank, _ = run_of(tmp_path / "run", [LoadSource(tmp_path / "a")], Events.ITERATION_COMPLETED)
     bank.load()
     shutil.rmtree(tmp_path / "a")
     trainer.run(numbers_loader(), max_iters=3)
-    assert one(trainer.update.model).isfinite().all() and trainer.state.iteration == 3  # type: ignore[attr-defined]
+    assert one(trainer.update.model).isfinite().all() and trainer.state.iteration == 3

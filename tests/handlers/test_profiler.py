@@ -1,15 +1,10 @@
 """Windows of a profile: which iterations they hold, how they end, and that training does not notice."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,21 +14,21 @@ from ignite_engine import create_evaluator, loader
 from ignite_engine.engine.bus import handlers_of
 from ignite_engine.errors import Interrupted
 from ignite_engine.handlers import Checkpoint, Evaluation, GracefulStop, Profiler
-from tests.builders import Numbers, linear, numbers_loader, on_two_ranks, trainer_of, weights
-from tests.checkpointing.file_faults import start_child, wait_for
+from tests.kit.faults import start_child, wait_for
+from tests.kit.tiny import Numbers, linear, numbers_loader, on_two_ranks, trainer_of, weights
 
 
 @pytest.fixture(autouse=True)
-def _no_profiler_is_left() -> Iterator[None]:
+def _no_profiler_is_left():
     yield
     assert Profiler._at_work is None and not torch.autograd._profiler_enabled()
 
 
-def files(directory: Path) -> list[str]:
+def files(directory):
     return sorted(path.name for path in (directory / "profiles").glob("*"))
 
 
-def steps_in(path: Path) -> int:
+def steps_in(path):
     """Iterations that a trace holds."""
     with gzip.open(path) as file:
         events = json.load(file)["traceEvents"]
@@ -41,7 +36,7 @@ def steps_in(path: Path) -> int:
 
 
 @pytest.mark.row("F8")
-def test_windows_hold_the_iterations_of_the_schedule_and_training_does_not_notice(tmp_path: Path) -> None:
+def test_windows_hold_the_iterations_of_the_schedule_and_training_does_not_notice(tmp_path):
     bare = trainer_of(linear(dropout=True))
     torch.manual_seed(1)
     bare.run(numbers_loader(24, shuffle=True), max_epochs=2)
@@ -49,7 +44,7 @@ def test_windows_hold_the_iterations_of_the_schedule_and_training_does_not_notic
     # over an epoch's end, with an evaluation and a save in the background in the window
     Profiler(tmp_path, wait=7, warmup=2, active=4, repeat=1).attach(trainer)
     Profiler(tmp_path, wait=14, warmup=1, active=2, repeat=2, record_shapes=True).attach(trainer)
-    Evaluation(create_evaluator(trainer.update.model, lambda model, batch: model(batch[0])), numbers_loader(4)).attach(  # type: ignore[attr-defined]
+    Evaluation(create_evaluator(trainer.update.model, lambda model, batch: model(batch[0])), numbers_loader(4)).attach(
         trainer, Events.ITERATION_COMPLETED(every=3)
     )
     Checkpoint(tmp_path / "checkpoints", background=True).attach(trainer, Events.ITERATION_COMPLETED(every=4))
@@ -62,7 +57,7 @@ def test_windows_hold_the_iterations_of_the_schedule_and_training_does_not_notic
     assert torch.equal(weights(trainer), weights(bare))
 
 
-def test_one_run_has_as_many_windows_as_were_asked_for(tmp_path: Path) -> None:
+def test_one_run_has_as_many_windows_as_were_asked_for(tmp_path):
     """Of 24 iterations windows of 1 + 1 + 2 are asked for twice; there is time for six."""
     trainer = trainer_of()
     Profiler(tmp_path, wait=1, warmup=1, active=2, repeat=2).attach(trainer)
@@ -72,7 +67,7 @@ def test_one_run_has_as_many_windows_as_were_asked_for(tmp_path: Path) -> None:
     assert files(tmp_path) == sorted(f"{name}{ending}" for name in names for ending in (".json.gz", ".txt"))
 
 
-def test_operators_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_operators_are_logged(tmp_path, caplog):
     trainer = trainer_of()
     Profiler(tmp_path, wait=0, warmup=0, active=1).attach(trainer)
     with caplog.at_level(logging.INFO, "ignite_engine.handlers.profiler"):
@@ -83,7 +78,7 @@ def test_operators_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert "aten::addmm" in table and table in caplog.text
 
 
-def test_when_all_windows_are_over_nothing_listens(tmp_path: Path) -> None:
+def test_when_all_windows_are_over_nothing_listens(tmp_path):
     trainer = trainer_of()
     Profiler(tmp_path, wait=0, warmup=1, active=1).attach(trainer)
     trainer.run(numbers_loader(12))
@@ -94,11 +89,11 @@ def test_when_all_windows_are_over_nothing_listens(tmp_path: Path) -> None:
 
 @pytest.mark.row("F8")
 @pytest.mark.parametrize("how", ["the end", "a stop", "an exception", "terminate"])
-def test_a_window_in_which_the_run_ends_holds_what_was_recorded(how: str, tmp_path: Path) -> None:
+def test_a_window_in_which_the_run_ends_holds_what_was_recorded(how, tmp_path):
     trainer = trainer_of()
     Profiler(tmp_path, wait=2, warmup=1, active=100).attach(trainer)
     fifth = Events.ITERATION_STARTED(once=6) if how == "an exception" else Events.ITERATION_COMPLETED(once=5)
-    act: dict[str, Any] = {
+    act = {
         "the end": lambda: None,
         "a stop": lambda: trainer.request_stop("test"),
         "an exception": lambda: 1 / 0,
@@ -114,7 +109,7 @@ def test_a_window_in_which_the_run_ends_holds_what_was_recorded(how: str, tmp_pa
     assert files(tmp_path) == ["rank_0_iterations_4_to_5.json.gz", "rank_0_iterations_4_to_5.txt"]
 
 
-def test_a_paused_run_ends_its_window_and_the_next_one_ends_as_well(tmp_path: Path) -> None:
+def test_a_paused_run_ends_its_window_and_the_next_one_ends_as_well(tmp_path):
     trainer = trainer_of()
     Profiler(tmp_path, wait=1, warmup=1, active=9, repeat=2).attach(trainer)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), trainer.interrupt)
@@ -128,11 +123,11 @@ def test_a_paused_run_ends_its_window_and_the_next_one_ends_as_well(tmp_path: Pa
     ]
 
 
-def test_an_end_by_force_writes_nothing(tmp_path: Path) -> None:
+def test_an_end_by_force_writes_nothing(tmp_path):
     trainer = trainer_of()
     Profiler(tmp_path, wait=0, warmup=0, active=9).attach(trainer)
 
-    def force() -> None:
+    def force():
         raise KeyboardInterrupt
 
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), force)
@@ -141,8 +136,8 @@ def test_an_end_by_force_writes_nothing(tmp_path: Path) -> None:
     assert files(tmp_path) == []
 
 
-def test_a_signal_in_a_window_saves_and_writes_what_was_recorded(tmp_path: Path) -> None:
-    def train() -> list[str]:
+def test_a_signal_in_a_window_saves_and_writes_what_was_recorded(tmp_path):
+    def train():
         trainer = trainer_of()
         Profiler(tmp_path, wait=2, warmup=1, active=50).attach(trainer)
         Checkpoint(tmp_path / "checkpoints").attach(trainer)
@@ -156,7 +151,7 @@ def test_a_signal_in_a_window_saves_and_writes_what_was_recorded(tmp_path: Path)
     assert files(tmp_path) == ["rank_0_iterations_4_to_6.json.gz", "rank_0_iterations_4_to_6.txt"]
 
 
-def test_a_rollback_ends_the_window_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_rollback_ends_the_window_and_training_goes_on(tmp_path):
     trainer = trainer_of(non_finite="rollback")
     data = [(torch.randn(2, 3), torch.randn(2, 1)) for _ in range(8)]
     data[4] = (torch.full((2, 3), torch.nan), data[4][1])
@@ -167,15 +162,15 @@ def test_a_rollback_ends_the_window_and_training_goes_on(tmp_path: Path) -> None
     assert files(tmp_path)[1] == "rank_0_iterations_3_to_4.txt"
 
 
-def test_a_window_that_has_only_warmed_up_writes_nothing(tmp_path: Path) -> None:
+def test_a_window_that_has_only_warmed_up_writes_nothing(tmp_path):
     trainer = trainer_of()
     Profiler(tmp_path, wait=1, warmup=5, active=1).attach(trainer)
     trainer.run(numbers_loader(8))
     assert files(tmp_path) == []
 
 
-def test_a_resumed_run_counts_its_own_iterations(tmp_path: Path) -> None:
-    def train(until: int) -> Any:
+def test_a_resumed_run_counts_its_own_iterations(tmp_path):
+    def train(until):
         trainer = trainer_of()
         checkpoint = Checkpoint(tmp_path / "checkpoints")
         checkpoint.attach(trainer)
@@ -195,7 +190,7 @@ def test_a_resumed_run_counts_its_own_iterations(tmp_path: Path) -> None:
     assert torch.equal(resumed, weights(whole))
 
 
-def test_of_two_trainers_in_a_process_and_beside_another_profiler_a_window_waits(tmp_path: Path) -> None:
+def test_of_two_trainers_in_a_process_and_beside_another_profiler_a_window_waits(tmp_path):
     inner, outer = trainer_of(), trainer_of()
     Profiler(tmp_path / "outer", wait=0, warmup=1, active=2).attach(outer)
     Profiler(tmp_path / "inner", wait=0, warmup=0, active=2).attach(inner)
@@ -213,18 +208,18 @@ def test_of_two_trainers_in_a_process_and_beside_another_profiler_a_window_waits
     assert files(tmp_path / "beside") == [] and len(users.function_events or [])
 
 
-def test_numbers_out_of_range_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_numbers_out_of_range_are_refused(tmp_path, caplog):
     for options in ({"active": 0}, {"wait": -1}, {"warmup": 0.5}, {"repeat": 0}):
         with pytest.raises(ValueError, match="must be a whole number of at least"):
             Profiler(tmp_path, **options)
     for ranks in ((), (-1,), ("0",)):
         with pytest.raises(ValueError, match="ranks must be numbers of ranks"):
-            Profiler(tmp_path, ranks=ranks)  # type: ignore[arg-type]
+            Profiler(tmp_path, ranks=ranks)
     Profiler(tmp_path, ranks=(3,)).attach(trainer_of())
     assert "profiles nothing: this run has 1 ranks" in caplog.text
 
 
-def _cases(rank: int, directory: Path) -> dict[str, Any]:
+def _cases(rank, directory):
     trainer = trainer_of()
     Profiler(directory, wait=1, warmup=1, active=2, ranks=(1,)).attach(trainer)
     trainer.run(loader(Numbers(16), 2))
@@ -232,6 +227,6 @@ def _cases(rank: int, directory: Path) -> dict[str, Any]:
 
 
 @pytest.mark.distributed
-def test_only_the_ranks_that_were_chosen_are_profiled(tmp_path: Path) -> None:
+def test_only_the_ranks_that_were_chosen_are_profiled(tmp_path):
     assert on_two_ranks(lambda rank: _cases(rank, tmp_path), tmp_path / "store")["iteration"] == [4, 4]
     assert files(tmp_path) == ["rank_1_iterations_3_to_4.json.gz", "rank_1_iterations_3_to_4.txt"]

@@ -1,7 +1,5 @@
 """Progress: one line on a terminal, few lines elsewhere, rank 0 only."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os
@@ -12,9 +10,7 @@ import sys
 import termios
 import time
 import warnings
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
-from pathlib import Path
 
 import pytest
 from ignite.engine import Events
@@ -28,12 +24,12 @@ from tests.ranks.forkserver import on_ranks
 
 
 @contextmanager
-def terminal(columns: int) -> Iterator[Callable[[], str]]:
+def terminal(columns):
     """stderr is a real terminal for a while; the value reads what was drawn on it."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
-    def drawn() -> str:
+    def drawn():
         os.write(slave, b"\0")  # the kernel hands it over when it likes: read up to this mark
         text = b""
         while not text.endswith(b"\0"):
@@ -50,14 +46,14 @@ def terminal(columns: int) -> Iterator[Callable[[], str]]:
     os.close(master)
 
 
-def trainer_of(seconds: float = 0.0) -> Trainer:
+def trainer_of(seconds=0.0):
     trainer = Trainer(lambda engine, batch: time.sleep(seconds))
     Progress().attach(trainer)
     return trainer
 
 
 @pytest.mark.row("A10")
-def test_on_a_terminal_one_line_is_redrawn_at_most_ten_times_a_second() -> None:
+def test_on_a_terminal_one_line_is_redrawn_at_most_ten_times_a_second():
     with terminal(100) as drawn:
         started = time.perf_counter()
         trainer_of(0.01).run(range(20), max_epochs=2)
@@ -70,21 +66,21 @@ def test_on_a_terminal_one_line_is_redrawn_at_most_ten_times_a_second() -> None:
     assert all(re.search(r"ETA \d+:\d\d", drawing) for drawing in drawings)
 
 
-def test_on_a_terminal_no_line_is_wider_than_it() -> None:
+def test_on_a_terminal_no_line_is_wider_than_it():
     with terminal(20) as drawn:
         trainer_of().run(range(3), max_epochs=1)
         drawings = [drawing.replace("\x1b[K", "").strip() for drawing in drawn().split("\r")]
     assert max(len(drawing) for drawing in drawings) == 19
 
 
-def test_on_a_terminal_the_line_is_cleared_before_the_loggers_print() -> None:
+def test_on_a_terminal_the_line_is_cleared_before_the_loggers_print():
     trainer = trainer_of(0.11)
-    printed: list[str] = []
+    printed = []
 
-    def log(trainer: Trainer) -> None:
+    def log(trainer):
         printed.append(drawn())
 
-    log.phase = Phase.LOG  # type: ignore[attr-defined]  # where sinks are
+    log.phase = Phase.LOG
     trainer.add_event_handler(TrainingEvents.METRICS_READY, log)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: trainer.state.metrics.update(loss=0.123456))
     with terminal(100) as drawn:
@@ -94,9 +90,7 @@ def test_on_a_terminal_the_line_is_cleared_before_the_loggers_print() -> None:
     assert "loss 0.1235" in rest
 
 
-def test_elsewhere_each_tenth_of_the_run_is_one_plain_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_elsewhere_each_tenth_of_the_run_is_one_plain_line(capsys, monkeypatch):
     assert module.LINES_APART_S == 10.0
     monkeypatch.setattr(module, "LINES_APART_S", 0.0)
     trainer_of().run(range(125), max_epochs=2)
@@ -106,9 +100,7 @@ def test_elsewhere_each_tenth_of_the_run_is_one_plain_line(
     assert not any(sign in line for line in lines for sign in "\r\x1b#")
 
 
-def test_elsewhere_a_line_comes_after_a_while_however_slow_the_run_is(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_elsewhere_a_line_comes_after_a_while_however_slow_the_run_is(capsys, monkeypatch):
     assert module.LINE_S == 30.0
     monkeypatch.setattr(module, "LINE_S", 0.05)
     trainer = trainer_of(0.02)
@@ -117,12 +109,12 @@ def test_elsewhere_a_line_comes_after_a_while_however_slow_the_run_is(
     assert 3 <= len(capsys.readouterr().err.splitlines()) <= 6  # 12 iterations are less than a tenth
 
 
-def test_data_without_a_length_is_counted_without_a_total(capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_without_a_length_is_counted_without_a_total(capsys):
     trainer_of().run(iter(range(7)), max_epochs=1)
     assert re.fullmatch(r"epoch 1/1  iter 7/7 100%  elapsed 0:00  ETA 0:00\n", capsys.readouterr().err)
 
 
-def test_the_time_left_is_computed_from_the_speed_of_this_process(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_time_left_is_computed_from_the_speed_of_this_process(capsys):
     handler, trainer = Progress(), Trainer(lambda engine, batch: None)
     handler.attach(trainer)
     trainer.state.iteration, trainer.state.max_iters = 9_000, 10_000  # as a resume leaves them
@@ -133,7 +125,7 @@ def test_the_time_left_is_computed_from_the_speed_of_this_process(capsys: pytest
 
 
 @pytest.mark.row("A10")
-def test_on_a_terminal_it_shows_the_iterations_of_this_process_in_a_second() -> None:
+def test_on_a_terminal_it_shows_the_iterations_of_this_process_in_a_second():
     handler, trainer = Progress(), Trainer(lambda engine, batch: None)
     handler.attach(trainer)
     trainer.state.iteration, trainer.state.max_iters = 9_000, 10_000  # as a resume leaves them
@@ -148,12 +140,12 @@ def test_on_a_terminal_it_shows_the_iterations_of_this_process_in_a_second() -> 
     assert "it/s" not in before and "ETA 6:36  2.50 it/s" in after
 
 
-def test_elsewhere_a_short_run_is_its_last_line_only(capsys: pytest.CaptureFixture[str]) -> None:
+def test_elsewhere_a_short_run_is_its_last_line_only(capsys):
     trainer_of().run(range(125), max_epochs=2)
     assert [line[:38] for line in capsys.readouterr().err.splitlines()] == ["epoch 2/2  iter 250/250 100%  elapsed "]
 
 
-def test_a_run_that_trains_nothing_shows_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_trains_nothing_shows_nothing(tmp_path, capsys):
     shown = []
     for _ in range(2):
         trainer = trainer_of()
@@ -165,9 +157,7 @@ def test_a_run_that_trains_nothing_shows_nothing(tmp_path: Path, capsys: pytest.
     assert shown == [(3, True), (3, False)]
 
 
-def test_elsewhere_a_log_point_is_a_sign_of_life(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_elsewhere_a_log_point_is_a_sign_of_life(capsys, monkeypatch):
     monkeypatch.setattr(module, "LINE_S", 0.2)
     trainer = trainer_of(0.02)
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: trainer.state.metrics.update(a=1.0))
@@ -175,8 +165,8 @@ def test_elsewhere_a_log_point_is_a_sign_of_life(
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_on_a_terminal_it_shows_the_values_of_the_console_that_fit() -> None:
-    def drawing(columns: int, keys: list[str] | None = None) -> str:
+def test_on_a_terminal_it_shows_the_values_of_the_console_that_fit():
+    def drawing(columns, keys=None):
         trainer = Trainer(lambda engine, batch: None)
         Progress(keys).attach(trainer)
         values = {"memory/peak_mib": 1.0, "val/loss": 0.25, "loss": 0.123456, "throughput/samples_per_s": 4540.0}
@@ -191,7 +181,7 @@ def test_on_a_terminal_it_shows_the_values_of_the_console_that_fit() -> None:
     assert drawing(120, ["rate", "loss"]) == "  samples/s 4.54k  loss 0.1235"
 
 
-def test_on_a_terminal_a_logged_message_stands_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_a_logged_message_stands_alone(monkeypatch):
     """Also where logging is not set up, and after the run the handlers are as before."""
     logger = logging.getLogger("of.a.test")
     for last in (False, True):
@@ -207,7 +197,7 @@ def test_on_a_terminal_a_logged_message_stands_alone(monkeypatch: pytest.MonkeyP
         assert handler.filters == [] and logging.lastResort is not None and logging.lastResort.filters == []
 
 
-def test_it_attaches_to_any_event(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_attaches_to_any_event(capsys, monkeypatch):
     monkeypatch.setattr(module, "LINES_APART_S", 0.0)
     trainer = Trainer(lambda engine, batch: None)
     Progress().attach(trainer, Events.EPOCH_COMPLETED)
@@ -215,22 +205,20 @@ def test_it_attaches_to_any_event(capsys: pytest.CaptureFixture[str], monkeypatc
     assert len(capsys.readouterr().err.splitlines()) == 3
 
 
-def _one_of_two_ranks(rank: int, folder: str) -> None:
+def _one_of_two_ranks(rank, folder):
     with open(f"{folder}/{rank}.txt", "w") as stream, redirect_stderr(stream), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own would be on stderr too
         trainer_of().run([0, 1], max_epochs=1)
 
 
 @pytest.mark.distributed
-def test_only_rank_0_shows_it(tmp_path: Path) -> None:
+def test_only_rank_0_shows_it(tmp_path):
     on_ranks(2, _one_of_two_ranks, tmp_path)
     assert "iter 2/2" in (tmp_path / "0.txt").read_text()
     assert (tmp_path / "1.txt").read_text() == ""
 
 
-def test_pipe_that_nobody_reads_any_more_ends_no_training(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pipe_that_nobody_reads_any_more_ends_no_training(monkeypatch, caplog):
     monkeypatch.setattr(module, "LINES_APART_S", 0.0)
     reader, writer = os.pipe()
     os.close(reader)

@@ -1,7 +1,5 @@
 """One JSON object per iteration, whatever happened before; and what fails in a sink stops no training."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import json
@@ -13,10 +11,8 @@ import signal
 import struct
 import termios
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,16 +20,16 @@ from ignite.engine import Events
 
 from ignite_engine import Trainer
 from ignite_engine.handlers import Checkpoint, ConsoleSink, JSONLSink, MetricLogger
-from tests.builders import numbers_loader, trainer_of
-from tests.checkpointing.file_faults import in_child
-from tests.faults.commands import Command, program
+from tests.faults.commands import program
+from tests.kit.faults import in_child
+from tests.kit.tiny import numbers_loader, trainer_of
 
 
-def lines(path: Path) -> list[dict[str, object]]:
+def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_line_is_on_disk_when_it_is_written(tmp_path: Path) -> None:
+def test_a_line_is_on_disk_when_it_is_written(tmp_path):
     sink = JSONLSink(tmp_path / "new" / "metrics.jsonl")
     sink.write(1, {"epoch": 1, "b": 0.1 + 0.2, "a": 2})
 
@@ -43,7 +39,7 @@ def test_a_line_is_on_disk_when_it_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.row("F1")
-def test_values_of_one_iteration_share_a_line(tmp_path: Path) -> None:
+def test_values_of_one_iteration_share_a_line(tmp_path):
     sink = JSONLSink(tmp_path / "metrics.jsonl")
     sink.write(1, {"a": 1.0})
     sink.write(2, {"a": 2.0, "long name": 5.0})
@@ -69,17 +65,17 @@ def test_values_of_one_iteration_share_a_line(tmp_path: Path) -> None:
         ("word", "word"),
     ],
 )
-def test_every_line_is_strict_json(value: object, written: object, tmp_path: Path) -> None:
+def test_every_line_is_strict_json(value, written, tmp_path):
     JSONLSink(tmp_path / "metrics.jsonl").write(1, {"a": value})
 
-    def refuse(constant: str) -> None:
+    def refuse(constant):
         raise AssertionError(constant)
 
     line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
     assert line["a"] == written and type(line["a"]) is type(written)
 
 
-def test_file_is_cut_back_to_the_saved_line(tmp_path: Path) -> None:
+def test_file_is_cut_back_to_the_saved_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     sink = JSONLSink(path)
     sink.write(1, {"a": 1.0})
@@ -96,7 +92,7 @@ def test_file_is_cut_back_to_the_saved_line(tmp_path: Path) -> None:
     assert lines(path) == [{"iteration": 1, "a": 1.0}, {"iteration": 2, "a": 2.0}, {"iteration": 3, "a": 30.0}]
 
 
-def test_checkpoint_from_before_the_first_line_empties_the_file(tmp_path: Path) -> None:
+def test_checkpoint_from_before_the_first_line_empties_the_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     sink = JSONLSink(path)
     saved = sink.state_dict()
@@ -107,7 +103,7 @@ def test_checkpoint_from_before_the_first_line_empties_the_file(tmp_path: Path) 
     assert path.read_text() == ""
 
 
-def test_resuming_without_the_file_leaves_no_hole(tmp_path: Path) -> None:
+def test_resuming_without_the_file_leaves_no_hole(tmp_path):
     sink = JSONLSink(tmp_path / "old.jsonl")
     sink.write(1, {"a": 1.0})
     sink.write(2, {"a": 2.0})
@@ -118,7 +114,7 @@ def test_resuming_without_the_file_leaves_no_hole(tmp_path: Path) -> None:
     assert lines(tmp_path / "new.jsonl") == [{"iteration": 2, "a": 2.0}, {"iteration": 3, "a": 3.0}]
 
 
-def test_run_that_starts_over_in_the_same_file_doubles_no_line(tmp_path: Path) -> None:
+def test_run_that_starts_over_in_the_same_file_doubles_no_line(tmp_path):
     """Killed before its first checkpoint, the same command starts at iteration 1 again."""
     path = tmp_path / "metrics.jsonl"
     first = JSONLSink(path)
@@ -133,7 +129,7 @@ def test_run_that_starts_over_in_the_same_file_doubles_no_line(tmp_path: Path) -
     assert lines(path) == [{"iteration": 1, "a": 10.0}, {"iteration": 2, "a": 20.0}]
 
 
-def test_second_run_of_one_process_doubles_no_line(tmp_path: Path) -> None:
+def test_second_run_of_one_process_doubles_no_line(tmp_path):
     trainer = trainer_of()
     MetricLogger(tmp_path, console=False).attach(trainer)
     trainer.run(numbers_loader(6), max_epochs=1)
@@ -145,7 +141,7 @@ def test_second_run_of_one_process_doubles_no_line(tmp_path: Path) -> None:
     assert all(before["loss"] != after["loss"] for before, after in zip(first, second, strict=True))
 
 
-def test_run_that_continues_without_a_saved_position_keeps_the_lines_before(tmp_path: Path) -> None:
+def test_run_that_continues_without_a_saved_position_keeps_the_lines_before(tmp_path):
     path = tmp_path / "metrics.jsonl"
     first = JSONLSink(path)
     for iteration in (1, 2, 3):
@@ -155,7 +151,7 @@ def test_run_that_continues_without_a_saved_position_keeps_the_lines_before(tmp_
     assert lines(path) == [{"iteration": 1, "a": 1.0}, {"iteration": 2, "a": 2.0}, {"iteration": 3, "b": 1.0}]
 
 
-def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_write_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("ignite.distributed.get_rank", lambda: 1)
     stream = io.StringIO()
     JSONLSink(tmp_path / "metrics.jsonl").write(1, {"a": 1.0})
@@ -164,7 +160,7 @@ def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not (tmp_path / "metrics.jsonl").exists() and stream.getvalue() == ""
 
 
-def printed(*points: dict[str, Any], keys: list[str] | None = None) -> list[str]:
+def printed(*points, keys=None):
     """What the console prints of values at iteration 1, 2, ..."""
     stream = io.StringIO()
     sink = ConsoleSink(stream, keys=keys)
@@ -190,11 +186,11 @@ def printed(*points: dict[str, Any], keys: list[str] | None = None) -> list[str]
         (torch.tensor(0.5), "0.5"),
     ],
 )
-def test_console_rounds_to_what_fits_a_column(value: object, text: str) -> None:
+def test_console_rounds_to_what_fits_a_column(value, text):
     assert printed({"a": value})[1] == f"      1      1  {text:>9}"
 
 
-def test_console_shows_what_matters_in_aligned_columns_and_the_rest_not() -> None:
+def test_console_shows_what_matters_in_aligned_columns_and_the_rest_not():
     assert printed(
         {
             "memory/peak_mib": 3.0,
@@ -218,7 +214,7 @@ def test_console_shows_what_matters_in_aligned_columns_and_the_rest_not() -> Non
     ]
 
 
-def test_console_fits_its_columns_into_80_characters_and_keeps_those_that_matter() -> None:
+def test_console_fits_its_columns_into_80_characters_and_keeps_those_that_matter():
     values = {f"val/metric_{number}": 1.0 for number in range(9)} | {"loss": 1.0, "lr": 1.0}
     lines = printed({**values, "throughput/tokens_per_s": 5.0})
 
@@ -226,14 +222,14 @@ def test_console_fits_its_columns_into_80_characters_and_keeps_those_that_matter
     assert {len(line) for line in lines} == {75}  # a further column has 14
 
 
-def test_console_leaves_out_parts_of_a_total_before_the_total_and_keeps_the_order() -> None:
+def test_console_leaves_out_parts_of_a_total_before_the_total_and_keeps_the_order():
     parts = [f"discriminator/loss/{name}" for name in ("real", "fake", "penalty")]
     lines = printed(dict.fromkeys(["discriminator/loss", *parts, "generator/loss", "lr"], 1.0))
 
     assert lines[0].split() == ["iter", "epoch", "discriminator/loss", "generator/loss", "lr"]
 
 
-def test_console_is_as_wide_as_its_terminal() -> None:
+def test_console_is_as_wide_as_its_terminal():
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
     with os.fdopen(slave, "w") as stream:
@@ -244,7 +240,7 @@ def test_console_is_as_wide_as_its_terminal() -> None:
     assert heading.split()[-1] == "val/metric_6" and len(heading) == 14 + 7 * 14
 
 
-def test_console_prints_the_keys_it_is_given_in_their_order_however_many() -> None:
+def test_console_prints_the_keys_it_is_given_in_their_order_however_many():
     values = {"loss": 1.0, "val/a": 2.0, "val/b": 3.0, "grad_norm": 4.0, "throughput/steps_per_s": 0.5}
     keys = ["rate", "grad_norm", "val/*", "never", "iter", *(f"key {number}" for number in range(9))]
     heading, line = printed(values, keys=keys)
@@ -253,7 +249,7 @@ def test_console_prints_the_keys_it_is_given_in_their_order_however_many() -> No
     assert line.split()[:7] == ["1", "1", "0.500", "4", "2", "3", "-"] and heading.endswith("key 8")
 
 
-def test_console_repeats_its_heading_in_a_long_run() -> None:
+def test_console_repeats_its_heading_in_a_long_run():
     lines = printed(*({"loss": 1.0} for _ in range(90)))
 
     assert [number for number, line in enumerate(lines) if "iter" in line] == [0, 41, 82]
@@ -267,32 +263,30 @@ class Broken:
 
     name = "broken"
 
-    def __init__(self, error: Exception, *, at: range = range(100)) -> None:
+    def __init__(self, error, *, at=range(100)):
         self.error, self.at, self.got = error, at, [0]
 
-    def write(self, iteration: int, values: Any) -> None:
+    def write(self, iteration, values):
         if iteration in self.at:
             raise self.error
         self.got.append(iteration)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         raise self.error
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state):
         raise AssertionError("nothing was saved")
 
 
-def counting() -> Trainer:
+def counting():
     return Trainer(lambda engine, batch: float(batch))
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def test_failing_sink_warns_once_and_stops_neither_the_training_nor_the_others(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failing_sink_warns_once_and_stops_neither_the_training_nor_the_others(tmp_path, caplog):
     broken = Broken(RuntimeError("the line is dead."), at=range(2, 5))
     trainer = counting()
     MetricLogger(tmp_path, sinks=[broken], console=False).attach(trainer)
@@ -307,7 +301,7 @@ def test_failing_sink_warns_once_and_stops_neither_the_training_nor_the_others(
     ]
 
 
-def test_sink_without_a_state_to_tell_is_saved_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_sink_without_a_state_to_tell_is_saved_without(tmp_path, caplog):
     for end in (2, 4):
         trainer = counting()
         broken = Broken(ModuleNotFoundError("No module named 'line'", name="line"), at=range(0))
@@ -322,7 +316,7 @@ def test_sink_without_a_state_to_tell_is_saved_without(tmp_path: Path, caplog: p
 
 
 @contextmanager
-def files_end_at(size: int) -> Iterator[None]:
+def files_end_at(size):
     """What a full disk does to a write: a part of it is there."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -332,14 +326,14 @@ def files_end_at(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_full_disk_loses_lines_and_tears_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_full_disk_loses_lines_and_tears_none(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     trainer = counting()
     MetricLogger(tmp_path, console=False).attach(trainer)
-    sizes: list[int] = []
+    sizes = []
 
     @trainer.on(Events.ITERATION_STARTED(once=3))
-    def fill() -> None:
+    def fill():
         full = files_end_at(path.stat().st_size + 7)
         full.__enter__()
         trainer.add_event_handler(Events.ITERATION_STARTED(once=5), lambda: full.__exit__(None, None, None))
@@ -353,7 +347,7 @@ def test_full_disk_loses_lines_and_tears_none(tmp_path: Path, caplog: pytest.Log
     assert len(warnings_of(caplog)) == 1 and "free some disk space." in warnings_of(caplog)[0]
 
 
-def test_an_error_of_a_handler_is_raised() -> None:
+def test_an_error_of_a_handler_is_raised():
     trainer = counting()
     MetricLogger(console=False).attach(trainer)
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: 1 / 0)
@@ -362,15 +356,15 @@ def test_an_error_of_a_handler_is_raised() -> None:
         trainer.run(range(3))
 
 
-def test_sink_with_an_attach_of_its_own_is_written_to_once() -> None:
+def test_sink_with_an_attach_of_its_own_is_written_to_once():
     class Own:
-        def __init__(self) -> None:
-            self.got: list[int] = []
+        def __init__(self):
+            self.got = []
 
-        def attach(self, trainer: Trainer) -> None:
+        def attach(self, trainer):
             trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: self.write(trainer.state.iteration, {}))
 
-        def write(self, iteration: int, values: Any) -> None:
+        def write(self, iteration, values):
             self.got.append(iteration)
 
     own, trainer = Own(), counting()
@@ -380,7 +374,7 @@ def test_sink_with_an_attach_of_its_own_is_written_to_once() -> None:
     assert own.got == [1, 2]
 
 
-def test_describe_names_the_sinks() -> None:
+def test_describe_names_the_sinks():
     trainer = counting()
     MetricLogger("unused").attach(trainer)
     said = [line.strip() for line in trainer.describe().splitlines()]
@@ -403,7 +397,7 @@ while not os.path.exists(sys.argv[1] + ".ends"):
 """
 
 
-def holder_of(path: Path) -> Command:
+def holder_of(path):
     """A process that has written two lines, and ends when there is a file ``.ends`` beside them."""
     holder = program(path.parent, HOLDER, str(path))
     deadline = time.monotonic() + 60
@@ -414,9 +408,7 @@ def holder_of(path: Path) -> Command:
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_file_that_another_process_writes_is_left_alone_with_one_line(
-    resumed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_file_that_another_process_writes_is_left_alone_with_one_line(resumed, tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     holder = holder_of(path)
     content = path.read_bytes()
@@ -436,7 +428,7 @@ def test_file_that_another_process_writes_is_left_alone_with_one_line(
     ]
 
 
-def test_file_that_its_writer_reads_is_left_alone_by_others(tmp_path: Path) -> None:
+def test_file_that_its_writer_reads_is_left_alone_by_others(tmp_path):
     path = tmp_path / "metrics.jsonl"
     sink = JSONLSink(path)
     for iteration in (1, 2):
@@ -446,7 +438,7 @@ def test_file_that_its_writer_reads_is_left_alone_by_others(tmp_path: Path) -> N
     assert path.read_text() == content
 
 
-def test_killed_process_leaves_no_lock(tmp_path: Path) -> None:
+def test_killed_process_leaves_no_lock(tmp_path):
     path = tmp_path / "metrics.jsonl"
     holder = holder_of(path)
     holder.send_signal(signal.SIGKILL)

@@ -1,23 +1,18 @@
 """The parts of a step are where they were planted, and nobody waits for a device to know them."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from ignite.engine import Engine, Events
-from torch import Tensor, nn
+from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, devices, loader
 from ignite_engine.engine.bus import handlers_of
 from ignite_engine.ext.windows import Windows
 from ignite_engine.handlers import Checkpoint, Evaluation, MetricLogger, StepTimes, Throughput
 from ignite_engine.handlers.step_times import DeviceClock
-from tests.builders import Numbers, linear, mse, numbers_loader, trainer_of
+from tests.kit.tiny import Numbers, linear, mse, numbers_loader, trainer_of
 from tests.ranks.forkserver import on_ranks
 
 PLANTED_S = 0.004
@@ -26,49 +21,49 @@ PLANTED_S = 0.004
 class Slept:
     """Sleeps for a part, and knows for how long it really did."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
+    def __init__(self):
+        self.seconds = defaultdict(float)
 
-    def __call__(self, part: str) -> None:
+    def __call__(self, part):
         started = time.perf_counter()
         time.sleep(PLANTED_S)
         self.seconds[part] += time.perf_counter() - started
 
 
 class SlowData:
-    def __init__(self, slept: Slept) -> None:
+    def __init__(self, slept):
         self.slept = slept
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 24
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         self.slept("data_wait")
         return torch.ones(3), torch.ones(1)
 
 
 class SlowState:
-    def __init__(self, slept: Slept) -> None:
+    def __init__(self, slept):
         self.slept = slept
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         if self.slept.seconds["forward"]:  # not where it is checked at the start
             self.slept("checkpoint")
         return {}
 
-    def load_state_dict(self, state: Any) -> None: ...
+    def load_state_dict(self, state): ...
 
 
-def planted(slept: Slept, folder: Path) -> Trainer:
+def planted(slept, folder):
     """Sleeps in each part of each iteration, of 6 micro-batches of 2 samples in 3 iterations an epoch."""
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+    def loss_fn(model, batch):
         slept("forward")
         return mse(model, batch)
 
-    def predict(model: nn.Module, batch: Any) -> Any:
+    def predict(model, batch):
         slept("evaluation")
         return model(batch[0])
 
@@ -91,22 +86,22 @@ def planted(slept: Slept, folder: Path) -> Trainer:
     return trainer
 
 
-def nothing_is_saved(engine: Engine, count: int) -> bool:
+def nothing_is_saved(engine, count):
     return bool(engine.state.iteration % 2) and not engine.state.last
 
 
 class SlowSink:
     name = "slow_sink"
 
-    def __init__(self, slept: Slept) -> None:
+    def __init__(self, slept):
         self.slept = slept
 
-    def write(self, iteration: int, values: Any) -> None:
+    def write(self, iteration, values):
         self.slept("logging")
 
 
 @pytest.mark.slow
-def test_each_part_has_what_was_planted_in_it(tmp_path: Path) -> None:
+def test_each_part_has_what_was_planted_in_it(tmp_path):
     slept, began = Slept(), time.perf_counter()
     trainer = planted(slept, tmp_path)
     times = StepTimes()
@@ -123,14 +118,14 @@ def test_each_part_has_what_was_planted_in_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_values_are_written_at_the_event_and_sum_to_the_time_of_an_iteration(tmp_path: Path) -> None:
+def test_values_are_written_at_the_event_and_sum_to_the_time_of_an_iteration(tmp_path):
     slept = Slept()
     trainer = planted(slept, tmp_path)
     times = StepTimes()
     times.attach(trainer, Events.ITERATION_COMPLETED(every=6))
     sums, at = dict[str, float](), list[int]()
 
-    def add() -> None:
+    def add():
         found = {name: value for name, value in trainer.state.metrics.fresh.items() if name.startswith("time/")}
         if found:
             at.append(trainer.state.iteration)
@@ -148,8 +143,8 @@ def test_values_are_written_at_the_event_and_sum_to_the_time_of_an_iteration(tmp
     assert sums["time/step_ms"] == pytest.approx(1e3 * sum(spent[part] for part in (*parts, "update")))
 
 
-def test_own_update_is_known_as_a_whole() -> None:
-    def update(engine: Engine, batch: Any) -> dict[str, float]:
+def test_own_update_is_known_as_a_whole():
+    def update(engine, batch):
         time.sleep(PLANTED_S)
         return {"loss": 1.0}
 
@@ -162,11 +157,11 @@ def test_own_update_is_known_as_a_whole() -> None:
     assert "time/forward_ms" not in trainer.state.metrics
 
 
-def test_data_of_unknown_length_is_waited_for_to_its_end() -> None:
+def test_data_of_unknown_length_is_waited_for_to_its_end():
     slept = Slept()
 
     class Stream:
-        def __iter__(self) -> Any:
+        def __iter__(self):
             for _ in range(3):
                 slept("data_wait")
                 yield torch.ones(2, 3), torch.ones(2, 1)
@@ -178,26 +173,26 @@ def test_data_of_unknown_length_is_waited_for_to_its_end() -> None:
     assert times._clock.seconds["data_wait"] >= slept.seconds["data_wait"] >= 12 * PLANTED_S
 
 
-def test_it_changes_no_bit_and_keeps_nothing_in_checkpoints() -> None:
+def test_it_changes_no_bit_and_keeps_nothing_in_checkpoints():
     plain, timed = trainer_of(), trainer_of()
     StepTimes().attach(timed, Events.ITERATION_COMPLETED(every=2))
     for trainer in (plain, timed):
         trainer.run(numbers_loader(24, 2), max_epochs=2)
 
-    for own, other in zip(plain.update.model.parameters(), timed.update.model.parameters(), strict=True):  # type: ignore[attr-defined]
+    for own, other in zip(plain.update.model.parameters(), timed.update.model.parameters(), strict=True):
         assert torch.equal(own, other)
     assert set(plain.registry.objects) == set(timed.registry.objects)
 
 
-def test_events_of_the_forward_cost_nothing_where_nobody_listens() -> None:
+def test_events_of_the_forward_cost_nothing_where_nobody_listens():
     trainer = trainer_of()
     fired = []
-    trainer.fire_event = lambda event: fired.append(event)  # type: ignore[method-assign]
+    trainer.fire_event = lambda event: fired.append(event)
     trainer.run(numbers_loader(8, 2))
     assert fired == [] and not handlers_of(trainer, TrainingEvents.FORWARD_STARTED)
 
 
-def test_second_run_and_two_trainers_keep_their_own_time() -> None:
+def test_second_run_and_two_trainers_keep_their_own_time():
     one, two = trainer_of(), trainer_of()
     times = [StepTimes(), StepTimes()]
     for trainer, each in zip((one, two), times, strict=True):
@@ -210,10 +205,10 @@ def test_second_run_and_two_trainers_keep_their_own_time() -> None:
     assert times[0]._clock.steps == 8
 
 
-def test_wait_for_a_window_is_data_wait() -> None:
+def test_wait_for_a_window_is_data_wait():
     slept = Slept()
 
-    def stream() -> Any:
+    def stream():
         for number in range(3):
             slept("data_wait")
             yield number
@@ -230,7 +225,7 @@ def test_wait_for_a_window_is_data_wait() -> None:
 # -- several ranks, and a device that nobody waits for ---------------------------------------------------------------
 
 
-def _one_of_two_ranks(rank: int, folder: str) -> None:
+def _one_of_two_ranks(rank, folder):
     trainer, times = Trainer(lambda engine, batch: time.sleep(0.01 + 0.02 * rank)), StepTimes()
     times.attach(trainer, Events.ITERATION_COMPLETED(every=4))
     trainer.run([torch.ones(1)] * 4, max_epochs=1)
@@ -238,7 +233,7 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
 
 
 @pytest.mark.distributed
-def test_times_are_means_over_the_ranks(tmp_path: Path) -> None:
+def test_times_are_means_over_the_ranks(tmp_path):
     on_ranks(2, _one_of_two_ranks, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     assert first == second and 20 <= first["time/step_ms"] < 100
@@ -248,54 +243,54 @@ META = torch.device("meta")
 
 
 @pytest.fixture(autouse=True)
-def stream_of_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def stream_of_each_device(monkeypatch):
     monkeypatch.setattr(devices, "current_stream", lambda device: f"stream of {device}")
 
 
 class Device:
     """A stream that executes what was recorded when it is told to, each event at its own time."""
 
-    def __init__(self) -> None:
-        self.recorded: list[Event] = []
+    def __init__(self):
+        self.recorded = []
         self.done, self.made = 0, 0
 
-    def execute(self, *milliseconds: float) -> None:
+    def execute(self, *milliseconds):
         for each in milliseconds:
             before = self.recorded[self.done - 1].at if self.done else 0.0
             self.recorded[self.done].at = before + each
             self.recorded[self.done].completed = True
             self.done += 1
 
-    def make_event(self) -> Any:
+    def make_event(self):
         self.made += 1
         return Event(self)
 
 
 class Event:
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device):
         self.device, self.at, self.completed = device, 0.0, False
 
-    def record(self, stream: Any = None) -> None:
+    def record(self, stream=None):
         self.stream = stream
         self.completed = False
         self.device.recorded.append(self)
 
-    def query(self) -> bool:
+    def query(self):
         return self.completed
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end):
         assert self.completed and end.completed
         return end.at - self.at
 
 
-def step(clock: DeviceClock) -> None:
+def step(clock):
     for part in ("data_wait", "forward", "backward", "optimizer"):
         clock.mark(part)
     clock.mark("update", ends_step=True)
 
 
 @pytest.mark.row("F5")
-def test_device_is_read_when_it_is_done_and_never_waited_for() -> None:
+def test_device_is_read_when_it_is_done_and_never_waited_for():
     device = Device()
     clock = DeviceClock(META, device.make_event)
     step(clock)
@@ -312,7 +307,7 @@ def test_device_is_read_when_it_is_done_and_never_waited_for() -> None:
     assert clock.seconds["optimizer"] == pytest.approx(4e-3) and clock.steps == 1
 
 
-def test_events_are_used_again_and_their_number_is_bounded() -> None:
+def test_events_are_used_again_and_their_number_is_bounded():
     device = Device()
     clock = DeviceClock(META, device.make_event)
     device.execute(0)
@@ -325,7 +320,7 @@ def test_events_are_used_again_and_their_number_is_bounded() -> None:
     assert sum(clock.seconds.values()) == pytest.approx(1000 * 5e-3)
 
 
-def test_events_are_recorded_on_the_stream_of_the_models_device() -> None:
+def test_events_are_recorded_on_the_stream_of_the_models_device():
     """Else the times of a model on the second device are those of the first one's idle stream."""
     device = Device()
     step(DeviceClock(torch.device("cuda:1"), device.make_event))
@@ -333,7 +328,7 @@ def test_events_are_recorded_on_the_stream_of_the_models_device() -> None:
     assert {event.stream for event in device.recorded} == {"stream of cuda:1"}
 
 
-def test_late_events_write_nothing_until_they_have_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_events_write_nothing_until_they_have_completed(monkeypatch):
     """And no time of the host's stands for them: one series has one meaning."""
     device = Device()
     monkeypatch.setattr(devices, "has_timing_events", lambda kind: True)

@@ -1,9 +1,5 @@
 """``strict``: what could not be resumed bit for bit is refused before the first update, and said to be."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,15 +7,15 @@ import torch
 from ignite.engine import Events
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
-from ignite_engine import Trainer, Windows
+from ignite_engine import Windows
 from ignite_engine.checkpointing import CheckpointStore, NotExact
 from ignite_engine.config import ConfigError, config_from_dict
 from ignite_engine.handlers import Checkpoint
-from tests.builders import Numbers, linear, numbers_loader, trainer_of
+from tests.kit.tiny import Numbers, linear, numbers_loader, trainer_of
 
 
 class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return iter([Numbers(4)[index] for index in range(4)])
 
 
@@ -28,31 +24,31 @@ class Workers(list[Any]):
 
     num_workers = 2
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state): ...
 
 
 class Nameless:
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state): ...
 
-    def __call__(self) -> None: ...
+    def __call__(self): ...
 
 
-def weighted() -> Any:
+def weighted():
     return DataLoader(Numbers(6), 2, sampler=WeightedRandomSampler([1.0] * 6, 6))
 
 
-def two_of_a_kind(trainer: Trainer) -> None:
+def two_of_a_kind(trainer):
     for _ in range(2):
         trainer.add_event_handler(Events.ITERATION_COMPLETED, Nameless())
 
 
-CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], Callable[[Trainer], None] | None, str]] = {
+CASES = {
     "custom sampler": (weighted, {}, None, "DataLoader with WeightedRandomSampler keeps no state"),
     "iterable data": (lambda: DataLoader(Stream(), 2), {}, None, "DataLoader with Stream keeps no state"),
     "randomness in workers": (lambda: Workers([Numbers(4)[0]]), {}, None, "the random numbers of its 2 workers"),
@@ -69,10 +65,10 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], Callable[[Trainer], No
 
 @pytest.mark.row("D19")
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_not_exact_is_refused_before_the_first_update(case: str, tmp_path: Path) -> None:
+def test_what_is_not_exact_is_refused_before_the_first_update(case, tmp_path):
     data, options, attach, reason = CASES[case]
 
-    def build(strict: bool) -> Trainer:
+    def build(strict):
         trainer = trainer_of(linear())
         Checkpoint(tmp_path / str(strict), strict=strict, **options).attach(trainer)
         if attach is not None:
@@ -94,13 +90,11 @@ def test_what_is_not_exact_is_refused_before_the_first_update(case: str, tmp_pat
     assert newest is not None and any(reason in each for each in newest.manifest.reproducibility)
 
 
-def test_windows_without_a_state_are_known_when_the_first_one_opens(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_windows_without_a_state_are_known_when_the_first_one_opens(tmp_path, caplog):
     """Before, nobody knows what a window's data is; nothing is trained on it where strict refuses."""
     reason = "DataLoader with WeightedRandomSampler keeps no state"
 
-    def run(strict: bool) -> Trainer:
+    def run(strict):
         trainer = trainer_of(linear())
         Checkpoint(tmp_path / str(strict), strict=strict).attach(trainer)
         trainer.run(Windows([1, 2, 3], lambda name: weighted()), max_epochs=1)
@@ -120,7 +114,7 @@ def test_windows_without_a_state_are_known_when_the_first_one_opens(
 
 
 @pytest.mark.row("D19")
-def test_exact_run_is_let_go(tmp_path: Path) -> None:
+def test_exact_run_is_let_go(tmp_path):
     trainer = trainer_of(linear(dropout=True))
     checkpoint = Checkpoint(tmp_path, strict=True)
     checkpoint.attach(trainer)
@@ -132,19 +126,19 @@ def test_exact_run_is_let_go(tmp_path: Path) -> None:
     assert again.run(numbers_loader(), max_epochs=2).iteration == 12
 
 
-def test_checkpoint_that_says_it_is_not_exact_is_not_resumed(tmp_path: Path) -> None:
+def test_checkpoint_that_says_it_is_not_exact_is_not_resumed(tmp_path):
     trainer = trainer_of(linear())
     Checkpoint(tmp_path, exclude=["optimizer"]).attach(trainer)
     trainer.run(numbers_loader(), max_epochs=1)
     again, checkpoint = trainer_of(linear()), Checkpoint(tmp_path, strict=True)
     checkpoint.attach(again)
-    before = [each.clone() for each in again.update.model.parameters()]  # type: ignore[attr-defined]  # an Update
+    before = [each.clone() for each in again.update.model.parameters()]
     with pytest.raises(NotExact, match=r"iteration_00000006 cannot be resumed .*: optimizer is not saved\. Fix"):
         checkpoint.resume()
-    assert all(map(torch.equal, before, again.update.model.parameters()))  # type: ignore[attr-defined]
+    assert all(map(torch.equal, before, again.update.model.parameters()))
 
 
-def test_another_number_of_ranks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_number_of_ranks_is_refused(tmp_path, monkeypatch):
     from ignite_engine.checkpointing.ranks import Ranks
 
     trainer = trainer_of(linear())
@@ -162,9 +156,7 @@ def test_another_number_of_ranks_is_refused(tmp_path: Path, monkeypatch: pytest.
             assert checkpoint.resume() is not None
 
 
-def test_other_environment_is_told_and_refused_where_it_is_strict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_environment_is_told_and_refused_where_it_is_strict(tmp_path, monkeypatch, caplog):
     trainer = trainer_of(linear())
     Checkpoint(tmp_path).attach(trainer)
     trainer.run(numbers_loader(), max_epochs=1)
@@ -180,7 +172,7 @@ def test_other_environment_is_told_and_refused_where_it_is_strict(
     assert f"iteration_00000006 may go on with other bits: {told}." in caplog.messages
 
 
-def test_what_a_resume_changed_stays_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_resume_changed_stays_in_the_report(tmp_path, monkeypatch):
     """Also of a run that is resumed a second time, as it was then: its bits are not those of an uninterrupted one."""
     threads = torch.get_num_threads()
     for epochs, now in ((1, threads), (2, threads + 3), (3, threads + 3)):
@@ -196,7 +188,7 @@ def test_what_a_resume_changed_stays_in_the_report(tmp_path: Path, monkeypatch: 
         assert checkpoint.store.checkpoints()[-1].manifest.reproducibility == trainer.reproducibility() == expected
 
 
-def test_saves_that_it_would_not_resume_are_refused(tmp_path: Path) -> None:
+def test_saves_that_it_would_not_resume_are_refused(tmp_path):
     with pytest.raises(ValueError, match="strict refuses to resume what on_exception saves"):
         Checkpoint(tmp_path, strict=True, on_exception=True)
     with pytest.raises(ConfigError, match=r"checkpoint.on_exception: got true with checkpoint.strict"):

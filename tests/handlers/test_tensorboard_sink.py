@@ -1,30 +1,26 @@
 """Scalars as TensorBoard itself reads them, over failures and resumes."""
 
-from __future__ import annotations
-
 import logging
 import math
 import threading
-from pathlib import Path
-from typing import Any
 
 import pytest
 from ignite.engine import Events
 
-from ignite_engine import Trainer, TrainingEvents
+from ignite_engine import TrainingEvents
 from ignite_engine.handlers import Checkpoint, MemoryLogger, MetricLogger, TensorBoardSink
-from tests.builders import numbers_loader, trainer_of
 from tests.handlers.test_sinks import files_end_at, lines
+from tests.kit.tiny import numbers_loader, trainer_of
 
 
-def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
+def scalars(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     read = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     return {tag: [(event.step, event.value) for event in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
 
 
-def built(run: Path, name: str = "iteration") -> Trainer:
+def built(run, name="iteration"):
     trainer = trainer_of()
     MetricLogger(run, sinks=[TensorBoardSink(run)], console=False).attach(trainer)
     checkpoint = Checkpoint(run / "checkpoints")
@@ -33,19 +29,19 @@ def built(run: Path, name: str = "iteration") -> Trainer:
     return trainer
 
 
-def expected(run: Path) -> list[tuple[int, Any]]:
+def expected(run):
     """TensorBoard keeps fp32."""
     return [(line["iteration"], pytest.approx(line["loss"], rel=1e-6)) for line in lines(run / "metrics.jsonl")]
 
 
-def names_of_threads() -> set[str]:
+def names_of_threads():
     return {thread.name for thread in threading.enumerate()}
 
 
-def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
+def test_tensorboard_reads_what_was_logged(tmp_path):
     trainer = built(tmp_path)
     MemoryLogger().attach(trainer, Events.ITERATION_COMPLETED(every=6))
-    threads: set[str] = set()
+    threads = set()
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: threads.update(names_of_threads()))
     before = names_of_threads()
     trainer.run(numbers_loader())
@@ -56,7 +52,7 @@ def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("die_at", [2, 6, 8, 11])
-def test_killed_and_resumed_no_point_appears_twice(die_at: int, tmp_path: Path) -> None:
+def test_killed_and_resumed_no_point_appears_twice(die_at, tmp_path):
     """At 2 before the first checkpoint, at 8 right after one."""
     trainer = built(tmp_path)
     trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=die_at), lambda: 1 / 0)
@@ -75,11 +71,11 @@ def test_killed_and_resumed_no_point_appears_twice(die_at: int, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("die_at", [0, 3])
-def test_tensorboard_reads_the_config(die_at: int, tmp_path: Path) -> None:
+def test_tensorboard_reads_the_config(die_at, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-    def run(die_at: int = 0) -> None:
+    def run(die_at=0):
         trainer = trainer_of()
         sink = TensorBoardSink(tmp_path, config={"optimizer": {"lr": 0.5, "betas": [1, 2]}, "name": "a", "no": None})
         MetricLogger(sinks=[sink], console=False).attach(trainer)
@@ -107,7 +103,7 @@ def test_tensorboard_reads_the_config(die_at: int, tmp_path: Path) -> None:
     }
 
 
-def test_second_run_of_a_trainer_continues(tmp_path: Path) -> None:
+def test_second_run_of_a_trainer_continues(tmp_path):
     trainer = trainer_of()
     MetricLogger(sinks=[TensorBoardSink(tmp_path)], console=False).attach(trainer)
     trainer.run(numbers_loader(4), max_epochs=1)
@@ -116,14 +112,14 @@ def test_second_run_of_a_trainer_continues(tmp_path: Path) -> None:
     assert [step for step, _ in scalars(tmp_path)["loss"]] == [1, 2, 3, 4]
 
 
-def test_nan_is_written_and_what_is_not_a_number_is_left_out(tmp_path: Path) -> None:
+def test_nan_is_written_and_what_is_not_a_number_is_left_out(tmp_path):
     sink = TensorBoardSink(tmp_path)
     sink.write(1, {"loss": math.nan, "word": "good", "flag": True, "epoch": 1})
 
     assert scalars(tmp_path).keys() == {"loss", "epoch"} and math.isnan(scalars(tmp_path)["loss"][0][1])
 
 
-def test_disk_that_was_full_costs_the_points_of_that_time_only(tmp_path: Path) -> None:
+def test_disk_that_was_full_costs_the_points_of_that_time_only(tmp_path):
     trainer = trainer_of()
     MetricLogger(sinks=[TensorBoardSink(tmp_path)], console=False).attach(trainer)
     full = files_end_at(230)
@@ -136,7 +132,7 @@ def test_disk_that_was_full_costs_the_points_of_that_time_only(tmp_path: Path) -
     assert all(path.stat().st_size for path in (tmp_path / "tensorboard").iterdir())
 
 
-def test_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_full_disk_is_one_warning(tmp_path, caplog):
     trainer = trainer_of()
     MetricLogger(sinks=[TensorBoardSink(tmp_path)], console=False).attach(trainer)
     with files_end_at(60):
@@ -147,7 +143,7 @@ def test_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert len(warned) == 1 and "free some disk space." in warned[0]
 
 
-def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_write_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("ignite.distributed.get_rank", lambda: 1)
     TensorBoardSink(tmp_path).write(1, {"loss": 1.0})
 

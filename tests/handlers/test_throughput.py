@@ -1,12 +1,7 @@
 """Rates count what the update consumed, over the time that iterations took and nothing else."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,17 +23,17 @@ SLACK_S = (
 class Slept:
     """Sleeps for something, and knows for how long it really did."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
+    def __init__(self):
+        self.seconds = defaultdict(float)
 
-    def __call__(self, what: str, seconds: float) -> None:
+    def __call__(self, what, seconds):
         started = time.perf_counter()
         time.sleep(seconds)
         self.seconds[what] += time.perf_counter() - started
 
 
 class SlowStep(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         self.slept("step", STEP_S)
         return super().step(closure)
 
@@ -48,26 +43,26 @@ class SlowStep(torch.optim.SGD):
 class SlowData:
     """Batches of 4 samples of 3 tokens, the last of an epoch of 2; each takes a while to come."""
 
-    def __init__(self, count: int, slept: Slept | None = None) -> None:
+    def __init__(self, count, slept=None):
         self.count = count
         self.slept = slept or Slept()
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.count
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self):
         for index in range(self.count):
             self.slept("wait", WAIT_S)
             yield {"length": 3, "inputs": [torch.ones(2 if index == self.count - 1 else 4, 3)]}
 
 
-def slow_trainer(accumulation_steps: int | None = None, slept: Slept | None = None) -> Trainer:
+def slow_trainer(accumulation_steps=None, slept=None):
     model = nn.Linear(3, 1)
     sleep = slept or Slept()
 
-    def loss_fn(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    def loss_fn(model, batch):
         sleep("compute", COMPUTE_S)
-        loss: torch.Tensor = model(batch["inputs"][0]).pow(2).mean()
+        loss = model(batch["inputs"][0]).pow(2).mean()
         return loss
 
     optimizer = SlowStep(model.parameters(), lr=0.1)
@@ -75,19 +70,19 @@ def slow_trainer(accumulation_steps: int | None = None, slept: Slept | None = No
     return Trainer(Update(model, optimizer, loss_fn), accumulation_steps)
 
 
-def published(trainer: Trainer) -> list[dict[str, float]]:
-    seen: list[dict[str, float]] = []
+def published(trainer):
+    seen = []
     trainer.add_event_handler(
         TrainingEvents.METRICS_READY, lambda trainer: seen.append(dict(trainer.state.metrics.fresh))
     )
     return seen
 
 
-def count_tokens(batch: dict[str, Any]) -> int:
+def count_tokens(batch):
     return int(batch["inputs"][0].numel())
 
 
-def test_samples_and_tokens_are_those_of_the_micro_batches() -> None:
+def test_samples_and_tokens_are_those_of_the_micro_batches():
     slept = Slept()
     trainer = slow_trainer(accumulation_steps=2, slept=slept)
     slow_trainer().run(SlowData(2), max_epochs=1)  # what is slow once in a process
@@ -103,16 +98,16 @@ def test_samples_and_tokens_are_those_of_the_micro_batches() -> None:
 
 @pytest.mark.row("F6")
 @pytest.mark.parametrize("update", ["ours", "the user's"])
-def test_evaluations_and_handlers_between_iterations_are_in_no_rate(update: str) -> None:
+def test_evaluations_and_handlers_between_iterations_are_in_no_rate(update):
     trainer = slow_trainer() if update == "ours" else Trainer(lambda engine, batch: time.sleep(COMPUTE_S))
     seen = published(trainer)
 
-    def evaluate(trainer: Trainer) -> None:
+    def evaluate(trainer):
         trainer.fire_event(TrainingEvents.EVALUATION_STARTED)
         time.sleep(ELSEWHERE_S)
         trainer.fire_event(TrainingEvents.EVALUATION_COMPLETED)
 
-    evaluate.phase = 0  # type: ignore[attr-defined]  # as an Evaluation has it: before the measurements
+    evaluate.phase = 0
     trainer.add_event_handler(Events.ITERATION_COMPLETED(every=2), evaluate)
     trainer.add_event_handler(TrainingEvents.RESUME_POINT, lambda: time.sleep(ELSEWHERE_S))  # a checkpoint
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: time.sleep(ELSEWHERE_S))
@@ -122,7 +117,7 @@ def test_evaluations_and_handlers_between_iterations_are_in_no_rate(update: str)
     assert seconds < 4 * (COMPUTE_S + WAIT_S + STEP_S) + 2 * SLACK_S  # and not 1 s more
 
 
-def test_every_interval_starts_at_zero_and_an_event_without_iterations_writes_nothing() -> None:
+def test_every_interval_starts_at_zero_and_an_event_without_iterations_writes_nothing():
     trainer = slow_trainer()
     seen = published(trainer)
     throughput = Throughput(lambda batch: 1)
@@ -133,7 +128,7 @@ def test_every_interval_starts_at_zero_and_an_event_without_iterations_writes_no
     assert len(seen) == 2 and ratios == pytest.approx([8 / 2, 6 / 2])
 
 
-def test_without_tokens_and_without_arrays_these_rates_are_left_out() -> None:
+def test_without_tokens_and_without_arrays_these_rates_are_left_out():
     trainer = Trainer(lambda engine, batch: None)
     seen = published(trainer)
     Throughput().attach(trainer, Events.EPOCH_COMPLETED)
@@ -141,7 +136,7 @@ def test_without_tokens_and_without_arrays_these_rates_are_left_out() -> None:
     assert set(seen[0]) == {"throughput/steps_per_s"}
 
 
-def test_samples_can_be_counted_by_the_user() -> None:
+def test_samples_can_be_counted_by_the_user():
     trainer = Trainer(lambda engine, batch: None)
     seen = published(trainer)
     Throughput(lambda batch: 1, samples_fn=len).attach(trainer, Events.EPOCH_COMPLETED)
@@ -149,7 +144,7 @@ def test_samples_can_be_counted_by_the_user() -> None:
     assert seen[0]["throughput/samples_per_s"] / seen[0]["throughput/tokens_per_s"] == pytest.approx(2.5)
 
 
-def test_it_does_not_listen_to_backward_and_saves_nothing() -> None:
+def test_it_does_not_listen_to_backward_and_saves_nothing():
     trainer = slow_trainer()
     saved = set(trainer.registry.objects)
     Throughput(count_tokens).attach(trainer)
@@ -157,7 +152,7 @@ def test_it_does_not_listen_to_backward_and_saves_nothing() -> None:
     assert set(trainer.registry.objects) == saved
 
 
-def test_nothing_is_written_between_its_events() -> None:
+def test_nothing_is_written_between_its_events():
     trainer = slow_trainer()
     seen = published(trainer)
     Throughput().attach(trainer, Events.ITERATION_COMPLETED(every=3))
@@ -165,7 +160,7 @@ def test_nothing_is_written_between_its_events() -> None:
     assert len(seen) == 1
 
 
-def _one_of_two_ranks(rank: int, folder: str) -> None:
+def _one_of_two_ranks(rank, folder):
     slept = Slept()
     # rank 1 is the slow one, and ends first: of its second group one micro-batch is a repetition with weight zero
     trainer = Trainer(lambda engine, batch: slept("compute", 0.02 + 0.2 * rank), accumulation_steps=2)
@@ -178,7 +173,7 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
 
 @pytest.mark.row("F6")
 @pytest.mark.distributed
-def test_on_two_ranks_work_is_summed_over_the_time_of_the_slower(tmp_path: Path) -> None:
+def test_on_two_ranks_work_is_summed_over_the_time_of_the_slower(tmp_path):
     on_ranks(2, _one_of_two_ranks, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     assert first == second

@@ -4,22 +4,18 @@ The stand-ins have what the libraries document of the functions that are called;
 themselves where they are installed.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import sys
 from collections import Counter
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 from ignite.engine import Events
 
-from ignite_engine import Trainer, TrainingEvents
+from ignite_engine import TrainingEvents
 from ignite_engine.handlers import Checkpoint, GracefulStop, MetricLogger, MLflowSink, WandBSink
-from tests.builders import numbers_loader, trainer_of
+from tests.kit.tiny import numbers_loader, trainer_of
 
 CONFIG = {"optimizer": {"lr": 0.5, "betas": [1, 2]}, "no": None}
 
@@ -27,20 +23,20 @@ CONFIG = {"optimizer": {"lr": 0.5, "betas": [1, 2]}, "no": None}
 class WandB(ModuleType):
     """Runs by id on a server, which takes no step that is not later than the last one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__("wandb")
-        self.server: dict[str, list[tuple[int, dict[str, Any]]]] = {}
-        self.inits: list[dict[str, Any]] = []
-        self.ended: list[tuple[dict[str, Any], int]] = []
+        self.server = {}
+        self.inits = []
+        self.ended = []
         self.Settings = lambda **given: given
-        self.run: Any = None
+        self.run = None
 
-    def init(self, **given: Any) -> None:
+    def init(self, **given):
         self.inits.append(given)
         name = given["id"] or f"run{len(self.server)}"
         points = self.server.setdefault(name, [])
         assert not points or given["resume"] == "allow"
-        summary: dict[str, Any] = {}
+        summary = {}
         self.run = SimpleNamespace(
             id=name,
             starting_step=points[-1][0] + 1 if points else 0,
@@ -53,62 +49,62 @@ class WandB(ModuleType):
 class MLflow(ModuleType):
     """Runs by id; every point that is logged is kept, as in its store."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__("mlflow")
-        self.points: dict[str, list[tuple[str, int, float]]] = {}
-        self.params: list[Any] = []
-        self.settings: list[Any] = []
-        self.ended: list[str] = []
-        self.tags: dict[str, str] = {}
-        self._active: Any = None
+        self.points = {}
+        self.params = []
+        self.settings = []
+        self.ended = []
+        self.tags = {}
+        self._active = None
         self.set_tracking_uri = self.set_experiment = self.settings.append
         self.flush_async_logging = lambda: None
         self.MlflowClient = lambda: self
 
-    def active_run(self) -> Any:
+    def active_run(self):
         return self._active
 
-    def start_run(self, run_id: str | None = None, run_name: str | None = None) -> Any:
+    def start_run(self, run_id=None, run_name=None):
         name = run_id or f"run{len(self.points)}"
         self.points.setdefault(name, [])
         self._active = SimpleNamespace(info=SimpleNamespace(run_id=name, run_name=run_name))
         return self._active
 
-    def end_run(self, status: str = "FINISHED") -> None:
+    def end_run(self, status="FINISHED"):
         self._active = None
         self.ended.append(status)
 
-    def set_tag(self, key: str, value: str) -> None:
+    def set_tag(self, key, value):
         self.tags[key] = value
 
-    def log_params(self, params: Any) -> None:
+    def log_params(self, params):
         self.params.append(params)
 
-    def log_metrics(self, values: Any, step: int, synchronous: bool, run_id: str) -> None:
+    def log_metrics(self, values, step, synchronous, run_id):
         assert not synchronous
         self.points[run_id] += [(name, step, value) for name, value in values.items()]
 
-    def get_run(self, run_id: str) -> Any:
+    def get_run(self, run_id):
         return SimpleNamespace(data=SimpleNamespace(metrics={name: value for name, _, value in self.points[run_id]}))
 
-    def get_metric_history(self, run_id: str, key: str) -> Any:
+    def get_metric_history(self, run_id, key):
         return [SimpleNamespace(step=step) for name, step, _ in self.points[run_id] if name == key]
 
 
 @pytest.fixture(autouse=True)
-def nothing_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def nothing_configured(monkeypatch, tmp_path):
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, package: Any) -> Any:
+def stand_in(monkeypatch, package):
     package.__spec__ = SimpleNamespace()
     monkeypatch.setitem(sys.modules, package.__name__, package)
     return package
 
 
-def built(run: Path, sink: Any, *, die_at: int | None = None) -> Trainer:
+def built(run, sink, *, die_at=None):
     trainer = trainer_of()
     MetricLogger(sinks=[sink], console=False).attach(trainer)
     checkpoint = Checkpoint(run / "checkpoints")
@@ -120,7 +116,7 @@ def built(run: Path, sink: Any, *, die_at: int | None = None) -> Trainer:
     return trainer
 
 
-def twice(run: Path, make: Any, die_at: int) -> list[Any]:
+def twice(run, make, die_at):
     """A run that dies and is resumed; returns both sinks."""
     sinks = [make(run), make(run)]
     with pytest.raises(ZeroDivisionError):
@@ -131,9 +127,7 @@ def twice(run: Path, make: Any, die_at: int) -> list[Any]:
 
 @pytest.mark.row("F2", "F9")
 @pytest.mark.parametrize("die_at", [6, 8])
-def test_wandb_run_is_resumed_and_has_each_value_once(
-    die_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_run_is_resumed_and_has_each_value_once(die_at, tmp_path, monkeypatch):
     wandb = stand_in(monkeypatch, WandB())
     first, second = twice(tmp_path, lambda run: WandBSink(run, config=CONFIG, project="p", offline=False), die_at)
 
@@ -152,9 +146,7 @@ def test_wandb_run_is_resumed_and_has_each_value_once(
 
 @pytest.mark.row("F2")
 @pytest.mark.parametrize("die_at", [6, 8])
-def test_mlflow_run_is_resumed_and_has_each_value_once(
-    die_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_run_is_resumed_and_has_each_value_once(die_at, tmp_path, monkeypatch):
     mlflow = stand_in(monkeypatch, MLflow())
     first, second = twice(tmp_path, lambda run: MLflowSink(run, config=CONFIG, experiment="e"), die_at)
 
@@ -167,7 +159,7 @@ def test_mlflow_run_is_resumed_and_has_each_value_once(
     assert mlflow.ended == ["FAILED", "FINISHED"] and mlflow.tags == {"reason": "max_epochs"}
 
 
-def test_mlflow_run_of_the_user_is_used_and_left_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_run_of_the_user_is_used_and_left_open(tmp_path, monkeypatch):
     mlflow = stand_in(monkeypatch, MLflow())
     mlflow.start_run(run_id="mine")
     built(tmp_path, MLflowSink(tmp_path)).run(numbers_loader(4))
@@ -175,7 +167,7 @@ def test_mlflow_run_of_the_user_is_used_and_left_open(tmp_path: Path, monkeypatc
     assert len(mlflow.points["mine"]) == 4 and mlflow.settings == [] and mlflow.ended == []
 
 
-def test_interrupted_run_is_killed_for_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_run_is_killed_for_mlflow(tmp_path, monkeypatch):
     mlflow = stand_in(monkeypatch, MLflow())
     trainer = built(tmp_path, MLflowSink(tmp_path))
     GracefulStop(exit=False).attach(trainer)
@@ -196,9 +188,7 @@ def test_interrupted_run_is_killed_for_mlflow(tmp_path: Path, monkeypatch: pytes
         ({"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, "", "offline"),
     ],
 )
-def test_wandb_is_online_where_it_has_a_key_and_never_asks_for_one(
-    variables: dict[str, str], netrc: str, mode: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_is_online_where_it_has_a_key_and_never_asks_for_one(variables, netrc, mode, tmp_path, monkeypatch):
     wandb = stand_in(monkeypatch, WandB())
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -210,9 +200,7 @@ def test_wandb_is_online_where_it_has_a_key_and_never_asks_for_one(
 
 
 @pytest.mark.parametrize(("sink", "package"), [(WandBSink, WandB), (MLflowSink, MLflow)])
-def test_failure_is_one_warning_and_training_continues(
-    sink: Any, package: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failure_is_one_warning_and_training_continues(sink, package, tmp_path, monkeypatch, caplog):
     stand = stand_in(monkeypatch, package())
     stand.init = stand.start_run = lambda **_: 1 / 0
     state = built(tmp_path, sink(tmp_path)).run(numbers_loader(24))
@@ -221,7 +209,7 @@ def test_failure_is_one_warning_and_training_continues(
     assert state.status == "completed" and len(warned) == 1 and "ZeroDivisionError" in warned[0]
 
 
-def test_other_ranks_start_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_start_nothing(tmp_path, monkeypatch):
     wandb, mlflow = stand_in(monkeypatch, WandB()), stand_in(monkeypatch, MLflow())
     monkeypatch.setattr("ignite.distributed.get_rank", lambda: 1)
     built(tmp_path / "a", WandBSink(tmp_path)).run(numbers_loader(4))
@@ -234,7 +222,7 @@ def test_other_ranks_start_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
-def test_wandb_itself_writes_offline_under_one_id(tmp_path: Path) -> None:
+def test_wandb_itself_writes_offline_under_one_id(tmp_path):
     import wandb
 
     first, second = twice(tmp_path, WandBSink, 6)
@@ -245,7 +233,7 @@ def test_wandb_itself_writes_offline_under_one_id(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="mlflow is not installed")
-def test_mlflow_itself_has_each_value_once(tmp_path: Path) -> None:
+def test_mlflow_itself_has_each_value_once(tmp_path):
     import mlflow
 
     _, sink = twice(tmp_path, lambda run: MLflowSink(run, config=CONFIG), 6)

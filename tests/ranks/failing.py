@@ -4,16 +4,12 @@ Options: ``how`` it fails, ``rank`` that does (default 1), ``at`` which of its b
 in which a file ``failed`` says when.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import ignite.distributed as idist
 import torch
@@ -21,7 +17,7 @@ from ignite.engine import Events
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ignite_engine import Parallel, Task, Trainer
+from ignite_engine import Parallel, Task
 from ignite_engine.cli import commands
 from ignite_engine.config import load_config
 
@@ -29,13 +25,13 @@ from ignite_engine.config import load_config
 class Broken:
     """A handler that raises."""
 
-    def __init__(self, at: int, note: Callable[[], None]) -> None:
+    def __init__(self, at, note):
         self.at, self.note = at, note
 
-    def attach(self, trainer: Trainer) -> None:
+    def attach(self, trainer):
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=self.at), self)
 
-    def __call__(self, trainer: Trainer) -> None:
+    def __call__(self, trainer):
         self.note()
         raise KeyError("no such key")
 
@@ -43,11 +39,11 @@ class Broken:
 class Unreadable(TensorDataset):
     """The sample that is read after as many others raises."""
 
-    def __init__(self, after: int, *tensors: torch.Tensor) -> None:
+    def __init__(self, after, *tensors):
         super().__init__(*tensors)
         self.left = after
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         self.left -= 1
         if self.left < 0:
             raise OSError(5, "a sample is damaged")
@@ -57,26 +53,26 @@ class Unreadable(TensorDataset):
 class Growing:
     """A state of each rank's own that has grown beyond the disk from iteration ``at`` on, where it fails."""
 
-    def __init__(self, fails: bool, at: int, note: Callable[[], None]) -> None:
+    def __init__(self, fails, at, note):
         self.fails, self.at, self.note, self.size = fails, at, note, 1
 
-    def attach(self, trainer: Trainer) -> None:
+    def attach(self, trainer):
         trainer.register("growing", self)
         if self.fails:
             trainer.add_event_handler(Events.ITERATION_COMPLETED(once=self.at), self.grow)
 
-    def grow(self) -> None:
+    def grow(self):
         self.note()
         self.size = 1_000_000
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"numbers": torch.zeros(self.size)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.size = len(state["numbers"])
 
 
-def fail(how: str) -> None:
+def fail(how):
     if how == "raise":
         raise ValueError("a sample is broken")
     if how == "exit":
@@ -89,18 +85,18 @@ def fail(how: str) -> None:
         time.sleep(600)
 
 
-def build(options: Mapping[str, Any]) -> Task:
+def build(options):
     how, at = options.get("how", ""), options.get("at", 5)
     fails = idist.get_rank() == options.get("rank", 1)
     if fails and how == "build":
         raise ValueError("no model here")
     calls = []
 
-    def note() -> None:
+    def note():
         if "notes" in options:
             (Path(options["notes"]) / "failed").touch()
 
-    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+    def loss_fn(model, batch):
         calls.append(1)
         time.sleep(0.15)  # several heartbeats before it fails
         if fails and len(calls) == at:
@@ -119,7 +115,7 @@ def build(options: Mapping[str, Any]) -> Task:
     )
 
 
-def train(config: str, ranks: int, options: Mapping[str, Any]) -> None:
+def train(config, ranks, options):
     """As ``train --nproc-per-node``, on ranks that are forked: they need not import torch again."""
     arguments = argparse.Namespace(command="train", traceback=False)
     with Parallel(backend="gloo", nproc_per_node=ranks, start_method="fork", **options) as parallel:

@@ -1,10 +1,6 @@
 """Ranks as processes forked from a child of a fork server: milliseconds each, not an import."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,7 +8,7 @@ import torch.distributed as dist
 from ignite_engine.ranks import agreement
 
 
-def on_ranks(folder: Path, ranks: int, work: Callable[[int], object]) -> int:
+def on_ranks(folder, ranks, work):
     """Call ``work(rank)`` on so many gloo ranks, of which this process is the first; the largest exit code.
 
     Args:

@@ -3,14 +3,9 @@
 Multiprocessing's own fork server is that one: it is started by the first test that needs it, and imports once.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
-from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +21,7 @@ PRELOADED = [
 ]
 
 
-def on_ranks(ranks: int, work: Callable[..., object], folder: Path, *arguments: Any, joined: bool = True) -> None:
+def on_ranks(ranks, work, folder, *arguments, joined=True):
     """Call ``work(rank, str(folder), *arguments)`` in each of ``ranks`` new processes, and wait for their end.
 
     Args:
@@ -39,20 +34,20 @@ def on_ranks(ranks: int, work: Callable[..., object], folder: Path, *arguments: 
         torch.multiprocessing.ProcessExitedException: of the first rank that ended with another exit code than 0.
     """
     multiprocessing.set_forkserver_preload(PRELOADED)
-    mp.start_processes(  # type: ignore[no-untyped-call]
+    mp.start_processes(
         _rank, (ranks, work, str(folder), arguments, joined, dict(os.environ)), ranks, start_method="forkserver"
     )
 
 
 def _rank(
-    rank: int,
-    ranks: int,
-    work: Callable[..., object],
-    folder: str,
-    arguments: tuple[Any, ...],
-    joined: bool,
-    environment: dict[str, str],
-) -> None:
+    rank,
+    ranks,
+    work,
+    folder,
+    arguments,
+    joined,
+    environment,
+):
     os.environ.clear()  # else the one of the test that started the server
     os.environ.update(environment)
     torch.set_num_threads(1)

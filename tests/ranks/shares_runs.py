@@ -1,44 +1,39 @@
 """Runs with ``global_micro_batches`` on any number of ranks, in children of a fork server."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from ignite.engine import Events
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import Trainer, Update, loader
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.ranks import agreement
-from tests.builders import Numbers, linear, mse
+from tests.kit.tiny import Numbers, linear, mse
 from tests.ranks.forked import on_ranks
 
 MODULES = ("tests.ranks.shares_runs",)
 
 
-def start(folder: str, ranks: int, function: str, *arguments: Any) -> int:
+def start(folder, ranks, function, *arguments):
     """Call a function of this module on so many ranks; what it returns is saved by rank."""
 
-    def work(rank: int) -> None:
+    def work(rank):
         torch.save(FUNCTIONS[function](Path(folder), *arguments), f"{folder}/{rank}.pt")
 
     return on_ranks(Path(folder), ranks, work)
 
 
-def see(folder: Path, samples: int, stop_at: int | None, drop_last: bool, workers: int) -> dict[str, Any]:
+def see(folder, samples, stop_at, drop_last, workers):
     """The samples of each of this rank's micro-batches that counts, by iteration, and what was logged."""
-    seen: list[Any] = []
-    lines: list[str] = []
+    seen = []
+    lines = []
     watch = logging.Handler(logging.WARNING)
-    watch.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    watch.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("ignite_engine.data.source").addHandler(watch)
 
-    def update(engine: Any, batch: Any) -> None:
+    def update(engine, batch):
         real = batch[: len(batch) - engine.state.padding]
         seen.append((engine.state.epoch, engine.state.iteration, [each.tolist() for each in real]))
 
@@ -49,7 +44,7 @@ def see(folder: Path, samples: int, stop_at: int | None, drop_last: bool, worker
     if stop_at is not None:
 
         @trainer.on(Events.ITERATION_COMPLETED(once=stop_at))
-        def stop() -> None:
+        def stop():
             trainer.request_stop("here")
             trainer.vote_at_next_boundary()
 
@@ -58,14 +53,14 @@ def see(folder: Path, samples: int, stop_at: int | None, drop_last: bool, worker
     return {"seen": seen, "lines": lines}
 
 
-def learn(folder: Path) -> dict[str, Any]:
+def learn(folder):
     """Weights and losses with the ordinary update."""
     torch.manual_seed(3)
-    model: nn.Module = linear(dtype=torch.float64)
+    model = linear(dtype=torch.float64)
     wrapped = DistributedDataParallel(model) if agreement.world_size() > 1 else model
     update = Update(wrapped, torch.optim.SGD(model.parameters(), lr=0.1), mse, weight_fn=lambda batch: len(batch[0]))
     trainer = Trainer(update, global_micro_batches=5)
-    losses: list[torch.Tensor] = []
+    losses = []
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output["loss"]))
     trainer.run(loader(Numbers(23, dtype=torch.float64), 2, shuffle=True), max_epochs=2)
     return {
@@ -74,4 +69,4 @@ def learn(folder: Path) -> dict[str, Any]:
     }
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"see": see, "learn": learn}
+FUNCTIONS = {"see": see, "learn": learn}

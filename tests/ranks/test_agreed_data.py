@@ -1,12 +1,9 @@
 """Two gloo ranks whose data ends, fails or waits at different places: they agree on each group before its step."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ignite.engine import Events
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -23,7 +20,7 @@ from ignite_engine import Trainer, TrainingEvents, Update, loader
 from ignite_engine.errors import Interrupted
 from ignite_engine.handlers import Checkpoint, GracefulStop
 from ignite_engine.ranks import agreement
-from tests.builders import Numbers, linear, mse, one
+from tests.kit.tiny import Numbers, linear, mse, one
 from tests.ranks.forkserver import on_ranks
 
 pytestmark = pytest.mark.distributed
@@ -32,21 +29,21 @@ pytestmark = pytest.mark.distributed
 class Stream(IterableDataset[Any]):
     """Batches of a rank, without a length: the numbers from ``100 * rank`` on."""
 
-    def __init__(self, rank: int, count: int, at: int = -1, then: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, rank, count, at=-1, then=lambda: None):
         self.rank, self.count, self.at, self.then = rank, count, at, then
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self):
         for index in range(self.count):
             if index == self.at:
                 self.then()
             yield torch.tensor([100.0 * self.rank + index])
 
 
-def trainer_and_seen(steps: int | None = None) -> tuple[Trainer, list[Any]]:
+def trainer_and_seen(steps=None):
     trainer, seen = Trainer(lambda engine, batch: None, steps), list[Any]()
 
     @trainer.on(Events.ITERATION_COMPLETED)
-    def note() -> None:
+    def note():
         state = trainer.state
         group = state.batch if steps else [state.batch]
         seen.append((state.epoch, [int(batch) for batch in group[: len(group) - state.padding]], state.group_total))
@@ -54,7 +51,7 @@ def trainer_and_seen(steps: int | None = None) -> tuple[Trainer, list[Any]]:
     return trainer, seen
 
 
-def uneven_epochs(rank: int) -> Any:
+def uneven_epochs(rank):
     trainer, seen = trainer_and_seen()
     events = list[str]()
     for event in (Events.EPOCH_STARTED, Events.DATALOADER_STOP_ITERATION, Events.EPOCH_COMPLETED):
@@ -63,14 +60,14 @@ def uneven_epochs(rank: int) -> Any:
     return {"seen": seen, "events": events, "length": trainer.state.epoch_length}
 
 
-def groups(rank: int) -> Any:
+def groups(rank):
     trainer, seen = trainer_and_seen(3)
     trainer.run(DataLoader(Stream(rank, (7, 4)[rank]), batch_size=None), max_epochs=1)
     return seen
 
 
-def error_of_one(rank: int) -> Any:
-    def fail() -> None:
+def error_of_one(rank):
+    def fail():
         raise OSError(5, "the disk is gone")
 
     trainer, seen = trainer_and_seen()
@@ -81,19 +78,19 @@ def error_of_one(rank: int) -> Any:
         return {"error": f"{type(error).__name__}: {error}", "seen": len(seen), "status": trainer.state.status}
 
 
-def stop_of_one(rank: int) -> Any:
+def stop_of_one(rank):
     """Rank 1 waits for long for its fourth batch; a signal comes meanwhile."""
     trainer, seen = trainer_and_seen()
 
-    def wait() -> None:
+    def wait():
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
         time.sleep(60)
 
     GracefulStop().attach(trainer)
-    saved: dict[str, Any] = {}
+    saved = {}
 
     @trainer.on(TrainingEvents.RESUME_POINT)
-    def save() -> None:
+    def save():
         shared, local = trainer.registry.capture()
         saved.update({**shared, **local} if trainer.state.stopping else {})
 
@@ -109,7 +106,7 @@ def stop_of_one(rank: int) -> Any:
     return {"code": code, "seen": seen, "rest": seen_after, "waited": taken > 30}
 
 
-def without_a_batch(rank: int) -> Any:
+def without_a_batch(rank):
     """One sample for two ranks: the other one trains on it, too, with weight zero."""
     model = DistributedDataParallel(linear())
     trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse))
@@ -117,12 +114,12 @@ def without_a_batch(rank: int) -> Any:
     return one(model), trainer.state.iteration
 
 
-def counted(rank: int, sized: bool) -> Any:
+def counted(rank, sized):
     """The collectives of each step: those that wait, those that do not, and waits for one of the latter."""
     calls = list[str]()
     gather = dist.all_gather
 
-    def counting(tensors: Any, tensor: Any, *, async_op: bool = False, **options: Any) -> Any:
+    def counting(tensors, tensor, *, async_op=False, **options):
         calls.append("started" if async_op else "waited for")
         return gather(tensors, tensor, async_op=async_op, **options)
 
@@ -131,11 +128,11 @@ def counted(rank: int, sized: bool) -> Any:
     trainer, steps = Trainer(update), list[list[str]]()
 
     @trainer.on(Events.ITERATION_COMPLETED)
-    def note() -> None:
+    def note():
         steps.append(list(calls))
         calls.clear()
 
-    data: Any = loader(Numbers(22), 2)
+    data = loader(Numbers(22), 2)
     dist.all_gather, period = counting, agreement._VOTE_PERIOD_S
     agreement._VOTE_PERIOD_S = 1e6  # one vote, at the first step
     try:
@@ -148,15 +145,15 @@ def counted(rank: int, sized: bool) -> Any:
 class Noise(nn.Module):
     """Draws from a generator of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.generator = torch.Generator().manual_seed(5)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         return hidden + 0.1 * torch.randn(hidden.shape, generator=self.generator)
 
 
-def without_statistics(rank: int) -> Any:
+def without_statistics(rank):
     """Rank 1 repeats its last batch twice; its generators and statistics stay as they are in the meantime."""
     torch.manual_seed(rank)
     inner = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), Noise(), nn.Linear(4, 1))
@@ -165,7 +162,7 @@ def without_statistics(rank: int) -> Any:
     seen = list[Any]()
 
     @trainer.on(Events.ITERATION_COMPLETED)
-    def note() -> None:
+    def note():
         drawn = torch.stack([torch.get_rng_state(), inner[3].generator.get_state()])
         seen.append((inner[1].running_mean.clone(), int(inner[1].num_batches_tracked), drawn))
 
@@ -176,7 +173,7 @@ def without_statistics(rank: int) -> Any:
     return [seen[:4], seen[4:]]
 
 
-def shared_statistics(rank: int) -> Any:
+def shared_statistics(rank):
     """Rank 1 has one group, rank 0 three: what DDP gives rank 1 before each of the others is not changed there."""
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
@@ -185,17 +182,17 @@ def shared_statistics(rank: int) -> Any:
     seen = list[Any]()
 
     @trainer.on(Events.ITERATION_COMPLETED)
-    def note() -> None:
+    def note():
         seen.append(inner[1].running_mean.clone())
 
     trainer.run(list(DataLoader(Numbers(12), 2))[: 6 if rank == 0 else 2], max_epochs=1)
     return seen
 
 
-def repeated(rank: int) -> Any:
+def repeated(rank):
     """What a run sees in each iteration, and what one sees that is resumed at each of its step boundaries."""
 
-    def run(data: Any, state: Any, options: Any) -> tuple[list[Any], list[Any]]:
+    def run(data, state, options):
         trainer, seen, saved = Trainer(lambda engine, batch: None, **options), list[Any](), list[Any]()
         trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append([*trainer.state.batch]))
         trainer.add_event_handler(TrainingEvents.RESUME_POINT, lambda: saved.append(trainer.registry.capture()))
@@ -207,17 +204,17 @@ def repeated(rank: int) -> Any:
     found = list[Any]()
     listed = [torch.tensor([10 * rank + index]) for index in range(7 if rank == 0 else 3)]
     by_rank, dealt = {"accumulation_steps": 2}, {"global_micro_batches": 4}
-    shuffled = partial(loader, torch.arange(5), 1, shuffle=True)  # type: ignore[arg-type]  # has a length and items
+    shuffled = partial(loader, torch.arange(5), 1, shuffle=True)
     for make, options in ((shuffled, by_rank), (lambda: listed, by_rank), (shuffled, dealt)):
         whole, saved = run(make(), None, options)
         found.append([(whole[index:], run(make(), saved[index - 1], options)[0]) for index in range(1, len(whole))])
     return found
 
 
-def one_iterator(rank: int) -> Any:
+def one_iterator(rank):
     """An iterator that can be read only once, of 9 or 5 batches in groups of 2: what a run that pauses trains on."""
 
-    def run(pause: Callable[[Trainer], None] | None) -> list[Any]:
+    def run(pause):
         trainer, seen = trainer_and_seen(2)
         data = iter(Stream(rank, (9, 5)[rank]))
         if pause is not None:
@@ -226,14 +223,14 @@ def one_iterator(rank: int) -> Any:
             trainer.run(data, max_iters=5)
         return seen
 
-    def stop(trainer: Trainer) -> None:
+    def stop(trainer):
         trainer.vote_at_next_boundary()
         trainer.request_stop("a pause")
 
     return [run(None), run(lambda trainer: trainer.interrupt()), run(stop)]
 
 
-CASES: dict[str, Callable[[int], Any]] = {
+CASES = {
     "one iterator": one_iterator,
     "uneven epochs": uneven_epochs,
     "groups": groups,
@@ -248,19 +245,19 @@ CASES: dict[str, Callable[[int], Any]] = {
 }
 
 
-def _rank(rank: int, folder: str) -> None:
+def _rank(rank, folder):
     torch.save({name: case(rank) for name, case in CASES.items()}, f"{folder}/{rank}.pt")
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def reports(tmp_path_factory):
     folder = tmp_path_factory.mktemp("agreed")
     on_ranks(2, _rank, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 
 @pytest.mark.row("H2")
-def test_epochs_of_unsized_data_end_together(reports: list[dict[str, Any]]) -> None:
+def test_epochs_of_unsized_data_end_together(reports):
     first, second = (each["uneven epochs"] for each in reports)
 
     assert first["seen"] == [(epoch, [index], 1 + (index < 4)) for epoch in (1, 2, 3) for index in range(7)]
@@ -271,14 +268,14 @@ def test_epochs_of_unsized_data_end_together(reports: list[dict[str, Any]]) -> N
     assert first["length"] == second["length"] == 7
 
 
-def test_a_short_group_is_filled_up_to_the_longest(reports: list[dict[str, Any]]) -> None:
+def test_a_short_group_is_filled_up_to_the_longest(reports):
     assert [each["groups"] for each in reports] == [
         [(1, [0, 1, 2], 6), (1, [3, 4, 5], 4), (1, [6], 1)],
         [(1, [100, 101, 102], 6), (1, [103], 4), (1, [], 1)],
     ]
 
 
-def test_an_error_in_the_data_of_one_rank_is_named_on_all(reports: list[dict[str, Any]]) -> None:
+def test_an_error_in_the_data_of_one_rank_is_named_on_all(reports):
     first, second = (each["error"] for each in reports)
 
     assert second["error"] == "OSError: [Errno 5] the disk is gone"
@@ -287,7 +284,7 @@ def test_an_error_in_the_data_of_one_rank_is_named_on_all(reports: list[dict[str
     assert [each["status"] for each in (first, second)] == ["failed", "failed"]
 
 
-def test_a_signal_ends_the_wait_for_data_that_is_looked_ahead(reports: list[dict[str, Any]]) -> None:
+def test_a_signal_ends_the_wait_for_data_that_is_looked_ahead(reports):
     for rank, each in enumerate(reports):
         stop = each["stop"]
         assert (stop["code"], stop["waited"]) == (143, False)
@@ -295,14 +292,14 @@ def test_a_signal_ends_the_wait_for_data_that_is_looked_ahead(reports: list[dict
         assert stop["rest"] == [(1, [100 * rank + index], 2) for index in range(3, 6)]
 
 
-def test_an_iterator_goes_on_after_a_pause_without_losing_what_was_looked_ahead(reports: list[dict[str, Any]]) -> None:
+def test_an_iterator_goes_on_after_a_pause_without_losing_what_was_looked_ahead(reports):
     for each in reports:
         whole, interrupted, stopped = each["one iterator"]
         assert len(whole) == 5 and interrupted == whole and stopped == whole
 
 
 @pytest.mark.row("H2")
-def test_a_rank_without_a_batch_trains_along(reports: list[dict[str, Any]]) -> None:
+def test_a_rank_without_a_batch_trains_along(reports):
     model = linear()
     trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse))
     trainer.run(loader(Numbers(1), 2), max_epochs=3)
@@ -313,7 +310,7 @@ def test_a_rank_without_a_batch_trains_along(reports: list[dict[str, Any]]) -> N
 
 
 @pytest.mark.row("B11")
-def test_a_step_waits_for_no_exchange_of_weights(reports: list[dict[str, Any]]) -> None:
+def test_a_step_waits_for_no_exchange_of_weights(reports):
     for each in reports:
         sized, unsized = each["sized"], each["unsized"]
         assert [step.count("started") for step in sized] == [2, 1, 1, 1, 1, 0]
@@ -322,7 +319,7 @@ def test_a_step_waits_for_no_exchange_of_weights(reports: list[dict[str, Any]]) 
             assert [step.count("waited for") for step in steps][1:] == [2, 1, 0, 1, 0]
 
 
-def test_a_repeated_batch_moves_neither_statistics_nor_random_numbers(reports: list[dict[str, Any]]) -> None:
+def test_a_repeated_batch_moves_neither_statistics_nor_random_numbers(reports):
     for sized in (0, 1):
         first, second = (each["statistics"][sized] for each in reports)
         start = 4 * sized
@@ -334,14 +331,14 @@ def test_a_repeated_batch_moves_neither_statistics_nor_random_numbers(reports: l
         assert not any(torch.equal(one, other) for one, other in zip(second[0][2], second[1][2], strict=True))
 
 
-def test_a_rank_without_a_batch_has_the_statistics_that_ddp_gave_it(reports: list[dict[str, Any]]) -> None:
+def test_a_rank_without_a_batch_has_the_statistics_that_ddp_gave_it(reports):
     """So they follow from what rank 0 saves: a resumed run has the same ones."""
     first, second = (each["shared statistics"] for each in reports)
     assert len(first) == 3 and not torch.equal(first[0], first[1])
     assert torch.equal(second[1], first[0]) and torch.equal(second[2], first[1])
 
 
-def test_a_rank_that_is_resumed_without_a_batch_repeats_the_one_that_it_had_last(reports: list[dict[str, Any]]) -> None:
+def test_a_rank_that_is_resumed_without_a_batch_repeats_the_one_that_it_had_last(reports):
     for each in reports:
         assert [len(pairs) for pairs in each["repeated"]] == [3, 7, 3]
         for whole, resumed in (pair for pairs in each["repeated"] for pair in pairs):
@@ -351,10 +348,10 @@ def test_a_rank_that_is_resumed_without_a_batch_repeats_the_one_that_it_had_last
 class Drawn:
     """Has a state, and samples with a random number; a signal comes to rank 0 while one of them is made."""
 
-    def __init__(self, kill_at: int | None = None) -> None:
+    def __init__(self, kill_at=None):
         self.at, self.kill_at = 0, kill_at if agreement.rank() == 0 else None
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self):
         while self.at < 8:
             self.at += 1
             sample = torch.tensor([[float(self.at), torch.rand(()).item()]])
@@ -364,14 +361,14 @@ class Drawn:
             yield sample
         self.at = 0
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"at": self.at}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.at = state["at"]
 
 
-def losses_of(folder: Path, data: Drawn) -> list[float]:
+def losses_of(folder, data):
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1)))
     update = Update(model, torch.optim.SGD(model.parameters(), lr=0.01), lambda model, batch: model(batch).mean())
@@ -385,7 +382,7 @@ def losses_of(folder: Path, data: Drawn) -> list[float]:
     return losses
 
 
-def _stopped_while_read(rank: int, folder: str) -> None:
+def _stopped_while_read(rank, folder):
     whole = losses_of(Path(folder, "whole"), Drawn())
     found = {
         at: losses_of(Path(folder, str(at)), Drawn(at)) + losses_of(Path(folder, str(at)), Drawn())
@@ -394,5 +391,5 @@ def _stopped_while_read(rank: int, folder: str) -> None:
     assert len(whole) == 4 and found == dict.fromkeys(found, whole)
 
 
-def test_a_signal_while_samples_are_drawn_changes_no_bit_of_the_run(tmp_path: Path) -> None:
+def test_a_signal_while_samples_are_drawn_changes_no_bit_of_the_run(tmp_path):
     on_ranks(2, _stopped_while_read, tmp_path)

@@ -1,10 +1,5 @@
 """The best weights on two gloo ranks: agreed on, whole in DDP and FSDP2, saved in the background or not."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from ignite.engine import Events
@@ -13,17 +8,17 @@ from ignite_engine import create_evaluator, load_weights, loader
 from ignite_engine.checkpointing import CheckpointError
 from ignite_engine.handlers import Checkpoint, Evaluation
 from ignite_engine.run_directory import weights_sha256
-from tests.builders import Numbers, on_two_ranks
-from tests.sharded import in_layout, net, trainer_in
+from tests.kit.sharded import in_layout, net, trainer_in
+from tests.kit.tiny import Numbers, on_two_ranks
 
 pytestmark = pytest.mark.distributed
 
 
-def restored(folder: Path, layout: str, background: bool) -> Any:
+def restored(folder, layout, background):
     """A run whose metric says that iteration 3 is the best, which each rank sees otherwise."""
     trainer, _, data = trainer_in(layout, folder / "other", optimizer="sgd")
-    model: Any = trainer.update.model  # type: ignore[attr-defined]
-    seen: list[float] = []
+    model = trainer.update.model
+    seen = []
     evaluator = create_evaluator(model, lambda model, batch: seen.append(float(model(batch[0]).sum())), {})
     Evaluation(evaluator, loader(Numbers(8), 4)).attach(trainer, Events.ITERATION_COMPLETED(once=3))
     checkpoint = Checkpoint(
@@ -32,7 +27,7 @@ def restored(folder: Path, layout: str, background: bool) -> Any:
     checkpoint.attach(trainer, Events.COMPLETED)
 
     @trainer.on(Events.ITERATION_COMPLETED)
-    def score() -> None:
+    def score():
         trainer.state.metrics["val/score"] = -abs(trainer.state.iteration - 3) + 0.0
 
     trainer.run(data, max_iters=6)
@@ -48,7 +43,7 @@ def restored(folder: Path, layout: str, background: bool) -> Any:
     return best.iteration, best.path.name, same, digest, outputs == seen
 
 
-def refused(folder: Path) -> str:
+def refused(folder):
     """There is none."""
     trainer, _, _ = trainer_in("ddp", folder / "other")
     checkpoint = Checkpoint(folder / "none", name="other", best="val/score")
@@ -58,7 +53,7 @@ def refused(folder: Path) -> str:
     return str(caught.value)
 
 
-def cases(folder: Path) -> dict[str, Any]:
+def cases(folder):
     torch.set_num_threads(1)
     answers = {
         f"{layout} {background}": restored(folder / f"{layout}{background}", layout, background)
@@ -69,7 +64,7 @@ def cases(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_two_ranks_restore_the_weights_that_were_evaluated(tmp_path: Path) -> None:
+def test_two_ranks_restore_the_weights_that_were_evaluated(tmp_path):
     answers = on_two_ranks(lambda rank: cases(tmp_path), tmp_path / "store")
     first, second = answers.pop("refused")
     assert first == second and "holds no valid checkpoint of this run with val/score" in first

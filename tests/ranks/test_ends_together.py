@@ -1,11 +1,5 @@
 """Whatever ends one rank ends all of them, at the same iteration."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from ignite.engine import Events
@@ -14,12 +8,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import Trainer, Update, loader
 from ignite_engine.handlers import Checkpoint
-from tests.builders import Numbers, linear, mse, on_two_ranks
+from tests.kit.tiny import Numbers, linear, mse, on_two_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
 
-def ending(prepare: Callable[[Trainer, int], object], rank: int) -> list[Any]:
+def ending(prepare, rank):
     """Iteration, epoch, status and reason of a run under DDP, of 3 epochs of 40 iterations."""
     model = DistributedDataParallel(linear())
     trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), 0.01), mse))
@@ -28,25 +22,25 @@ def ending(prepare: Callable[[Trainer, int], object], rank: int) -> list[Any]:
     return [state.iteration, state.epoch, state.status, state.reason]
 
 
-def terminates(event: Any) -> Callable[[Trainer, int], object]:
-    def prepare(trainer: Trainer, rank: int) -> None:
+def terminates(event):
+    def prepare(trainer, rank):
         if rank == 1:
             trainer.add_event_handler(event, lambda: trainer.terminate())
 
     return prepare
 
 
-def terminates_on_nan(trainer: Trainer, rank: int) -> None:
+def terminates_on_nan(trainer, rank):
     handler = TerminateOnNan(output_transform=lambda output: float("nan") if rank == 1 else 0.0)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(every=7), handler)
 
 
-def terminates_where_all_pause(trainer: Trainer, rank: int) -> None:
+def terminates_where_all_pause(trainer, rank):
     terminates(Events.ITERATION_COMPLETED(once=3))(trainer, rank)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), trainer.interrupt)
 
 
-def terminates_before_going_back(rank: int, directory: Path) -> list[Any]:
+def terminates_before_going_back(rank, directory):
     """``terminate()`` on rank 1 in the iteration before one that is not finite, for which the run goes back."""
     model = DistributedDataParallel(linear())
     update = Update(model, torch.optim.SGD(model.parameters(), 0.01), mse, non_finite="rollback")
@@ -54,12 +48,12 @@ def terminates_before_going_back(rank: int, directory: Path) -> list[Any]:
     Checkpoint(directory).attach(trainer, Events.ITERATION_COMPLETED(once=2))
 
     @trainer.on(Events.ITERATION_COMPLETED(once=4))
-    def terminate_once() -> None:
+    def terminate_once():
         if rank == 1 and not broken:
             trainer.terminate()
 
     @trainer.on(Events.ITERATION_STARTED(once=5))
-    def break_once() -> None:
+    def break_once():
         if not broken:
             broken.append(trainer.state.iteration)
             trainer.state.batch = [value * float("nan") for value in trainer.state.batch]
@@ -68,7 +62,7 @@ def terminates_before_going_back(rank: int, directory: Path) -> list[Any]:
     return [broken, state.iteration, state.status, state.reason]
 
 
-CASES: dict[str, Callable[[Trainer, int], object]] = {
+CASES = {
     "pausing": terminates_where_all_pause,
     "start": terminates(Events.STARTED),
     "epoch started": terminates(Events.EPOCH_STARTED(once=2)),
@@ -80,8 +74,8 @@ CASES: dict[str, Callable[[Trainer, int], object]] = {
 
 
 @pytest.fixture(scope="module")
-def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    def cases(rank: int) -> dict[str, Any]:
+def endings(tmp_path_factory):
+    def cases(rank):
         answers = {name: ending(prepare, rank) for name, prepare in CASES.items()}
         return {**answers, "going back": terminates_before_going_back(rank, folder / "checkpoints")}
 
@@ -90,13 +84,13 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_terminate_on_one_rank_ends_all_at_the_same_iteration(name: str, endings: dict[str, list[Any]]) -> None:
+def test_terminate_on_one_rank_ends_all_at_the_same_iteration(name, endings):
     first, second = endings[name]
 
     assert first == second and first[2:] == ["completed", "terminate() on rank 1"] and first[0] < 120
 
 
-def test_terminate_ends_at_an_iteration_that_no_clock_decides(endings: dict[str, list[Any]]) -> None:
+def test_terminate_ends_at_an_iteration_that_no_clock_decides(endings):
     """A run that is killed and run again ends at the same one, with the same bits."""
     reached = {name: first[0] for name, (first, _) in endings.items()}
 
@@ -105,11 +99,11 @@ def test_terminate_ends_at_an_iteration_that_no_clock_decides(endings: dict[str,
     )
 
 
-def test_terminate_at_the_start_or_at_the_end_of_an_epoch_ends_there(endings: dict[str, list[Any]]) -> None:
+def test_terminate_at_the_start_or_at_the_end_of_an_epoch_ends_there(endings):
     assert endings["start"][0][:2] == [0, 0] and endings["epoch completed"][0][:2] == [80, 2]
 
 
-def test_terminate_is_not_forgotten_where_the_run_goes_back(endings: dict[str, list[Any]]) -> None:
+def test_terminate_is_not_forgotten_where_the_run_goes_back(endings):
     first, second = endings["going back"]
 
     assert first == second and first[0] == [5] and first[1] < 120

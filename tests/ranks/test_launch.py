@@ -1,7 +1,5 @@
 """Ranks that are launched here: where they meet, exit codes, signals, and what is left when one is killed."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import multiprocessing
@@ -13,11 +11,9 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -30,10 +26,10 @@ from ignite_engine import Parallel
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.errors import LaunchError
 from ignite_engine.ranks import agreement, joining, launch, rank_process, signals
-from tests.checkpointing.file_faults import start_child, wait_for
 from tests.faults import processes
-from tests.faults.commands import Command, program
+from tests.faults.commands import program
 from tests.faults.processes import free_port, group_is_gone, start, write_config
+from tests.kit.faults import start_child, wait_for
 from tests.ranks.forkserver import PRELOADED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,17 +48,17 @@ if __name__ == "__main__":
 """
 
 
-def environment() -> dict[str, str]:
+def environment():
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+def forked(monkeypatch):
     """The ranks of this process need not import torch again."""
     monkeypatch.setattr(launch, "_start_method", lambda: "fork")
 
 
-def wait_until(condition: Callable[[], bool], process: Command) -> None:
+def wait_until(condition, process):
     deadline = time.monotonic() + 60
     while not condition():
         assert process.poll() is None and time.monotonic() < deadline
@@ -83,15 +79,13 @@ def wait_until(condition: Callable[[], bool], process: Command) -> None:
         pytest.param(signal.SIGTERM, True, True, marks=pytest.mark.long),
     ],
 )
-def test_signal_before_ranks_train_is_their_exit_code(
-    tmp_path: Path, number: int, to_group: bool, importing: bool
-) -> None:
+def test_signal_before_ranks_train_is_their_exit_code(tmp_path, number, to_group, importing):
     process = program(tmp_path, SCRIPT, str(tmp_path), spawns=importing)
 
-    def importing_now() -> bool:
+    def importing_now():
         return sum("spawn_main" in " ".join(each.cmdline()) for each in psutil.Process(process.pid).children()) == 2
 
-    def building_now() -> bool:
+    def building_now():
         return len(list(tmp_path.glob("building_*"))) == 2
 
     wait_until(importing_now if importing else building_now, process)
@@ -107,20 +101,20 @@ def test_signal_before_ranks_train_is_their_exit_code(
 @pytest.mark.row("I1")
 @pytest.mark.distributed
 @pytest.mark.usefixtures("forked")
-def test_ranks_may_meet_in_a_file(tmp_path: Path) -> None:
+def test_ranks_may_meet_in_a_file(tmp_path):
     with Parallel(backend="gloo", nproc_per_node=2, init_method=f"file://{tmp_path}/store") as parallel:
         parallel.run(write_rank, tmp_path)
 
     assert sorted(each.read_text() for each in tmp_path.glob("rank_*")) == ["0 of 2", "1 of 2"]
 
 
-def write_rank(local_rank: int, folder: Path) -> None:
+def write_rank(local_rank, folder):
     (folder / f"rank_{local_rank}").write_text(f"{agreement.rank()} of {agreement.world_size()}")
 
 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("forked")
-def test_ranks_may_start_processes_of_their_own(tmp_path: Path) -> None:
+def test_ranks_may_start_processes_of_their_own(tmp_path):
     """Such as the workers of a loader, which the standard library refuses to daemons."""
     with Parallel(backend="gloo", nproc_per_node=2) as parallel:
         parallel.run(have_it_written, tmp_path)
@@ -128,14 +122,14 @@ def test_ranks_may_start_processes_of_their_own(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.glob("of_*")) == ["of_0", "of_1"]
 
 
-def have_it_written(local_rank: int, folder: Path) -> None:
+def have_it_written(local_rank, folder):
     process = multiprocessing.get_context("fork").Process(target=(folder / f"of_{local_rank}").touch)
     process.start()
     process.join()
 
 
-def test_groups_end_with_the_block_in_a_process_that_a_launcher_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups: dict[Any, Any] = {}
+def test_groups_end_with_the_block_in_a_process_that_a_launcher_started(monkeypatch):
+    groups = {}
     monkeypatch.setattr(agreement, "_groups", groups)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -147,21 +141,21 @@ def test_groups_end_with_the_block_in_a_process_that_a_launcher_started(monkeypa
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def alone(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("timeout", [77, timedelta(seconds=77)])
-def test_one_timeout_is_that_of_every_group(timeout: float | timedelta) -> None:
+def test_one_timeout_is_that_of_every_group(timeout):
     with Parallel(backend="gloo", timeout=timeout):
         assert agreement.timeout() == timedelta(seconds=77)
         options = agreement.cpu_group()._get_backend(torch.device("cpu")).options
         assert options._timeout == timedelta(seconds=77)
 
 
-def test_port_in_use_is_one_line() -> None:
+def test_port_in_use_is_one_line():
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
@@ -175,7 +169,7 @@ def test_port_in_use_is_one_line() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
-def test_rank_whose_torchrun_was_killed_before_it_began_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_whose_torchrun_was_killed_before_it_began_is_one_line(monkeypatch):
     """It would wait for minutes in torch's rendezvous."""
     port = str(free_port())
     torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "127.0.0.1"}
@@ -185,7 +179,7 @@ def test_rank_whose_torchrun_was_killed_before_it_began_is_one_line(monkeypatch:
         Parallel(backend="gloo").__enter__()
 
 
-def test_torchrun_that_answers_a_moment_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_that_answers_a_moment_later_is_waited_for(monkeypatch):
     with socket.socket() as agent:
         agent.bind(("127.0.0.1", 0))
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -195,14 +189,14 @@ def test_torchrun_that_answers_a_moment_later_is_waited_for(monkeypatch: pytest.
         joining._check_agent_lives()
 
 
-def test_unknown_option_is_named() -> None:
+def test_unknown_option_is_named():
     with pytest.raises(TypeError, match="Parallel got nproc_per_nodes; its other options are daemon,"):
         Parallel(backend="gloo", nproc_per_nodes=2)
 
 
 @pytest.mark.usefixtures("alone")
-def test_local_rank_is_that_of_torchrun_also_within_a_slurm_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+def test_local_rank_is_that_of_torchrun_also_within_a_slurm_job(monkeypatch):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "3", "SLURM_JOB_ID": "17", "SLURM_LOCALID": "0"}
     for name, value in {**torchrun, **ranks}.items():
@@ -214,14 +208,14 @@ def test_local_rank_is_that_of_torchrun_also_within_a_slurm_job(monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("alone")
-def test_ranks_of_torchrun_start_no_others(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_of_torchrun_start_no_others(monkeypatch, caplog):
     """A script that names a number would start as many for each of them: several runs in one folder."""
-    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "1"}
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     for name, value in {**torchrun, **ranks, "MASTER_PORT": str(store.port)}.items():
         monkeypatch.setenv(name, value)
-    ran: list[int] = []
+    ran = []
     with Parallel(backend="gloo", nproc_per_node=2, nnodes=1) as parallel:
         parallel.run(lambda local_rank: ran.append(os.getpid()))
 
@@ -230,25 +224,25 @@ def test_ranks_of_torchrun_start_no_others(monkeypatch: pytest.MonkeyPatch, capl
 
 
 @pytest.mark.distributed
-def test_ranks_of_torchrun_meet_again_in_a_second_block() -> None:
+def test_ranks_of_torchrun_meet_again_in_a_second_block():
     """Keys of the first would lead them to connections that are closed."""
-    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def one(rank: int) -> list[int]:
+    def one(rank):
         torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
         os.environ.update({**torchrun, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"})
-        seen: list[int] = []
+        seen = []
         for _ in range(3):
             with Parallel(backend="gloo", timeout=20) as parallel:
                 parallel.run(lambda local_rank: seen.extend(agreement.gather_objects(local_rank)))
         return seen
 
-    children = [start_child(lambda rank=rank: one(rank)) for rank in range(2)]  # type: ignore[misc]  # binds it
+    children = [start_child(lambda rank=rank: one(rank)) for rank in range(2)]
     assert [wait_for(child, timeout_s=100) for child in children] == [(0, [0, 1] * 3)] * 2
 
 
 @pytest.mark.usefixtures("alone")
-def test_block_within_a_process_group_is_one_line() -> None:
+def test_block_within_a_process_group_is_one_line():
     with (
         Parallel(backend="gloo"),
         pytest.raises(LaunchError, match=r"^This process has a process group already, of another Parallel or of its"),
@@ -258,7 +252,7 @@ def test_block_within_a_process_group_is_one_line() -> None:
 
 
 @pytest.mark.distributed
-def test_ranks_of_a_slurm_job_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_slurm_job_meet(tmp_path, monkeypatch):
     """As ``srun`` starts them; without ``scontrol`` Ignite expands the list of nodes itself."""
     job = 10_000 + free_port() % 10_000
     slurm = {
@@ -288,7 +282,7 @@ with Parallel(backend="gloo") as parallel:
 """
 
 
-def ends(local_rank: int, how: str) -> None:
+def ends(local_rank, how):
     warnings.warn("a warning", stacklevel=1)
     logging.getLogger("anyone").warning("a logged warning")
     if how == "sys.exit(3)" and local_rank == 1:
@@ -311,7 +305,7 @@ with Parallel(backend="gloo", nproc_per_node=2) as parallel:
 
 
 @pytest.mark.distributed
-def test_exit_code_of_one_rank_is_the_parents_and_warnings_are_said_once(tmp_path: Path) -> None:
+def test_exit_code_of_one_rank_is_the_parents_and_warnings_are_said_once(tmp_path):
     process = program(tmp_path, ENDS)
     _, errors = process.communicate()
 
@@ -319,17 +313,17 @@ def test_exit_code_of_one_rank_is_the_parents_and_warnings_are_said_once(tmp_pat
     assert errors.count("UserWarning: a warning") == errors.count("a logged warning\n") == 1
 
 
-def unwatched(local_rank: int, func: Callable[..., Any], heartbeat_timeout_s: float, *args: Any) -> None:
+def unwatched(local_rank, func, heartbeat_timeout_s, *args):
     func(local_rank, *args)
 
 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("when", ["while the parent waits", "just after the parent looked"])
-def test_killed_rank_is_named_and_its_peers_are_ended(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+def test_killed_rank_is_named_and_its_peers_are_ended(monkeypatch, when):
     look = rank_process.Rank.look
 
-    def look_slowly(rank: Any) -> None:
+    def look_slowly(rank):
         look(rank)
         if rank.number == 1:
             rank.process.join()
@@ -351,14 +345,14 @@ def test_killed_rank_is_named_and_its_peers_are_ended(monkeypatch: pytest.Monkey
 class SecondComesLate:
     """Of two ranks that unpickle it, the second waits, before it connects."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return come, (self.folder,)
 
 
-def come(folder: Path) -> SecondComesLate:
+def come(folder):
     try:
         (folder / "first").touch(exist_ok=False)
     except FileExistsError:
@@ -367,7 +361,7 @@ def come(folder: Path) -> SecondComesLate:
     return SecondComesLate(folder)
 
 
-def waits_for_its_peer(local_rank: int, late: SecondComesLate | None = None) -> None:
+def waits_for_its_peer(local_rank, late=None):
     if local_rank == 1:
         os.kill(os.getpid(), signal.SIGINT)
     dist.new_group([0, 1], timeout=timedelta(seconds=60))  # a failing test ends, too
@@ -375,9 +369,7 @@ def waits_for_its_peer(local_rank: int, late: SecondComesLate | None = None) -> 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("peer", ["connects", "makes a group"])
-def test_peer_that_waits_for_a_rank_which_a_signal_ended_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peer: str
-) -> None:
+def test_peer_that_waits_for_a_rank_which_a_signal_ended_is_ended(tmp_path, monkeypatch, peer):
     """Its wait is in torch's own code, where no handler of Python runs and no error comes before the timeout."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     monkeypatch.setattr(launch, "_start_method", lambda: "forkserver")  # which unpickles, as a spawned one
@@ -386,14 +378,14 @@ def test_peer_that_waits_for_a_rank_which_a_signal_ended_is_ended(
     # SIGTERM is enough while it connects; there, SIGKILL would come too late for this test
     monkeypatch.setattr(launch, "_TERMINATED_RANKS_MAY_END_S", 0.5 if peer == "makes a group" else 60.0)
 
-    def end_the_late_one() -> None:
+    def end_the_late_one():
         while not (tmp_path / "late").exists() or not (tmp_path / "late").read_text().endswith("\n"):
             time.sleep(0.05)
         time.sleep(1.0)  # the other one connects
         os.kill(int((tmp_path / "late").read_text()), signal.SIGINT)
 
     began = time.monotonic()
-    arguments: tuple[Any, ...] = ()
+    arguments = ()
     if peer == "connects":
         threading.Thread(target=end_the_late_one, daemon=True).start()
         arguments = (SecondComesLate(tmp_path),)
@@ -406,11 +398,11 @@ def test_peer_that_waits_for_a_rank_which_a_signal_ended_is_ended(
 class KillsTheLauncher:
     """Unpickled by a rank after its imports, before its first line."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return kill, (os.getpid(),)
 
 
-def kill(launcher: int) -> None:
+def kill(launcher):
     with contextlib.suppress(ProcessLookupError):  # the other rank has killed it
         os.kill(launcher, signal.SIGKILL)
     while os.getppid() == launcher:
@@ -420,7 +412,7 @@ def kill(launcher: int) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.faults
-def test_ranks_whose_launcher_was_killed_before_their_first_line_end(tmp_path: Path) -> None:
+def test_ranks_whose_launcher_was_killed_before_their_first_line_end(tmp_path):
     script = SCRIPT.replace("parallel.run(main, sys.argv[1])", "parallel.run(main, KillsTheLauncher())")
     script = f"from tests.ranks.test_launch import KillsTheLauncher\n{script}"
     process = program(tmp_path, script, str(tmp_path), spawns=True)
@@ -431,7 +423,7 @@ def test_ranks_whose_launcher_was_killed_before_their_first_line_end(tmp_path: P
 
 
 @pytest.mark.distributed
-def test_rank_that_is_not_started_by_its_parent_any_more_ends() -> None:
+def test_rank_that_is_not_started_by_its_parent_any_more_ends():
     """As one whose launcher was killed before its first line: by then another process is its parent."""
     context = multiprocessing.get_context("fork")
     received, report = context.Pipe(duplex=False)
@@ -444,7 +436,7 @@ def test_rank_that_is_not_started_by_its_parent_any_more_ends() -> None:
     process.join()
 
 
-def test_an_orphan_that_was_about_to_wait_when_its_signal_came_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_orphan_that_was_about_to_wait_when_its_signal_came_is_woken(monkeypatch):
     """Python calls a handler before a wait or when it is interrupted: a signal in between would be seen 30 s later."""
     sent, ended = list[int](), list[int]()
     monkeypatch.setattr(signals, "_orphaned", threading.Lock())
@@ -459,7 +451,7 @@ def test_an_orphan_that_was_about_to_wait_when_its_signal_came_is_woken(monkeypa
     assert sent == [signal.SIGTERM, *[signals._WAKE] * 3] and ended == [143]
 
 
-def wait_to_be_ended(local_rank: int) -> None:
+def wait_to_be_ended(local_rank):
     time.sleep(30)
 
 
@@ -476,7 +468,7 @@ def wait_to_be_ended(local_rank: int) -> None:
         pytest.param("killed rank", marks=pytest.mark.long),
     ],
 )
-def test_parent_and_its_ranks_while_they_train(tmp_path: Path, how: str) -> None:
+def test_parent_and_its_ranks_while_they_train(tmp_path, how):
     """A forwarded signal that comes late is no second one; without their parent ranks save and end."""
     slow = {"late copy": 0.6, "second signal": 6.0}.get(how, 0.1)  # for each of four micro-batches
     config = write_config(
@@ -514,7 +506,7 @@ def test_parent_and_its_ranks_while_they_train(tmp_path: Path, how: str) -> None
         assert (tmp_path / "output.txt").read_text().count("was killed by SIGKILL") == 1
 
 
-def rank_pids(folder: Path) -> dict[int, int]:
+def rank_pids(folder):
     found = {int(path.stem.split("_")[1]): int(path.read_text() or 0) for path in folder.glob("pid_*")}
     return found if len(found) == 2 and all(found.values()) else {}
 
@@ -547,7 +539,7 @@ if __name__ == "__main__":
 @pytest.mark.distributed
 @pytest.mark.faults
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
-def test_ranks_of_another_launcher_whose_parent_is_killed_save_and_end(tmp_path: Path, start_method: str) -> None:
+def test_ranks_of_another_launcher_whose_parent_is_killed_save_and_end(tmp_path, start_method):
     process = program(tmp_path, SPAWNED, str(tmp_path), start_method)
     wait_until(lambda: all((tmp_path / f"trains_{rank}").exists() for rank in range(2)), process)
     process.send_signal(signal.SIGKILL)
@@ -608,9 +600,7 @@ if __name__ == "__main__":
         ((143, 1), {"0", "1"}),  # a rank failed, and torchrun stopped its peer
     ],
 )
-def test_ranks_that_were_stopped_end_at_once_when_torchrun_starts_them_again(
-    tmp_path: Path, codes: tuple[int, int], attempts: set[str]
-) -> None:
+def test_ranks_that_were_stopped_end_at_once_when_torchrun_starts_them_again(tmp_path, codes, attempts):
     (tmp_path / "script.py").write_text(STOPPED.replace("CODES", repr(codes)))
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1 --monitor-interval 0.1"
     command = [sys.executable, *torchrun.split(), str(tmp_path / "script.py"), str(tmp_path)]
@@ -624,7 +614,7 @@ def test_ranks_that_were_stopped_end_at_once_when_torchrun_starts_them_again(
 @pytest.mark.distributed
 @pytest.mark.faults
 @pytest.mark.long
-def test_ranks_of_two_agents_meet_again_after_a_restart(tmp_path: Path) -> None:
+def test_ranks_of_two_agents_meet_again_after_a_restart(tmp_path):
     """A c10d rendezvous: only the agent of the rank that failed counts a restart."""
     (tmp_path / "script.py").write_text(RESTARTED)
     rendezvous = f"--rdzv-backend c10d --rdzv-id two --rdzv-endpoint 127.0.0.1:{free_port()} --local-addr 127.0.0.1"
@@ -645,13 +635,13 @@ def test_ranks_of_two_agents_meet_again_after_a_restart(tmp_path: Path) -> None:
     )  # the latter where the other rank has failed, too, before it was told
 
 
-def test_rank_does_not_meet_those_of_an_attempt_that_is_over() -> None:
-    store = dist.HashStore()  # type: ignore[attr-defined]  # documented, but not exported
+def test_rank_does_not_meet_those_of_an_attempt_that_is_over():
+    store = dist.HashStore()
     store.set("question_1", "of a dead rank")
     store.set("answer_of a dead rank", "an attempt that is over")
-    found: dict[int, Any] = {}
+    found = {}
 
-    def meet(rank: int) -> None:
+    def meet(rank):
         found[rank] = joining.part_of_this_attempt(store, rank, 3)
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(3)]
@@ -665,8 +655,8 @@ def test_rank_does_not_meet_those_of_an_attempt_that_is_over() -> None:
     assert found[1].get("here") == found[2].get("here") == b"yes"
 
 
-def test_ranks_that_do_not_come_are_named() -> None:
-    store = dist.HashStore()  # type: ignore[attr-defined]
+def test_ranks_that_do_not_come_are_named():
+    store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.1))
     with pytest.raises(LaunchError, match=r"of 3 ranks these did not come within 0.1 s: 1, 2"):
         joining.part_of_this_attempt(store, 0, 3)
@@ -675,14 +665,14 @@ def test_ranks_that_do_not_come_are_named() -> None:
 @pytest.mark.distributed
 @pytest.mark.faults
 @pytest.mark.long
-def test_torchrun_restarts_a_killed_rank_and_the_bits_are_the_same(tmp_path: Path) -> None:
+def test_torchrun_restarts_a_killed_rank_and_the_bits_are_the_same(tmp_path):
     digests = []
     options = {"slow_step_s": 0.2, "count_reductions": True}  # a run of 19 s, until there is a file "fast"
     for how in ("whole", "killed"):
         config = write_config(tmp_path / how, task_options=options, checkpoint={"every": 2})
         if how == "whole":
             (tmp_path / how / "fast").touch()
-            process: Any = start(config, "--nproc-per-node", "2", "--backend", "gloo")
+            process = start(config, "--nproc-per-node", "2", "--backend", "gloo")
         else:
             torchrun = ["--nproc-per-node=2", "--max-restarts=1", f"--master-port={free_port()}", "-m", "ignite_engine"]
             command = [sys.executable, "-m", "torch.distributed.run", *torchrun, "train", str(config)]
@@ -697,7 +687,7 @@ def test_torchrun_restarts_a_killed_rank_and_the_bits_are_the_same(tmp_path: Pat
     assert digests[0] == digests[1]
 
 
-def leave_a_process(rank: int, folder: Path) -> None:
+def leave_a_process(rank, folder):
     """As a loader worker whose dataset never returns outlives its rank."""
     if (pid := os.fork()) == 0:
         time.sleep(60)
@@ -705,11 +695,11 @@ def leave_a_process(rank: int, folder: Path) -> None:
     (folder / f"left_by_{rank}").write_text(str(pid))
 
 
-def returns(rank: int) -> None:
+def returns(rank):
     """Does nothing else."""
 
 
-def pipes_and_processes() -> set[str]:
+def pipes_and_processes():
     """What this process holds of those; threads that other tests have left may hold sockets."""
     links = set()
     for number in os.listdir("/proc/self/fd"):
@@ -719,7 +709,7 @@ def pipes_and_processes() -> set[str]:
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_process_that_outlives_its_rank_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_process_that_outlives_its_rank_is_not_waited_for(tmp_path):
     with Parallel(backend="gloo", nproc_per_node=2) as parallel:
         parallel.run(returns)  # what a process opens once stays open
     before, began = pipes_and_processes(), time.monotonic()

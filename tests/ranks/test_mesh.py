@@ -1,10 +1,6 @@
 """A declared mesh: ranks of a tensor-parallel group are one data-parallel rank in everything that shares out data."""
 
-from __future__ import annotations
-
 import itertools
-from pathlib import Path
-from typing import Any
 
 import ignite.distributed as idist
 import pytest
@@ -23,30 +19,30 @@ from ignite_engine.data.shares import source_of
 from ignite_engine.handlers import Throughput, throughput
 from ignite_engine.ranks import data_rank, data_size, use_mesh
 from ignite_engine.step.micro_batches import micro_batch_scales
-from tests.builders import Numbers
+from tests.kit.tiny import Numbers
 from tests.ranks.forkserver import on_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
 
-def indices(data: Any) -> list[list[int]]:
+def indices(data):
     """Which samples of ``Numbers`` each batch holds."""
     known = data.dataset.dataset.inputs
     return [[int((known == row).all(dim=1).nonzero()) for row in inputs] for inputs, _ in data]
 
 
-def layout() -> dict[str, Any]:
+def layout():
     """Everything here that depends on the data-parallel rank."""
     source = source_of(loader(Numbers(9), 2), 2, None)
     source.agree_lengths()
     trainer, seen = Trainer(lambda engine, batch: len(batch[0])), list[dict[str, float]]()
-    throughput.perf_counter = itertools.count().__next__  # type: ignore[assignment]  # the same time for both
+    throughput.perf_counter = itertools.count().__next__
     for samples_fn in (None, lambda batch: 0):  # which writes steps
         Throughput(samples_fn=samples_fn).attach(trainer, Events.EPOCH_COMPLETED)
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: seen.append(dict(trainer.state.metrics)))
     trainer.run(loader(Numbers(8), 2), max_epochs=1)
     metrics = seen[-1]
-    sampler: Any = DistributedSampler(Numbers(8), data_size(), data_rank(), shuffle=False)  # type: ignore[arg-type]
+    sampler = DistributedSampler(Numbers(8), data_size(), data_rank(), shuffle=False)
     return {
         "place": (data_rank(), data_size()),
         "batches": indices(loader(Numbers(9), 2, shuffle=True, seed=1)),
@@ -64,30 +60,30 @@ def layout() -> dict[str, Any]:
 class Seen(Metric):
     """The sum of what it was given, as a metric of Ignite reduces it."""
 
-    def reset(self) -> None:
+    def reset(self):
         self._sum = torch.zeros(())
 
-    def update(self, output: Any) -> None:
+    def update(self, output):
         self._sum += output.sum()
 
     @sync_all_reduce("_sum")
-    def compute(self) -> float:
+    def compute(self):
         return self._sum.item()
 
 
 class Broken(Seen):
-    def compute(self) -> float:
+    def compute(self):
         raise KeyError(idist.get_world_size())
 
 
-def evaluated() -> dict[str, Any]:
+def evaluated():
     """9 samples evaluated: their count, a sum, and all of them sorted; and whether Ignite counts all ranks again."""
     data = TensorDataset(torch.arange(9.0))
 
-    def predict(model: Any, batch: Any) -> Any:
+    def predict(model, batch):
         return batch[0], batch[0]
 
-    def in_order(predictions: Any, targets: Any) -> float:
+    def in_order(predictions, targets):
         return float((predictions.sort().values * torch.arange(1.0, 1.0 + len(predictions))).sum())
 
     metrics = {
@@ -103,14 +99,14 @@ def evaluated() -> dict[str, Any]:
     return {**evaluator.state.metrics, "size": error.value.args[0], "after": (idist.get_world_size(), idist.get_rank())}
 
 
-def refused(mesh: Any) -> str:
+def refused(mesh):
     with pytest.raises(ValueError) as error:
         use_mesh(mesh)
     return str(error.value)
 
 
-def one_of_four_ranks(rank: int, folder: str) -> None:
-    results: dict[str, Any] = {"world": layout()}
+def one_of_four_ranks(rank, folder):
+    results = {"world": layout()}
     results["returned"] = (
         use_mesh(square := init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))) is square
     )
@@ -137,13 +133,13 @@ def one_of_four_ranks(rank: int, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder: Path = tmp_path_factory.mktemp("mesh")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mesh")
     on_ranks(4, one_of_four_ranks, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(4)]
 
 
-def test_without_a_tensor_dimension_every_rank_has_data_of_its_own(ranks: list[dict[str, Any]]) -> None:
+def test_without_a_tensor_dimension_every_rank_has_data_of_its_own(ranks):
     for name in ("world", "hsdp"):
         assert [each[name]["place"] for each in ranks] == [(rank, 4) for rank in range(4)]
     dealt = [index for each in ranks for batch in each["world"]["batches"] for index in batch]
@@ -157,9 +153,7 @@ def test_without_a_tensor_dimension_every_rank_has_data_of_its_own(ranks: list[d
     ("name", "order"),
     [("data, tensor", [0, 0, 1, 1]), ("tensor, data", [0, 1, 0, 1]), ("hsdp and tensor", [0, 0, 1, 1])],
 )
-def test_ranks_of_a_tensor_parallel_group_share_data_lengths_and_weights(
-    ranks: list[dict[str, Any]], name: str, order: list[int]
-) -> None:
+def test_ranks_of_a_tensor_parallel_group_share_data_lengths_and_weights(ranks, name, order):
     found = [each[name] for each in ranks]
     assert [each["place"] for each in found] == [(place, 2) for place in order]
     for each, place in zip(found, order, strict=True):
@@ -178,14 +172,14 @@ def test_ranks_of_a_tensor_parallel_group_share_data_lengths_and_weights(
     assert sorted(dealt) == list(range(9))
 
 
-def test_mesh_ends_with_its_process_group(ranks: list[dict[str, Any]]) -> None:
+def test_mesh_ends_with_its_process_group(ranks):
     assert [each["ended"] for each in ranks] == [(0, 1)] * 4
     assert [each["new group"] for each in ranks] == [(rank, 4) for rank in range(4)]
     assert [each["undeclared"] for each in ranks] == [(rank, 4) for rank in range(4)]
 
 
 @pytest.mark.row("I2")
-def test_metrics_count_a_tensor_parallel_group_once(ranks: list[dict[str, Any]]) -> None:
+def test_metrics_count_a_tensor_parallel_group_once(ranks):
     found = {"world": 4, "hsdp": 4, "data, tensor": 2, "tensor, data": 2, "hsdp and tensor": 2}
     for rank, each in enumerate(ranks):
         for name, size in found.items():

@@ -1,12 +1,9 @@
 """A bank on two gloo ranks: rank 0 chooses, both load the same at the same boundary, and resume to the same bits."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,26 +15,24 @@ from ignite_engine.checkpointing.load_sources import Found
 from ignite_engine.handlers import ModelBank
 from ignite_engine.ranks import agreement
 from ignite_engine.states import loading
-from tests.builders import linear, numbers_loader, on_two_ranks, weights
 from tests.handlers.test_model_bank import HEAD, at_iteration, loads_of, publish, run_of
-from tests.sharded import net, trainer_in, whole_digests
+from tests.kit.sharded import net, trainer_in, whole_digests
+from tests.kit.tiny import linear, numbers_loader, on_two_ranks, weights
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]
 
 
 class Lines(logging.Handler):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(logging.WARNING)
-        self.refused: list[str] = []
+        self.refused = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         if "is refused" in record.getMessage():
             self.refused.append(record.getMessage().split(": ", 1)[1])
 
 
-def trained(
-    folder: Path, source: str | Path, rank: int, *, ddp: bool = True, stop_at: int | None = None, torn: bool = False
-) -> list[Any]:
+def trained(folder, source, rank, *, ddp=True, stop_at=None, torn=False):
     """What comes is there once: at iteration 4, and where ``torn`` what is damaged at 7 and another at 10."""
     lines = Lines()
     logging.getLogger("ignite_engine").addHandler(lines)
@@ -49,7 +44,7 @@ def trained(
         bank.load()
     missing = agreement.on_rank_0(lambda: not Path(source).exists())
 
-    def tear() -> None:
+    def tear():
         path = publish(Path(source), 40, 0.7) / "shared.pt"  # a collective
         if rank == 0:
             path.write_bytes(path.read_bytes()[:100])
@@ -68,8 +63,8 @@ def trained(
     return [str(loads), weights(trainer).tolist(), lines.refused, trainer.reproducibility()]
 
 
-def cases(folder: Path, rank: int) -> dict[str, Any]:
-    answers: dict[str, Any] = {}
+def cases(folder, rank):
+    answers = {}
     for ddp in (False, True):
         answers[f"torn, ddp {ddp}"] = trained(folder / f"a{ddp}", folder / f"source_a{ddp}", rank, ddp=ddp, torn=True)
     answers["whole"] = trained(folder / "b", folder / "source_b", rank)
@@ -85,7 +80,7 @@ def cases(folder: Path, rank: int) -> dict[str, Any]:
     return answers
 
 
-def sharded(folder: Path, layout: str) -> Any:
+def sharded(folder, layout):
     """A bank in a layout; its source is trained on in FSDP2. What is equal to the source's before iteration 5."""
     other, _, data = trainer_in("fsdp", folder / "teacher")
     model = net()
@@ -97,10 +92,10 @@ def sharded(folder: Path, layout: str) -> Any:
     bank = ModelBank([wanted], reset_optimizers=True)
     bank.attach(trainer, Events.ITERATION_COMPLETED(every=2))
     at_iteration(trainer, 3, lambda: other.run(data, max_epochs=1))
-    found: list[Any] = []
+    found = []
 
     @trainer.on(Events.ITERATION_STARTED(once=5))
-    def compare() -> None:
+    def compare():
         its, now = whole_digests(other), whole_digests(trainer)
         found.extend(sorted(name for name in now if not name.startswith("ema") and now[name] == its[name]))
 
@@ -116,21 +111,19 @@ def sharded(folder: Path, layout: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Any]]]:
+def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("banks")
     return folder, on_two_ranks(lambda rank: cases(folder, rank), folder / "store")
 
 
-def loaded(*newer: tuple[int, int]) -> str:
+def loaded(*newer):
     """What ``loads_of`` sees where these iterations of the source are loaded at those of the run."""
     return str([(1, {}), *((at + 1, {0: (f"iteration_000000{iteration}", at)}) for iteration, at in newer)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ddp", [False, True])
-def test_both_ranks_load_a_newer_one_at_the_same_boundary_and_refuse_a_torn_one(
-    two_ranks: tuple[Path, dict[str, list[Any]]], ddp: bool
-) -> None:
+def test_both_ranks_load_a_newer_one_at_the_same_boundary_and_refuse_a_torn_one(two_ranks, ddp):
     first, second = two_ranks[1][f"torn, ddp {ddp}"]
     assert first[0] == second[0] == loaded((30, 6), (50, 12))
     if ddp:
@@ -140,23 +133,21 @@ def test_both_ranks_load_a_newer_one_at_the_same_boundary_and_refuse_a_torn_one(
     assert any("when that comes is outside of the run" in each for each in first[3])
 
 
-def test_a_stopped_run_is_resumed_to_the_same_bits(two_ranks: tuple[Path, dict[str, list[Any]]]) -> None:
+def test_a_stopped_run_is_resumed_to_the_same_bits(two_ranks):
     answers = two_ranks[1]
     for whole, resumed in zip(answers["whole"], answers["resumed"], strict=True):
         assert whole[0] == loaded((30, 6)) and resumed[0] == loaded((30, 6)).replace("(1, {}), (7", "(9")
         assert whole[1] == resumed[1]
 
 
-def test_what_one_rank_cannot_read_is_loaded_on_none(two_ranks: tuple[Path, dict[str, list[Any]]]) -> None:
+def test_what_one_rank_cannot_read_is_loaded_on_none(two_ranks):
     first, second = two_ranks[1]["rank 1 cannot read"]
     assert first[0] == second[0] == loaded() and first[1] == second[1]
     assert len(first[2]) == 1 and "source_d/iteration_00000030 has no manifest.json" in first[2][0]
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_sharded_weights_and_moments_are_loaded_again(
-    two_ranks: tuple[Path, dict[str, list[Any]]], layout: str
-) -> None:
+def test_sharded_weights_and_moments_are_loaded_again(two_ranks, layout):
     first, second = two_ranks[1][layout]
     names = [f"optimizer.state.0.{each}.{key}" for each in ("bias", "weight") for key in ("exp_avg", "exp_avg_sq")]
     loaded = {"model.0.weight", "model.0.bias", *names}
@@ -164,6 +155,6 @@ def test_sharded_weights_and_moments_are_loaded_again(
     assert not any(name in first[0] for name in ("model.2.weight", "optimizer.state.2.weight.exp_avg"))
 
 
-def test_a_newer_one_is_saved_at_its_boundary(two_ranks: tuple[Path, dict[str, list[Any]]]) -> None:
+def test_a_newer_one_is_saved_at_its_boundary(two_ranks):
     saved = CheckpointStore(two_ranks[0] / "aTrue").checkpoints()
     assert [each.iteration for each in saved] == [6, 12, 15]

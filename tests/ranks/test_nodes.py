@@ -1,15 +1,11 @@
 """Two nodes, which are two network namespaces that a pair of virtual interfaces joins."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +15,7 @@ from tests.faults.processes import lines, summary, train, write_config
 PORT = 29511  # in a namespace of its own no port is taken
 
 
-def can_join_namespaces() -> bool:
+def can_join_namespaces():
     if os.geteuid() != 0 or not shutil.which("ip"):
         return False
     try:
@@ -30,7 +26,7 @@ def can_join_namespaces() -> bool:
 
 
 @contextmanager
-def joined_namespaces() -> Iterator[list[str]]:
+def joined_namespaces():
     """Two network namespaces, 10.77.0.1 and 10.77.0.2, each with an interface ``wire``."""
     names = [f"node_{os.getpid()}_{time.monotonic_ns()}_{number}" for number in range(2)]
     with ExitStack() as undo:
@@ -45,11 +41,11 @@ def joined_namespaces() -> Iterator[list[str]]:
         yield names
 
 
-def _ip(*arguments: str) -> None:
+def _ip(*arguments):
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
-def start_nodes(config: Path, namespaces: list[str], ranks_per_node: int = 2) -> list[subprocess.Popen[bytes]]:
+def start_nodes(config, namespaces, ranks_per_node=2):
     """The same command on each node, but for its rank."""
     processes = []
     for number, name in enumerate(namespaces):
@@ -71,7 +67,7 @@ def start_nodes(config: Path, namespaces: list[str], ranks_per_node: int = 2) ->
 @pytest.mark.distributed
 @pytest.mark.long
 @pytest.mark.skipif(not can_join_namespaces(), reason="network namespaces cannot be made here")
-def test_two_nodes_under_torchrun_train_to_the_bits_of_as_many_ranks_on_one(tmp_path: Path) -> None:
+def test_two_nodes_under_torchrun_train_to_the_bits_of_as_many_ranks_on_one(tmp_path):
     options = {"run": {"max_epochs": 2}, "task_options": {"count_reductions": True}}  # whose handler notes both ranks
     train(write_config(tmp_path / "one", **options), "--nproc-per-node", "2", "--backend", "gloo")
     config = write_config(tmp_path / "two", **options)

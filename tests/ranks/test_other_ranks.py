@@ -1,7 +1,5 @@
 """A run that is resumed on another number of ranks sees each sample of the epoch once, and learns the same."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil
@@ -17,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ignite_engine import Trainer, Update, loader
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.ranks import agreement
-from tests.builders import Numbers, linear, mse, one
+from tests.kit.tiny import Numbers, linear, mse, one
 from tests.ranks.forkserver import on_ranks
 
 pytestmark = pytest.mark.slow
@@ -26,22 +24,22 @@ SAMPLES = 29
 
 
 class Lines(logging.Handler):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(logging.WARNING)
-        self.lines: list[str] = []
+        self.lines = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         self.lines.append(record.getMessage())
 
 
-def _train(folder: str, rank: int, number: int, steps: int | None, stop_at: int | None, size: int) -> None:
-    seen: list[Any] = []
-    drawn: list[float] = []
+def _train(folder, rank, number, steps, stop_at, size):
+    seen = []
+    drawn = []
     logged = Lines()
     torch.manual_seed(0)  # as a script that seeds all ranks alike
     logging.getLogger("ignite_engine.data.source").addHandler(logged)
 
-    def update(engine: Any, batch: Any) -> None:
+    def update(engine, batch):
         group = list(batch) if steps else [batch]
         real = group[: len(group) - engine.state.padding]
         drawn.append(float(torch.rand(())))
@@ -54,7 +52,7 @@ def _train(folder: str, rank: int, number: int, steps: int | None, stop_at: int 
     if stop_at is not None:
 
         @trainer.on(Events.ITERATION_COMPLETED(once=stop_at))
-        def stop() -> None:
+        def stop():
             trainer.request_stop("here")
             trainer.vote_at_next_boundary()  # at this very iteration, however fast the machine is
 
@@ -63,7 +61,7 @@ def _train(folder: str, rank: int, number: int, steps: int | None, stop_at: int 
     torch.save(report | {"report": trainer.reproducibility()}, f"{folder}/{number}.{rank}.pt")
 
 
-def _rank(rank: int, folder: str, number: int, ranks: int, steps: int | None, stop_at: int | None, size: int) -> None:
+def _rank(rank, folder, number, ranks, steps, stop_at, size):
     os.environ["OMP_NUM_THREADS"] = "1"
     store = f"file://{folder}/store{number}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
@@ -73,9 +71,7 @@ def _rank(rank: int, folder: str, number: int, ranks: int, steps: int | None, st
         dist.destroy_process_group()
 
 
-def run_on(
-    folder: Path, number: int, ranks: int, steps: int | None, stop_at: int | None, size: int = 2
-) -> list[dict[str, Any]]:
+def run_on(folder, number, ranks, steps, stop_at, size=2):
     if ranks == 1:
         _train(str(folder), 0, number, steps, stop_at, size)
     else:
@@ -94,9 +90,9 @@ def run_on(
     ids=["2 to 1 in other groups", "3 to 2 to 1"],
 )
 @pytest.mark.row("D17")
-def test_each_sample_of_the_epoch_is_seen_once(plan: list[tuple[int, int | None, int | None]], tmp_path: Path) -> None:
-    seen: list[Any] = []
-    last: dict[str, Any] = {}
+def test_each_sample_of_the_epoch_is_seen_once(plan, tmp_path):
+    seen = []
+    last = {}
     for number, (ranks, steps, stop_at) in enumerate(plan):
         for rank, last in enumerate(run_on(tmp_path, number, ranks, steps, stop_at)):
             assert len(last["logged"]) == int(number > 0 and rank == 0)
@@ -108,7 +104,7 @@ def test_each_sample_of_the_epoch_is_seen_once(plan: list[tuple[int, int | None,
 
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
-def test_the_global_batch_stays_and_new_ranks_draw_numbers_of_their_own(tmp_path: Path) -> None:
+def test_the_global_batch_stays_and_new_ranks_draw_numbers_of_their_own(tmp_path):
     first = run_on(tmp_path, 0, 1, None, 3, size=6)
     rest = run_on(tmp_path, 1, 3, None, None, size=2)
 
@@ -134,11 +130,11 @@ STOPS = {"in mid-epoch": 2, "before the last sample": 3, "at the end of the epoc
 
 
 class Indexed(Numbers):
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return index, *super().__getitem__(index)
 
 
-def _goes_on(folder: Path, rank: int, ranks: int, stop_at: int | None = None) -> dict[str, Any]:
+def _goes_on(folder, rank, ranks, stop_at=None):
     model = linear()
     wrapped = DistributedDataParallel(model) if ranks > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -151,7 +147,7 @@ def _goes_on(folder: Path, rank: int, ranks: int, stop_at: int | None = None) ->
     checkpoint.resume()
 
     @trainer.on(Events.ITERATION_COMPLETED)
-    def note() -> None:
+    def note():
         if not trainer.state.padding:
             seen.extend((trainer.state.epoch, int(index)) for index in trainer.state.batch[0])
         if trainer.state.iteration == stop_at:
@@ -162,9 +158,9 @@ def _goes_on(folder: Path, rank: int, ranks: int, stop_at: int | None = None) ->
     return {"seen": seen, "iteration": state.iteration, "status": state.status, "weights": one(model).clone()}
 
 
-def _each_number(rank: int, folder: str) -> None:
+def _each_number(rank, folder):
     torch.set_num_threads(1)
-    reports: dict[Any, Any] = {}
+    reports = {}
     for phase in ("first", "rest"):
         for ranks in range(rank + 1, 5):
             if ranks > 1:
@@ -187,7 +183,7 @@ def _each_number(rank: int, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def each_number(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+def each_number(tmp_path_factory):
     folder = tmp_path_factory.mktemp("each_number")
     on_ranks(4, _each_number, folder, joined=False)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(4)]
@@ -197,9 +193,7 @@ def each_number(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("stop", STOPS)
 @pytest.mark.parametrize("before", range(1, 5))
-def test_any_number_of_ranks_goes_on_on_any_other(
-    each_number: list[dict[Any, Any]], tmp_path: Path, before: int, stop: str
-) -> None:
+def test_any_number_of_ranks_goes_on_on_any_other(each_number, tmp_path, before, stop):
     whole = _goes_on(tmp_path, 0, 1)
     first = [report[before, stop] for report in each_number[:before]]
     assert {(each["status"], each["iteration"]) for each in first} == {("interrupted", STOPS[stop])}

@@ -1,18 +1,13 @@
 """With ``global_micro_batches`` an iteration is the same work on any number of ranks."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import SubsetRandomSampler, WeightedRandomSampler
 
 from ignite_engine import Trainer, Update, loader
-from tests.builders import Numbers, linear, mse
-from tests.faults.fork_server import ForkServer, shared
+from tests.faults.fork_server import shared
+from tests.kit.tiny import Numbers, linear, mse
 from tests.ranks.forkserver import on_ranks
 from tests.ranks.shares_runs import MODULES
 
@@ -20,11 +15,11 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def server() -> ForkServer:
+def server():
     return shared(MODULES)
 
 
-def run_on(server: ForkServer, folder: Path, ranks: int, function: str, *arguments: Any) -> list[Any]:
+def run_on(server, folder, ranks, function, *arguments):
     folder.mkdir(parents=True)
     output = folder / "output.txt"
     code = server.call("tests.ranks.shares_runs:start", str(folder), ranks, function, *arguments, output=output)
@@ -32,7 +27,7 @@ def run_on(server: ForkServer, folder: Path, ranks: int, function: str, *argumen
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
-def by_iteration(results: list[Any]) -> list[Any]:
+def by_iteration(results):
     """Epoch, iteration and micro-batches of all ranks, in the order of ranks."""
     joined = []
     for same in zip(*(each["seen"] for each in results), strict=True):
@@ -43,9 +38,7 @@ def by_iteration(results: list[Any]) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("samples", "drop_last", "workers"), [(29, False, 0), (29, True, 2), (24, False, 0)])
-def test_an_iteration_is_the_same_micro_batches_on_any_number_of_ranks(
-    server: ForkServer, tmp_path: Path, samples: int, drop_last: bool, workers: int
-) -> None:
+def test_an_iteration_is_the_same_micro_batches_on_any_number_of_ranks(server, tmp_path, samples, drop_last, workers):
     found = {
         ranks: by_iteration(run_on(server, tmp_path / f"{ranks}/run", ranks, "see", samples, None, drop_last, workers))
         for ranks in (1, 2, 3, 4)
@@ -60,7 +53,7 @@ def test_an_iteration_is_the_same_micro_batches_on_any_number_of_ranks(
 
 
 @pytest.mark.slow
-def test_run_continues_on_another_number_of_ranks_with_the_next_micro_batch(server: ForkServer, tmp_path: Path) -> None:
+def test_run_continues_on_another_number_of_ranks_with_the_next_micro_batch(server, tmp_path):
     whole = by_iteration(run_on(server, tmp_path / "whole/run", 1, "see", 29, None, False, 0))
     seen = []
     for number, (ranks, stop_at) in enumerate(((2, 1), (4, 2), (1, 3), (3, 5), (2, None))):
@@ -72,7 +65,7 @@ def test_run_continues_on_another_number_of_ranks_with_the_next_micro_batch(serv
 
 
 @pytest.mark.slow
-def test_ordinary_update_learns_the_same_on_uneven_shares_and_a_short_tail(server: ForkServer, tmp_path: Path) -> None:
+def test_ordinary_update_learns_the_same_on_uneven_shares_and_a_short_tail(server, tmp_path):
     """23 samples in batches of 2 make 12 micro-batches; 5 on 2 to 4 ranks are uneven, and 2 are left at the end."""
     found = {ranks: run_on(server, tmp_path / f"{ranks}", ranks, "learn") for ranks in (1, 2, 3, 4)}
     (expected,) = found[1]
@@ -83,9 +76,9 @@ def test_ordinary_update_learns_the_same_on_uneven_shares_and_a_short_tail(serve
             torch.testing.assert_close(result["losses"], expected["losses"], rtol=0, atol=1e-12)
 
 
-def _trains_on_some(rank: int, folder: str) -> None:
+def _trains_on_some(rank, folder):
     class Damaged(Numbers):
-        def __getitem__(self, index: int) -> Any:
+        def __getitem__(self, index):
             if index < 8:
                 raise OSError(f"sample {index} is damaged")
             return super().__getitem__(index)
@@ -100,5 +93,5 @@ def _trains_on_some(rank: int, folder: str) -> None:
     assert Trainer(update, global_micro_batches=4).run(few, max_epochs=1).iteration == 2
 
 
-def test_a_rank_without_a_micro_batch_reads_what_the_sampler_draws(tmp_path: Path) -> None:
+def test_a_rank_without_a_micro_batch_reads_what_the_sampler_draws(tmp_path):
     on_ranks(2, _trains_on_some, tmp_path)

@@ -1,12 +1,8 @@
 """Two gloo ranks from the command line: stopped together, resumed to the same bits, one reduction per step."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,7 +25,7 @@ TWO_RANKS = ("--nproc-per-node", "2", "--backend", "gloo")
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("uninterrupted")
     config = write_config(folder, task_options={"count_reductions": True})
     train(config, *TWO_RANKS)
@@ -38,7 +34,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.row("B2")
-def test_one_reduction_per_step(uninterrupted: dict[str, Any]) -> None:
+def test_one_reduction_per_step(uninterrupted):
     # 103 samples on two ranks: 52 and 51, 13 batches of 4 each, 4 groups an epoch (the last of one batch), 6 epochs
     for counts in uninterrupted["counts"]:
         assert {name: counts[name] for name in ("reductions", "optimizer_steps", "micro_batches")} == {
@@ -49,7 +45,7 @@ def test_one_reduction_per_step(uninterrupted: dict[str, Any]) -> None:
     assert uninterrupted["lines"][-1]["iteration"] == 24
 
 
-def rank_pids(folder: Path) -> dict[int, int]:
+def rank_pids(folder):
     found = {int(path.stem.split("_")[1]): int(path.read_text() or 0) for path in folder.glob("pid_*")}
     return found if len(found) == 2 and all(found.values()) else {}
 
@@ -58,7 +54,7 @@ def rank_pids(folder: Path) -> dict[int, int]:
 @pytest.mark.parametrize(
     "how", ["ctrl-c to the group", "SIGHUP to the group", "SIGTERM to rank 1", "SIGTERM to the parent"]
 )
-def test_both_ranks_stop_at_one_iteration(tmp_path: Path, uninterrupted: dict[str, Any], how: str) -> None:
+def test_both_ranks_stop_at_one_iteration(tmp_path, uninterrupted, how):
     """In one case checkpoints are written in the background: their events too come at one iteration on both ranks."""
     background = how == "SIGTERM to rank 1"
     checkpoint = {"every": 2, "background": True} if background else {}
@@ -89,12 +85,12 @@ def test_both_ranks_stop_at_one_iteration(tmp_path: Path, uninterrupted: dict[st
     assert lines(tmp_path) == uninterrupted["lines"]
 
 
-def saved(folder: Path) -> list[int]:
+def saved(folder):
     return [each.iteration for each in CheckpointStore(folder / "run" / "checkpoints").checkpoints()]
 
 
 @pytest.mark.row("G2")
-def test_sigusr1_saves_on_all_ranks_and_a_stop_file_stops_them(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+def test_sigusr1_saves_on_all_ranks_and_a_stop_file_stops_them(tmp_path, uninterrupted):
     options = {"slow_step_s": 0.1, "count_reductions": True}
     config = write_config(tmp_path, task_options=options, checkpoint={"every": None}, run={"stop_file": "stop"})
     process = start(config, *TWO_RANKS)
@@ -116,12 +112,12 @@ def test_sigusr1_saves_on_all_ranks_and_a_stop_file_stops_them(tmp_path: Path, u
 
 
 @pytest.mark.row("C5")
-def test_long_evaluation_continues_where_both_ranks_were(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+def test_long_evaluation_continues_where_both_ranks_were(tmp_path, uninterrupted):
     """25 samples on each rank, 7 batches: stopped in the first evaluation, then completed."""
     options = {"slow_evaluation_s": 1.0, "count_batches": True, "count_reductions": True}
     config = write_config(tmp_path, task_options=options, evaluation={"resumes": True, "sanity_batches": 0})
 
-    def both() -> int:
+    def both():
         return min(evaluated(tmp_path, rank) for rank in range(2))
 
     process = start(config, *TWO_RANKS)

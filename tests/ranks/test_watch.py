@@ -1,7 +1,5 @@
 """What fails on one rank is named on all of them, in every log and in the summary; real processes."""
 
-from __future__ import annotations
-
 import json
 import logging
 import multiprocessing
@@ -12,14 +10,13 @@ import signal
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ignite_engine import Trainer
 from ignite_engine.ranks import agreement, heartbeats, watch, watching
 from ignite_engine.ranks.heartbeats import Failure
-from tests.faults.fork_server import ForkServer, shared
+from tests.faults.fork_server import shared
 from tests.faults.processes import CONFIG, group_is_gone, summary, write_config_like
 from tests.ranks.forkserver import on_ranks
 
@@ -29,19 +26,19 @@ HERE = Path(__file__).parent
 HEARTBEAT = r"iteration \d+, epoch 1, after [A-Z_]+"
 
 
-def config_of(folder: Path, **options: Any) -> Path:
+def config_of(folder, **options):
     task = {"task": f"{HERE / 'failing.py'}:build"}
     sections = {"task_options": options, "run": {"max_epochs": 1}, "update": {"accumulation_steps": None}}
     return write_config_like({**CONFIG, **task}, folder, sections)
 
 
-def logs(folder: Path) -> dict[int, str]:
+def logs(folder):
     paths = (folder / "run" / "logs").glob("rank_*.log")
     return {int(path.stem.split("_")[1]): path.read_text() for path in paths}
 
 
 @pytest.fixture(scope="module")
-def server() -> ForkServer:
+def server():
     return shared(["tests.ranks.failing"])
 
 
@@ -89,7 +86,7 @@ CASES = {
 @pytest.mark.row("G6")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_every_rank_and_the_summary_name_what_failed_on_one(tmp_path: Path, server: ForkServer, case: str) -> None:
+def test_every_rank_and_the_summary_name_what_failed_on_one(tmp_path, server, case):
     how, failing, line, code = CASES[case]
     config = config_of(tmp_path, how=how, rank=failing)
     # short only where it is waited for: a machine that is busy may keep a rank from its heartbeat
@@ -113,7 +110,7 @@ def test_every_rank_and_the_summary_name_what_failed_on_one(tmp_path: Path, serv
     assert re.search(line, output) or "a sample is" in output
 
 
-def test_error_while_one_rank_builds_is_named_by_the_others(tmp_path: Path, server: ForkServer) -> None:
+def test_error_while_one_rank_builds_is_named_by_the_others(tmp_path, server):
     config = config_of(tmp_path, how="build")
     code = server.call("tests.ranks.failing:train", str(config), 2, {}, output=tmp_path / "output.txt")
 
@@ -121,12 +118,12 @@ def test_error_while_one_rank_builds_is_named_by_the_others(tmp_path: Path, serv
     assert (tmp_path / "output.txt").read_text().count("no model here") == 1
 
 
-def test_an_interrupt_is_named_with_and_without_a_reason() -> None:
+def test_an_interrupt_is_named_with_and_without_a_reason():
     assert watch._called(KeyboardInterrupt()) == "was interrupted"
     assert watch._called(KeyboardInterrupt("forced to end")) == "was forced to end"
 
 
-def test_an_error_that_cannot_be_sent_whole_is_named_all_the_same() -> None:
+def test_an_error_that_cannot_be_sent_whole_is_named_all_the_same():
     error = ValueError("x" * 2**21)
     error.__notes__ = [3, "y" * 2**21, "two\nlines", "short."]
 
@@ -136,7 +133,7 @@ def test_an_error_that_cannot_be_sent_whole_is_named_all_the_same() -> None:
     assert len(json.dumps(asdict(failure))) < heartbeats._LIMIT
 
 
-def test_after_a_run_within_a_run_the_outer_one_is_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_run_within_a_run_the_outer_one_is_where_it_is(monkeypatch):
     with watch.Watch() as made:
         monkeypatch.setattr(agreement, "world_size", lambda: 2)
         with watching.watched_run(lambda: "iteration 3"):
@@ -147,13 +144,13 @@ def test_after_a_run_within_a_run_the_outer_one_is_where_it_is(monkeypatch: pyte
         monkeypatch.undo()
 
 
-def _with_many_descriptors(rank: int, folder: str) -> None:
+def _with_many_descriptors(rank, folder):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
     held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]  # as of tensors that loader workers have sent
     said = list[str]()
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("ignite_engine").addHandler(handler)
     trainer = Trainer(lambda engine, batch: time.sleep(0.05))
     trainer.run([0] * 20)
@@ -162,11 +159,11 @@ def _with_many_descriptors(rank: int, folder: str) -> None:
     assert (said, trainer.state.status) == ([], "completed")
 
 
-def test_a_rank_with_more_descriptors_than_select_takes_is_watched(tmp_path: Path) -> None:
+def test_a_rank_with_more_descriptors_than_select_takes_is_watched(tmp_path):
     on_ranks(2, _with_many_descriptors, tmp_path)
 
 
-def test_a_rank_that_is_ended_leaves_no_loader_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_ended_leaves_no_loader_worker(monkeypatch):
     worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
     worker.start()
     codes = list[int]()

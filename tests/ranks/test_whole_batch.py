@@ -1,8 +1,5 @@
 """Ranks with ragged tokens, uneven shards, a short tail or no batch at all train as one process on the whole batch."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -10,13 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ignite.engine import Events
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from ignite_engine import Trainer, Update, loader
 from ignite_engine.ranks import agreement
-from tests.builders import linear, one
+from tests.kit.tiny import linear, one
 from tests.ranks.forkserver import on_ranks
 
 pytestmark = pytest.mark.distributed
@@ -31,43 +28,43 @@ CASES = (
 )
 
 
-def sample(index: int) -> tuple[Tensor, Tensor]:
+def sample(index):
     """Between 1 and 5 tokens of 3 features, padded to 5, and which of them are tokens."""
     generator = torch.Generator().manual_seed(index)
     return torch.randn(5, 3, generator=generator), torch.arange(5) <= index * 7 % 5
 
 
 class Ragged(Dataset[Any]):
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         self.count = count
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.count
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return index, *sample(index)
 
 
 class Stream:
     """Without a length."""
 
-    def __init__(self, batches: list[Any]) -> None:
+    def __init__(self, batches):
         self.batches = batches
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return iter(self.batches)
 
 
-def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+def loss_fn(model, batch):
     _, inputs, real = batch
     return (model(inputs[real]).squeeze(1) - inputs[real].sum(1)).square().mean()
 
 
-def tokens(batch: Any) -> int:
+def tokens(batch):
     return int(batch[2].sum())
 
 
-def data_of(data: str, rank: int, empty: bool) -> Any:
+def data_of(data, rank, empty):
     if data in ("loader", "one sample"):
         return loader(Ragged(1 if data == "one sample" else SAMPLES), SIZE, shuffle=True)
     batches = []
@@ -80,14 +77,14 @@ def data_of(data: str, rank: int, empty: bool) -> Any:
     return batches if data == "list" else Stream(batches)
 
 
-def train(rank: int, data: str, empty: bool) -> dict[str, Any]:
+def train(rank, data, empty):
     model = linear()
     wrapped = DistributedDataParallel(model)
     update = Update(wrapped, torch.optim.AdamW(model.parameters(), lr=0.05), loss_fn, weight_fn=tokens, clip_norm=1.0)
     trainer, seen = Trainer(update, STEPS), list[list[int]]()
 
     @trainer.on(Events.ITERATION_COMPLETED)
-    def note() -> None:
+    def note():
         group = trainer.state.batch[: len(trainer.state.batch) - trainer.state.padding]
         seen.append([int(each) for ids, _, _ in group for each in ids])
 
@@ -95,9 +92,9 @@ def train(rank: int, data: str, empty: bool) -> dict[str, Any]:
     return {"seen": seen, "weights": one(model).clone()}
 
 
-def _rank(place: int, folder: str) -> None:
+def _rank(place, folder):
     torch.set_num_threads(1)
-    reports: dict[Any, Any] = {}
+    reports = {}
     for world in (2, 3, 4):
         if place < world:
             dist.init_process_group("gloo", init_method=f"file://{folder}/{world}", rank=place, world_size=world)
@@ -110,7 +107,7 @@ def _rank(place: int, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+def reports(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole_batch")
     on_ranks(4, _rank, folder, joined=False)
     return [torch.load(folder / f"{place}.pt", weights_only=False) for place in range(4)]
@@ -120,7 +117,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_weights_are_those_of_one_process_with_the_whole_batch(reports: list[dict[Any, Any]], case: Any) -> None:
+def test_weights_are_those_of_one_process_with_the_whole_batch(reports, case):
     world, data, empty = case
     ranks = [report[case] for report in reports[:world]]
     assert any(not any(each["seen"]) for each in ranks) == empty, "a rank without a batch"

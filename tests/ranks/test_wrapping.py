@@ -1,11 +1,7 @@
 """DDP, FSDP2, HSDP, tensor parallel and both train to the weights of one process, with few collectives."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ignite.distributed as idist
@@ -26,7 +22,7 @@ from ignite_engine import Trainer, Update, loader
 from ignite_engine.ranks import data_size, use_mesh
 from ignite_engine.step.gradients import clip_gradients, gradient_norm
 from ignite_engine.step.precision import LossScaler
-from tests.collectives import Collectives
+from tests.kit.collectives import Collectives
 from tests.ranks.forkserver import on_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
@@ -37,59 +33,59 @@ GLOBAL_BATCH, SAMPLES, CLASSES = 8, 21, 12
 class Tokens(Dataset[Any]):
     """Five tokens each, of which 1 to 5 have a class to predict."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         generator = torch.Generator().manual_seed(count)
         self.inputs = torch.randn(count, 5, 6, generator=generator)
         self.classes = torch.randint(0, CLASSES, (count, 5), generator=generator)
         lengths = torch.randint(1, 6, (count, 1), generator=generator)
         self.classes[torch.arange(5) >= lengths] = -100
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.inputs)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return self.inputs[index], self.classes[index]
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs + self.down(torch.tanh(self.up(self.norm(inputs))))  # type: ignore[no-any-return]
+    def forward(self, inputs):
+        return inputs + self.down(torch.tanh(self.up(self.norm(inputs))))
 
 
 class Net(nn.Module):
-    def __init__(self, classes: int = CLASSES) -> None:
+    def __init__(self, classes=CLASSES):
         super().__init__()
         torch.manual_seed(3)
         self.embed, self.blocks, self.head = nn.Linear(6, 8), nn.ModuleList([Block(), Block()]), nn.Linear(8, classes)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         hidden = self.embed(inputs)
         for block in self.blocks:
             hidden = block(hidden)
-        return self.head(hidden)  # type: ignore[no-any-return]
+        return self.head(hidden)
 
 
-def loss_fn(model: nn.Module, batch: Any) -> Any:
+def loss_fn(model, batch):
     inputs, classes = batch
     loss = cross_entropy(model(inputs).flatten(0, 1), classes.flatten(), ignore_index=-100)
     return loss, {"twice": 2 * loss.detach()}
 
 
-def count_tokens(batch: Any) -> int:
+def count_tokens(batch):
     return int((batch[1] != -100).sum())
 
 
-def sharded(model: Net, mesh: Any, policy: MixedPrecisionPolicy = MixedPrecisionPolicy()) -> nn.Module:  # noqa: B008
+def sharded(model, mesh, policy=MixedPrecisionPolicy()):  # noqa: B008
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=replace(policy, output_dtype=torch.float32))
 
 
-def tensor_parallel(model: Net, mesh: Any, *, classes: bool = False) -> Net:
+def tensor_parallel(model, mesh, *, classes=False):
     for block in model.blocks:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     if classes:
@@ -98,57 +94,57 @@ def tensor_parallel(model: Net, mesh: Any, *, classes: bool = False) -> Net:
     return model
 
 
-def arranged(*shape: int, names: tuple[str, ...]) -> Any:
+def arranged(*shape, names):
     return use_mesh(init_device_mesh("cpu", shape, mesh_dim_names=names))
 
 
-def ddp(model: Net) -> nn.Module:
+def ddp(model):
     arranged(4, names=("data",))
     return DistributedDataParallel(model)
 
 
-def fsdp(model: Net, *policy: MixedPrecisionPolicy) -> nn.Module:
+def fsdp(model, *policy):
     return sharded(model, arranged(4, names=("data",)), *policy)
 
 
-def fsdp_in_half(model: Net) -> nn.Module:
+def fsdp_in_half(model):
     return fsdp(model, MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32))
 
 
-def fsdp_inside(model: Net) -> nn.Module:
+def fsdp_inside(model):
     """The root is plain: its blocks are FSDP2's, the rest is left to DDP."""
     mesh = arranged(4, names=("data",))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    model.embed, model.head = DistributedDataParallel(model.embed), DistributedDataParallel(model.head)  # type: ignore[assignment]
+    model.embed, model.head = DistributedDataParallel(model.embed), DistributedDataParallel(model.head)
     return model
 
 
-def hsdp(model: Net) -> nn.Module:
+def hsdp(model):
     return sharded(model, arranged(2, 2, names=("replicate", "shard")))
 
 
-def tp(model: Net, *, classes: bool = False) -> nn.Module:
+def tp(model, *, classes=False):
     return tensor_parallel(model, arranged(1, 4, names=("data", "tensor"))["tensor"], classes=classes)
 
 
-def tp_and_fsdp(model: Net, *, classes: bool = False) -> nn.Module:
+def tp_and_fsdp(model, *, classes=False):
     mesh = arranged(2, 2, names=("dp_shard", "tp"))
     return sharded(tensor_parallel(model, mesh["tp"], classes=classes), mesh["dp_shard"])
 
 
-def train(wrap: Callable[[Net], nn.Module], accumulation_steps: int = 2, **options: Any) -> dict[str, Any]:
+def train(wrap, accumulation_steps=2, **options):
     """Two epochs of 21 samples: 3 micro-batches of 8 over all data ranks, so groups of 2 and of 1."""
     model = wrap(Net())
     optimizer = idist.auto_optim(torch.optim.AdamW(model.parameters(), lr=0.01))
     update = Update(model, optimizer, loss_fn, weight_fn=count_tokens, **{"clip_norm": 1.0} | options)
     trainer, outputs, counts, counting = Trainer(update, accumulation_steps), [], [], list[Collectives]()
 
-    def note() -> None:
+    def note():
         outputs.append({name: value.clone() for name, value in trainer.state.output.items()})
         counting.pop().__exit__(None, None, None)
 
-    def count() -> None:
+    def count():
         counting.append(collectives := Collectives())
         counts.append(collectives.counts)
         collectives.__enter__()
@@ -159,31 +155,31 @@ def train(wrap: Callable[[Net], nn.Module], accumulation_steps: int = 2, **optio
     return {"weights": whole(model), "outputs": outputs, "counts": [dict(each) for each in counts]}
 
 
-def full(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def whole(model: nn.Module) -> Tensor:
+def whole(model):
     return torch.cat([full(each).detach().reshape(-1) for each in model.parameters()])
 
 
 # -- on four ranks ----------------------------------------------------------------------------------------------------
 
 
-def static(model: Net) -> nn.Module:
+def static(model):
     arranged(4, names=("data",))
     return DistributedDataParallel(model, static_graph=True)
 
 
-def by_ignite(model: Net) -> nn.Module:
+def by_ignite(model):
     """With options of DDP."""
     arranged(4, names=("data",))
     options = {"find_unused_parameters": True, "gradient_as_bucket_view": True, "broadcast_buffers": False}
-    wrapped: nn.Module = idist.auto_model(model, sync_bn=True, bucket_cap_mb=1, **options)
+    wrapped = idist.auto_model(model, sync_bn=True, bucket_cap_mb=1, **options)
     return wrapped
 
 
-TRAINED: dict[str, tuple[Callable[[Net], nn.Module], dict[str, Any]]] = {
+TRAINED = {
     "ddp": (ddp, {}),
     "fsdp": (fsdp, {}),
     "fsdp inside": (fsdp_inside, {}),
@@ -196,7 +192,7 @@ TRAINED: dict[str, tuple[Callable[[Net], nn.Module], dict[str, Any]]] = {
     "ddp, reduced each": (static, {"reduce_each_micro_batch": True}),
     "fsdp, reduced each": (fsdp, {"reduce_each_micro_batch": True}),
 }
-IN_PRECISION: dict[str, tuple[Callable[[Net], nn.Module], dict[str, Any]]] = {
+IN_PRECISION = {
     "ddp bf16": (ddp, {"precision": "bf16"}),
     "ddp fp16": (ddp, {"precision": "fp16"}),
     "fsdp bf16": (fsdp, {"precision": "bf16"}),
@@ -207,19 +203,19 @@ IN_PRECISION: dict[str, tuple[Callable[[Net], nn.Module], dict[str, Any]]] = {
 }
 
 
-def clipped(mesh: Any) -> dict[str, Any]:
+def clipped(mesh):
     """Gradients that are whole, and sharded in all ways over the mesh and a part of it; one has a row per rank only."""
     torch.manual_seed(5)
     placements = [[Shard(0), Shard(1)], [Replicate(), Shard(0)], [Shard(1), Replicate()], [Replicate(), Replicate()]]
     wholes = [nn.Parameter(torch.zeros(2 + index, 4)) for index in range(6)]
-    mine: list[Any] = [nn.Parameter(torch.zeros(2, 4))]
+    mine = [nn.Parameter(torch.zeros(2, 4))]
     for parameter in wholes:
         parameter.grad = torch.randn_like(parameter)
-    mine[0].grad = wholes[0].grad.clone()  # type: ignore[union-attr]
+    mine[0].grad = wholes[0].grad.clone()
     for index, parameter in enumerate(wholes[1:]):
         layout, over = (placements[index], mesh) if index < 4 else ([Shard(0)], mesh["tensor"])
         mine.append(nn.Parameter(distribute_tensor(parameter.detach(), over, layout)))
-        mine[-1].grad = distribute_tensor(parameter.grad.clone(), over, layout)  # type: ignore[union-attr]
+        mine[-1].grad = distribute_tensor(parameter.grad.clone(), over, layout)
     part = DTensor.from_local(torch.full((3, 4), 0.1 * (1 + dist.get_rank())), mesh, [Partial(), Partial()])
     wholes.append(nn.Parameter(torch.zeros(3, 4)))
     mine.append(nn.Parameter(distribute_tensor(torch.zeros(3, 4), mesh, [Replicate(), Replicate()])))
@@ -235,9 +231,9 @@ def clipped(mesh: Any) -> dict[str, Any]:
     }
 
 
-def like_torchs(mesh: Any) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+def like_torchs(mesh):
     """The norm here and there, of DTensors of one mesh, and the gradients after both."""
-    made: list[list[Any]] = [[], []]
+    made = [[], []]
     for each in made:
         torch.manual_seed(6)
         for _ in range(5):
@@ -248,7 +244,7 @@ def like_torchs(mesh: Any) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]
     return ours, full(theirs), pairs
 
 
-def overflow_on_one_rank(mesh: Any) -> list[bool]:
+def overflow_on_one_rank(mesh):
     """The verdicts of the scaler where rank 3's shard alone is infinite, and in the next update, where none is."""
     verdicts, scaler = [], LossScaler("cpu", init_scale=2.0)
     for value in (float("inf"), 1.0):
@@ -265,7 +261,7 @@ def overflow_on_one_rank(mesh: Any) -> list[bool]:
     return verdicts
 
 
-def raised(work: Callable[[], object]) -> str:
+def raised(work):
     try:
         work()
     except (ValueError, RuntimeError, KeyError) as error:
@@ -273,10 +269,10 @@ def raised(work: Callable[[], object]) -> str:
     return "nothing"
 
 
-def too_few_classes() -> tuple[str, bool]:
+def too_few_classes():
     """6 classes on 4 ranks; and whether torch's loss_parallel is off again."""
 
-    def six(model: nn.Module, batch: Any) -> Tensor:
+    def six(model, batch):
         return cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten() % 6)
 
     model = tensor_parallel(Net(6), arranged(4, names=("tensor",)), classes=True)
@@ -286,11 +282,11 @@ def too_few_classes() -> tuple[str, bool]:
     return line, raised(lambda: cross_entropy(sharded_logits, torch.tensor([1, 2]))) != "nothing"
 
 
-def broken_off(wrap: Callable[[Net], nn.Module]) -> tuple[str, str, bool]:
+def broken_off(wrap):
     """What a run raises whose loss fails in its second micro-batch, what the next run raises, whether it reduces."""
     model, calls = wrap(Net()), [0]
 
-    def failing(model: nn.Module, batch: Any) -> Any:
+    def failing(model, batch):
         calls[0] += 1
         if calls[0] == 2:
             raise KeyError("second micro-batch")
@@ -306,8 +302,8 @@ def broken_off(wrap: Callable[[Net], nn.Module]) -> tuple[str, str, bool]:
     return first, second, "all_reduce" in collectives.counts
 
 
-def one_of_four_ranks(rank: int, folder: str) -> None:
-    results: dict[str, Any] = {name: train(wrap, **options) for name, (wrap, options) in TRAINED.items()}
+def one_of_four_ranks(rank, folder):
+    results = {name: train(wrap, **options) for name, (wrap, options) in TRAINED.items()}
     results |= {name: train(wrap, **options) for name, (wrap, options) in IN_PRECISION.items()}
     square, line = arranged(2, 2, names=("data", "tensor")), arranged(4, names=("shard",))
     results["clipped"], results["like torch's"] = clipped(square), like_torchs(line)
@@ -318,18 +314,18 @@ def one_of_four_ranks(rank: int, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder: Path = tmp_path_factory.mktemp("wrapping")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wrapping")
     on_ranks(4, one_of_four_ranks, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(4)]
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, Any]:
+def alone():
     return train(lambda model: model)
 
 
-def of_group(ranks: list[dict[str, Any]], case: str, name: str) -> Tensor:
+def of_group(ranks, case, name):
     """What the ranks report for each update, averaged over them, as a logger does."""
     values = [torch.stack([output[name] for output in each[case]["outputs"]]) for each in ranks]
     return torch.stack(values).mean(0)
@@ -337,9 +333,7 @@ def of_group(ranks: list[dict[str, Any]], case: str, name: str) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", TRAINED)
-def test_any_wrapping_trains_to_the_weights_of_one_process(
-    ranks: list[dict[str, Any]], alone: dict[str, Any], case: str
-) -> None:
+def test_any_wrapping_trains_to_the_weights_of_one_process(ranks, alone, case):
     for each in ranks:
         torch.testing.assert_close(
             each[case]["weights"], alone["weights"], rtol=0, atol=2e-7
@@ -350,7 +344,7 @@ def test_any_wrapping_trains_to_the_weights_of_one_process(
         torch.testing.assert_close(of_group(ranks, case, name), expected, rtol=3e-7, atol=0)
 
 
-def test_data_parallel_trains_and_is_saved_by_the_names_of_the_plain_model(alone: dict[str, Any]) -> None:
+def test_data_parallel_trains_and_is_saved_by_the_names_of_the_plain_model(alone):
     """What auto_model makes of a model on one process with several GPUs; without a GPU it calls the module inside."""
     model = nn.DataParallel(Net())
     update = Update(
@@ -365,7 +359,7 @@ def test_data_parallel_trains_and_is_saved_by_the_names_of_the_plain_model(alone
 
 
 @pytest.mark.parametrize("case", IN_PRECISION)
-def test_lower_precision_stays_near_to_fp32(ranks: list[dict[str, Any]], alone: dict[str, Any], case: str) -> None:
+def test_lower_precision_stays_near_to_fp32(ranks, alone, case):
     """Near only: autocast rounds a product of four ranks at other places than that of one."""
     expected = torch.stack([output["loss"] for output in alone["outputs"]])
     torch.testing.assert_close(of_group(ranks, case, "loss"), expected, rtol=0.01, atol=0)
@@ -373,7 +367,7 @@ def test_lower_precision_stays_near_to_fp32(ranks: list[dict[str, Any]], alone: 
         assert torch.equal(each[case]["weights"], ranks[0][case]["weights"])
 
 
-def table(text: str) -> dict[str, tuple[dict[str, int], dict[str, int]]]:
+def table(text):
     """Collectives of an update of two micro-batches and of one, by case."""
     found = {}
     for line in text.strip().splitlines():
@@ -407,16 +401,14 @@ PER_UPDATE = table("""
 
 @pytest.mark.row("B2", "B3")
 @pytest.mark.parametrize("case", PER_UPDATE)
-def test_gradients_are_reduced_once_per_update_and_clipping_is_one_collective(
-    ranks: list[dict[str, Any]], case: str
-) -> None:
+def test_gradients_are_reduced_once_per_update_and_clipping_is_one_collective(ranks, case):
     for each in ranks:
         *_, two_micro_batches, one = each[case]["counts"]  # in the first updates DDP still exchanges its buckets
         assert (two_micro_batches, one) == PER_UPDATE[case]
 
 
 @pytest.mark.row("B5")
-def test_sharded_and_whole_gradients_are_clipped_by_their_joint_norm(ranks: list[dict[str, Any]]) -> None:
+def test_sharded_and_whole_gradients_are_clipped_by_their_joint_norm(ranks):
     for each in ranks:
         norm, expected = each["clipped"]["norm"]
         torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
@@ -426,7 +418,7 @@ def test_sharded_and_whole_gradients_are_clipped_by_their_joint_norm(ranks: list
         assert torch.equal(norm, ranks[0]["clipped"]["norm"][0])
 
 
-def test_sharded_gradients_are_clipped_as_by_torch(ranks: list[dict[str, Any]]) -> None:
+def test_sharded_gradients_are_clipped_as_by_torch(ranks):
     for each in ranks:
         norm, expected, pairs = each["like torch's"]
         torch.testing.assert_close(norm, expected, rtol=3e-7, atol=0)
@@ -434,12 +426,12 @@ def test_sharded_gradients_are_clipped_as_by_torch(ranks: list[dict[str, Any]]) 
             torch.testing.assert_close(mine, other, rtol=3e-7, atol=0)
 
 
-def test_overflow_in_one_shard_is_known_to_all_ranks(ranks: list[dict[str, Any]]) -> None:
+def test_overflow_in_one_shard_is_known_to_all_ranks(ranks):
     assert [each["overflow"] for each in ranks] == [[False, True]] * 4
 
 
 @pytest.mark.row("B8")
-def test_class_dimension_that_leaves_a_rank_empty_is_one_line_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+def test_class_dimension_that_leaves_a_rank_empty_is_one_line_on_every_rank(ranks):
     for each in ranks:
         line, is_off = each["too few classes"]
         assert line.startswith(
@@ -449,7 +441,7 @@ def test_class_dimension_that_leaves_a_rank_empty_is_one_line_on_every_rank(rank
 
 
 @pytest.mark.row("B3")
-def test_error_within_a_group_restores_the_reduction(ranks: list[dict[str, Any]]) -> None:
+def test_error_within_a_group_restores_the_reduction(ranks):
     for each in ranks:
         assert each["broken off"]["ddp"] == ("KeyError: 'second micro-batch'", "nothing", True)
         first, second, _ = each["broken off"]["fsdp"]

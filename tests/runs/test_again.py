@@ -1,43 +1,36 @@
 """Edit and run again: what has changed is said, and the old run can be moved aside."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from ignite.metrics import Accuracy
-from torch import Tensor, nn
+from torch import nn
 
 from ignite_engine import fit
 from ignite_engine.config import ConfigError
 from ignite_engine.run_directory import RunDirectory
-from ignite_engine.runs.run import Run
-from tests.builders import on_two_ranks
+from tests.kit.tiny import on_two_ranks
 from tests.runs.test_fit import QUIET, TRAIN, VAL, fitted, loss_fn, net
 
 
-def smoothed(model: nn.Module, batch: Any) -> Tensor:
+def smoothed(model, batch):
     return nn.functional.cross_entropy(model(batch[0]), batch[1], label_smoothing=0.1)
 
 
-def run_of(directory: Path, loss: Any = loss_fn, **arguments: Any) -> Run:
+def run_of(directory, loss=loss_fn, **arguments):
     return fit(net(), loss, TRAIN, VAL, directory=directory, **{"max_epochs": 1, "batch_size": 8, **QUIET, **arguments})
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def said(caplog):
     lines = [line for line in caplog.messages if "To train with them give another directory, or restart" in line]
     caplog.clear()
     return lines
 
 
-def test_finished_run_that_is_started_with_something_else_says_what_and_what_to_do(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_finished_run_that_is_started_with_something_else_says_what_and_what_to_do(tmp_path, caplog):
     run_of(tmp_path)
     assert not said(caplog)
     run_of(tmp_path)
@@ -47,7 +40,7 @@ def test_finished_run_that_is_started_with_something_else_says_what_and_what_to_
     assert len(said(caplog)) == 1
 
 
-def test_restart_moves_the_run_aside_and_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_restart_moves_the_run_aside_and_begins_anew(tmp_path, caplog):
     folder = tmp_path / "run"
     first = run_of(folder, restart=True)
     assert not (tmp_path / "run.1").exists()  # there was none
@@ -63,18 +56,16 @@ def test_restart_moves_the_run_aside_and_begins_anew(tmp_path: Path, caplog: pyt
     assert again.trainer.state.iteration == again.first_iteration and "run.restart:" not in caplog.text
 
 
-def read(folder: Path) -> str:
+def read(folder):
     return str(RunDirectory(folder).read_summary()["weights_sha256"])
 
 
-def test_run_that_another_process_moves_at_the_same_time_is_moved_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_that_another_process_moves_at_the_same_time_is_moved_once(tmp_path, monkeypatch):
     run_of(tmp_path / "run")
     hold = RunDirectory.held
 
     @contextmanager
-    def held(directory: RunDirectory) -> Iterator[None]:
+    def held(directory):
         os.rename(directory.path, tmp_path / "run.1")  # the other one is faster
         with hold(directory):
             yield
@@ -84,7 +75,7 @@ def test_run_that_another_process_moves_at_the_same_time_is_moved_once(
     assert sorted(path.name for path in tmp_path.glob("run*")) == ["run", "run.1"]
 
 
-def test_run_that_failed_before_its_first_update_is_none(tmp_path: Path) -> None:
+def test_run_that_failed_before_its_first_update_is_none(tmp_path):
     with pytest.raises(ValueError, match="loss_fn returned the number"):
         run_of(tmp_path, lambda model, batch: loss_fn(model, batch).item(), run={"must_be_new": True})
     assert run_of(tmp_path, run={"must_be_new": True}).summary["status"] == "completed"
@@ -93,10 +84,10 @@ def test_run_that_failed_before_its_first_update_is_none(tmp_path: Path) -> None
 
 
 @pytest.mark.distributed
-def test_ranks_go_on_where_one_of_them_knows_that_it_was_started_again(tmp_path: Path) -> None:
+def test_ranks_go_on_where_one_of_them_knows_that_it_was_started_again(tmp_path):
     fitted(tmp_path / "run", max_epochs=1)
 
-    def case(rank: int) -> dict[str, Any]:
+    def case(rank):
         torch.set_num_threads(1)
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank)  # in a process of its own
         return {"start": run_of(tmp_path / "run", restart=True).trainer.state.start.value}
@@ -106,13 +97,11 @@ def test_ranks_go_on_where_one_of_them_knows_that_it_was_started_again(tmp_path:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("wrong", ["optimizer", "data", "metric"])
-def test_run_stays_where_the_program_that_restarts_it_is_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, wrong: str
-) -> None:
+def test_run_stays_where_the_program_that_restarts_it_is_refused(tmp_path, caplog, wrong):
     directory = tmp_path / "run"
     run_of(directory)
     before = files_in(directory)
-    arguments: dict[str, Any] = {
+    arguments = {
         "optimizer": {"optimizer": lambda model: 1 / 0},
         "data": {"batch_size": 10**9, "data": {"drop_last": True}},
         "metric": {"metrics": {"accuracy": Accuracy(output_transform=lambda output: 1 / 0)}},
@@ -127,14 +116,14 @@ def test_run_stays_where_the_program_that_restarts_it_is_refused(
     assert Path(f"{directory}.1").is_dir()
 
 
-def files_in(folder: Path) -> dict[Path, bytes]:
+def files_in(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
-def test_ranks_move_it_aside_once(tmp_path: Path) -> None:
+def test_ranks_move_it_aside_once(tmp_path):
     fitted(tmp_path / "run", max_epochs=1)
 
-    def case(rank: int) -> dict[str, Any]:
+    def case(rank):
         torch.set_num_threads(1)
         return {"start": run_of(tmp_path / "run", restart=True).trainer.state.start.value}
 

@@ -1,23 +1,18 @@
 """The commit of the code that runs, and whether files differ from it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
-
-import pytest
 
 from ignite_engine.runs.code import commit_of_code
 
 
-def git(folder: Path, *arguments: str) -> str:
+def git(folder, *arguments):
     identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
     command = ["git", *identity, "-C", str(folder), *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_commit_is_known_and_changed_files_make_it_dirty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_is_known_and_changed_files_make_it_dirty(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys.modules["__main__"], "__file__", None, raising=False)
     assert commit_of_code() == {}

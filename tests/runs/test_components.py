@@ -1,30 +1,27 @@
 """The parts of a run: how many updates it has, who shuffles, what is refused before training."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch import nn
 
 from ignite_engine import Task
-from ignite_engine.config import Config, ConfigError, config_from_dict
+from ignite_engine.config import ConfigError, config_from_dict
 from ignite_engine.runs import components
-from tests.builders import Numbers, linear, mse
 from tests.faults.commands import Command
+from tests.kit.tiny import Numbers, linear, mse
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def config(**sections: Any) -> Config:
+def config(**sections):
     return config_from_dict({"task": "unused.py:build", "run": {"max_epochs": 3}, **sections})
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_other_config_on_one_rank_is_refused_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_config_on_one_rank_is_refused_on_all(tmp_path, monkeypatch):
     command = ["train", "configs/digits.yaml", "task=nowhere.py:build"]
     command += [f"run.directory={tmp_path}/run", "--backend", "gloo"]
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -43,7 +40,7 @@ def test_other_config_on_one_rank_is_refused_on_all(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "run").exists()
 
 
-def test_optimizer_has_the_tasks_groups_or_all_that_requires_gradients() -> None:
+def test_optimizer_has_the_tasks_groups_or_all_that_requires_gradients():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     model[0].requires_grad_(False)
     task = Task(model, mse, Numbers(4))
@@ -55,11 +52,11 @@ def test_optimizer_has_the_tasks_groups_or_all_that_requires_gradients() -> None
     assert [(each["lr"], len(each["params"])) for each in grouped.param_groups] == [(0.5, 1)]
 
 
-def two_optimizers() -> dict[str, Any]:
+def two_optimizers():
     return {"tables": {"name": "RowwiseAdagrad", "lr": 0.5}, "dense": {"name": "SGD"}}
 
 
-def test_each_named_optimizer_has_the_tasks_parameters_of_its_name() -> None:
+def test_each_named_optimizer_has_the_tasks_parameters_of_its_name():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     groups = {"tables": list(model[0].parameters()), "dense": [{"params": model[1].parameters(), "lr": 0.25}]}
     task = Task(model, mse, Numbers(4), parameter_groups=groups)
@@ -80,7 +77,7 @@ def test_each_named_optimizer_has_the_tasks_parameters_of_its_name() -> None:
         (two_optimizers(), None, "optimizers: got tables, dense, but the task's parameter_groups are not a mapping of"),
     ],
 )
-def test_optimizers_that_do_not_fit_the_tasks_groups_are_refused(optimizers: Any, groups: Any, line: str) -> None:
+def test_optimizers_that_do_not_fit_the_tasks_groups_are_refused(optimizers, groups, line):
     task = Task(linear(), mse, Numbers(4), parameter_groups=groups)
 
     with pytest.raises(ConfigError, match=line):

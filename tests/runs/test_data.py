@@ -1,16 +1,12 @@
 """``fit`` takes the data that people have, and each kind is resumed as its one line says."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ignite.engine import Events
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -21,16 +17,16 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ignite_engine import Trainer, fit
+from ignite_engine import fit
 from ignite_engine.data import sampler as samplers
-from tests.builders import on_two_ranks
+from tests.kit.tiny import on_two_ranks
 from tests.runs.test_fit import QUIET, TRAIN, VAL, loss_fn, net, signals_come_back
 
 SAMPLES = TensorDataset(*TRAIN)
 signals = signals_come_back
 
 
-def run_of(directory: Path, train_set: Any, val_set: Any = VAL, **arguments: Any) -> Any:
+def run_of(directory, train_set, val_set=VAL, **arguments):
     arguments = {"loss_fn": loss_fn, "max_epochs": 3, **QUIET, **arguments}
     return fit(net(), train_set=train_set, val_set=val_set, directory=directory, **arguments)
 
@@ -38,13 +34,13 @@ def run_of(directory: Path, train_set: Any, val_set: Any = VAL, **arguments: Any
 class Stream(IterableDataset[Any]):
     """Samples in an order that depends on the epoch, if it is told."""
 
-    def __init__(self, samples: Any = SAMPLES) -> None:
+    def __init__(self, samples=SAMPLES):
         self.samples, self.epoch = samples, 0
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self.epoch = epoch
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         order = torch.randperm(len(self.samples), generator=torch.Generator().manual_seed(self.epoch))
         return (self.samples[index] for index in order.tolist())
 
@@ -52,17 +48,17 @@ class Stream(IterableDataset[Any]):
 class StreamWithState(Stream):
     """As those of Hugging Face: it saves and loads how many samples of the pass were read."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.read = self.start = 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"read": self.read}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.start = state["read"]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         self.read, self.start = self.start, 0
         for position, sample in enumerate(super().__iter__()):
             if position >= self.read:
@@ -76,15 +72,15 @@ class Batches:
 
     batch_size = 12
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 4
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return iter([[column[start : start + 12] for column in TRAIN] for start in range(0, 48, 12)])
 
 
 WEIGHTS = torch.arange(1.0, 49.0)
-KINDS: dict[str, Any] = {
+KINDS = {
     "plain loader": lambda: {"train_set": DataLoader(SAMPLES, 12, shuffle=True, generator=torch.Generator())},
     "loader with a sampler": lambda: {"train_set": DataLoader(SAMPLES, 12, sampler=WeightedRandomSampler(WEIGHTS, 48))},
     "batch sampler": lambda: {
@@ -108,16 +104,14 @@ LINES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_people_have_is_trained_on_stopped_and_resumed(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, signals: None
-) -> None:
+def test_what_people_have_is_trained_on_stopped_and_resumed(kind, tmp_path, caplog, signals):
     if kind == "stream with a state":
         pytest.importorskip("torchdata")
     whole = run_of(tmp_path / "whole", **KINDS[kind]())
     assert whole.summary["iteration"] == 12
     assert [line for line in caplog.messages if re.search(LINES[kind], line)]
 
-    def stop(trainer: Trainer) -> None:
+    def stop(trainer):
         trainer.request_stop("enough")
 
     stopped = run_of(tmp_path / "parts", **KINDS[kind](), handlers=[(stop, Events.ITERATION_COMPLETED(once=6))])
@@ -135,29 +129,29 @@ class BufferShuffledExamplesIterable:
     ex_iterable = None
 
 
-def test_shuffle_buffer_of_a_stream_is_named_as_not_exact(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_shuffle_buffer_of_a_stream_is_named_as_not_exact(tmp_path, caplog):
     pytest.importorskip("torchdata")
     stream = StreamWithState()
-    stream._ex_iterable = BufferShuffledExamplesIterable()  # type: ignore[attr-defined]
+    stream._ex_iterable = BufferShuffledExamplesIterable()
     run = run_of(tmp_path, stream, max_epochs=1)
     assert any("saves no shuffle buffer of StreamWithState" in reason for reason in run.trainer.reproducibility())
     assert "StatefulDataLoader is resumed by its own state, but StatefulDataLoader saves no shuffle" in caplog.text
 
 
-def test_hugging_face_data_is_trained_on_and_resumed(tmp_path: Path) -> None:
+def test_hugging_face_data_is_trained_on_and_resumed(tmp_path):
     """Map-style and streamed; where ``datasets`` is installed."""
     datasets = pytest.importorskip("datasets")
     columns = {"x": TRAIN[0].tolist(), "y": TRAIN[1].tolist()}
     data = datasets.Dataset.from_dict(columns).with_format("torch")
 
-    def loss(model: nn.Module, batch: Any) -> Tensor:
+    def loss(model, batch):
         return nn.functional.cross_entropy(model(batch["x"].float()), batch["y"])
 
-    def stop(trainer: Trainer) -> None:
+    def stop(trainer):
         trainer.request_stop("enough")
 
     for name, given in {"map": data, "stream": data.to_iterable_dataset(num_shards=4)}.items():
-        common: dict[str, Any] = {"max_epochs": 3, "batch_size": 12, **QUIET}
+        common = {"max_epochs": 3, "batch_size": 12, **QUIET}
         whole = fit(net(), loss, given, data, directory=tmp_path / name / "whole", **common)
         parts = tmp_path / name / "parts"
         fit(net(), loss, given, data, directory=parts, handlers=[(stop, Events.ITERATION_COMPLETED(once=6))], **common)
@@ -165,7 +159,7 @@ def test_hugging_face_data_is_trained_on_and_resumed(tmp_path: Path) -> None:
         assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
-def test_loaders_and_streams_are_evaluated_as_the_same_samples_are(tmp_path: Path) -> None:
+def test_loaders_and_streams_are_evaluated_as_the_same_samples_are(tmp_path):
     values = [
         run_of(tmp_path / str(number), TRAIN, data, batch_size=12).metrics["val/loss"]
         for number, data in enumerate([VAL, DataLoader(TensorDataset(*VAL), 4), Stream(TensorDataset(*VAL))])
@@ -173,13 +167,13 @@ def test_loaders_and_streams_are_evaluated_as_the_same_samples_are(tmp_path: Pat
     assert values[1:] == pytest.approx(values[:1] * 2, rel=1e-6)
 
 
-def test_batch_size_of_a_loader_is_that_of_the_run(tmp_path: Path) -> None:
+def test_batch_size_of_a_loader_is_that_of_the_run(tmp_path):
     run = run_of(tmp_path, DataLoader(SAMPLES, 12), max_epochs=1)
     assert run.config["data"]["batch_size"] == 12
 
 
-def test_order_of_a_sampler_is_a_function_of_seed_and_epoch_over_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def indices(rank: int, ranks: int, pass_number: int, generator: Any = None) -> list[int]:
+def test_order_of_a_sampler_is_a_function_of_seed_and_epoch_over_the_ranks(monkeypatch):
+    def indices(rank, ranks, pass_number, generator=None):
         drawn = WeightedRandomSampler([1.0] * 10, 10, generator=generator)
         order = samplers.DrawnSampler(drawn, seed=3, rank=rank, world_size=ranks)
         order.pass_number = pass_number
@@ -195,16 +189,16 @@ def test_order_of_a_sampler_is_a_function_of_seed_and_epoch_over_the_ranks(monke
     assert torch.equal(own.get_state(), before)
 
 
-def test_indices_of_a_sampler_may_be_tensors(tmp_path: Path) -> None:
-    chosen = DataLoader(SAMPLES, 12, sampler=SubsetRandomSampler(torch.arange(48)))  # type: ignore[arg-type]
+def test_indices_of_a_sampler_may_be_tensors(tmp_path):
+    chosen = DataLoader(SAMPLES, 12, sampler=SubsetRandomSampler(torch.arange(48)))
     assert run_of(tmp_path, chosen, max_epochs=1).summary["iteration"] == 4
 
 
-def test_sampler_with_a_memory_of_its_own_is_named_as_not_exact(tmp_path: Path) -> None:
+def test_sampler_with_a_memory_of_its_own_is_named_as_not_exact(tmp_path):
     class Forgetful(list[int]):
         calls = 0
 
-        def __iter__(self) -> Iterator[int]:
+        def __iter__(self):
             self.calls += 1
             return iter([(index + self.calls) % 48 for index in range(48)])
 
@@ -229,12 +223,12 @@ SIX = torch.optim.lr_scheduler
     ],
 )
 def test_torch_scheduler_steps_once_per_epoch_unless_it_is_meant_for_updates(
-    schedule: Any, arguments: dict[str, Any], rates: list[float], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    used: list[float] = []
+    schedule, arguments, rates, tmp_path, caplog
+):
+    used = []
 
-    def note(trainer: Trainer) -> None:
-        used.append(trainer.update.optimizers["optimizer"].param_groups[0]["lr"])  # type: ignore[attr-defined]
+    def note(trainer):
+        used.append(trainer.update.optimizers["optimizer"].param_groups[0]["lr"])
 
     own = {} if schedule is None else {"schedule": schedule}
     handlers = [(note, Events.ITERATION_STARTED(every=4))]
@@ -248,19 +242,19 @@ def test_torch_scheduler_steps_once_per_epoch_unless_it_is_meant_for_updates(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_ranks_share_a_sampler_and_a_loader(tmp_path: Path) -> None:
-    def case(rank: int) -> dict[str, Any]:
+def test_ranks_share_a_sampler_and_a_loader(tmp_path):
+    def case(rank):
         torch.set_num_threads(1)
-        seen: dict[str, Any] = {}
+        seen = {}
         for kind in ("plain loader", "sampler"):
-            read: list[int] = []
+            read = []
 
             class Watching(TensorDataset):
-                def __getitem__(self, index: int, read: list[int] = read) -> Any:
+                def __getitem__(self, index, read=read):
                     read.append(index)
                     return super().__getitem__(index)
 
-            data: Any = Watching(*TRAIN)
+            data = Watching(*TRAIN)
             given = (
                 {"train_set": DataLoader(data, 6, shuffle=True, generator=torch.Generator())}
                 if kind == "plain loader"

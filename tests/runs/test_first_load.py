@@ -1,11 +1,7 @@
 """How a run of a config begins: fresh, as a restart, or with what another run has learnt."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,11 +18,11 @@ from ignite_engine.runs.run import Run
 SAMPLES = torch.utils.data.TensorDataset(torch.arange(48.0).reshape(24, 2) / 48)
 
 
-def loss_fn(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+def loss_fn(model, batch):
     return (model(batch[0]) - 1).square().mean()
 
 
-def make_task(width: int) -> Task:
+def make_task(width):
     model = torch.nn.Sequential()
     model.add_module("backbone", torch.nn.Linear(2, width).requires_grad_(False))
     model.add_module("head", torch.nn.Linear(width, 1))
@@ -37,9 +33,9 @@ Build = Callable[..., Run]
 
 
 @pytest.fixture
-def build(tmp_path: Path) -> Build:
-    def make(folder: str, sections: Mapping[str, Any] | None = None, width: int = 4, seed: int = 0) -> Run:
-        values: dict[str, Any] = {
+def build(tmp_path):
+    def make(folder, sections=None, width=4, seed=0):
+        values = {
             "task": "unused.py:build",
             "run": {"directory": str(tmp_path / folder), "max_iterations": 8, "seed": seed},
             "data": {"batch_size": 4},
@@ -57,31 +53,29 @@ def build(tmp_path: Path) -> Build:
 
 
 @pytest.fixture
-def pretrained(build: Build, tmp_path: Path) -> Path:
+def pretrained(build, tmp_path):
     build("pretrained", seed=5).train()
     return tmp_path / "pretrained"
 
 
-def state_of(run: Run) -> dict[str, torch.Tensor]:
-    update: Any = run.trainer.update
+def state_of(run):
+    update = run.trainer.update
     return {name: value.clone() for name, value in update.model.state_dict().items()}
 
 
-def test_run_begins_fresh_then_restarts(build: Build) -> None:
+def test_run_begins_fresh_then_restarts(build):
     assert build("run").train()["start"] == "fresh"
     assert build("run", {"run": {"max_iterations": 9}}).train()["start"] == "restart"
 
 
 @pytest.mark.row("D9")
-def test_run_begins_with_the_weights_of_another_and_restarts_from_its_own(
-    build: Build, pretrained: Path, tmp_path: Path
-) -> None:
+def test_run_begins_with_the_weights_of_another_and_restarts_from_its_own(build, pretrained, tmp_path):
     load = {"checkpoint": {"every": 4, "load": {"path": str(pretrained), "weights": "ema"}}}
     whole = build("whole", load)
-    began: list[dict[str, torch.Tensor]] = []
+    began = []
     whole.trainer.add_event_handler(Events.STARTED, lambda: began.append(state_of(whole)))
     summary = whole.train()
-    source = whole.checkpoint.store.load(pretrained / "checkpoints" / "iteration_00000008")  # type: ignore[union-attr]
+    source = whole.checkpoint.store.load(pretrained / "checkpoints" / "iteration_00000008")
 
     assert summary["start"] == "fine-tune" and summary["resumed_from"] is None and summary["iteration"] == 8
     assert all(torch.equal(began[0][name], value) for name, value in source.shared["ema"]["weights"].items())
@@ -98,7 +92,7 @@ def test_run_begins_with_the_weights_of_another_and_restarts_from_its_own(
     assert (tmp_path / "stopped/metrics.jsonl").read_text() == (tmp_path / "whole/metrics.jsonl").read_text()
 
 
-def test_logs_of_the_other_run_are_left_to_it(build: Build, pretrained: Path, tmp_path: Path) -> None:
+def test_logs_of_the_other_run_are_left_to_it(build, pretrained, tmp_path):
     """A branch of a run continues where that run was, and writes a log of its own."""
     lines = (pretrained / "metrics.jsonl").read_text()
     length = {"run": {"directory": str(tmp_path / "branch"), "max_iterations": 12}}
@@ -110,9 +104,7 @@ def test_logs_of_the_other_run_are_left_to_it(build: Build, pretrained: Path, tm
     assert logged == [10, 12] and (pretrained / "metrics.jsonl").read_text() == lines
 
 
-def test_frozen_backbone_is_left_out_and_comes_from_its_source_each_time(
-    build: Build, pretrained: Path, tmp_path: Path
-) -> None:
+def test_frozen_backbone_is_left_out_and_comes_from_its_source_each_time(build, pretrained, tmp_path):
     exclude = ["*:backbone.*"]
     section = {"every": 4, "exclude": exclude, "labels": ["frozen"], "load": {"path": str(pretrained)}}
     whole = build("whole", {"checkpoint": section})
@@ -120,7 +112,7 @@ def test_frozen_backbone_is_left_out_and_comes_from_its_source_each_time(
     build("run", {"checkpoint": section, "run": {"directory": str(tmp_path / "run"), "max_iterations": 4}}).train()
     again = build("run", {"checkpoint": section}, seed=0)
     summary = again.train()
-    (*_, newest) = again.checkpoint.store.checkpoints()  # type: ignore[union-attr]
+    (*_, newest) = again.checkpoint.store.checkpoints()
 
     assert summary["start"] == "restart" and summary["weights_sha256"] == expected["weights_sha256"]
     assert newest.manifest.left_out["model"] == ["backbone.weight", "backbone.bias"]
@@ -129,13 +121,13 @@ def test_frozen_backbone_is_left_out_and_comes_from_its_source_each_time(
     assert measured["val/loss"] == summary["metrics"]["val/loss"]
 
 
-def test_settings_that_are_no_plan_are_refused_when_the_run_is_built(build: Build, tmp_path: Path) -> None:
+def test_settings_that_are_no_plan_are_refused_when_the_run_is_built(build, tmp_path):
     with pytest.raises(ConfigError, match=r"^config: checkpoint.load: parts has 'data' without 'counters'"):
         build("run", {"checkpoint": {"load": {"path": "x", "parts": ["model", "data"]}}})
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_begins_with_several_sources(build: Build, pretrained: Path, tmp_path: Path) -> None:
+def test_a_run_begins_with_several_sources(build, pretrained, tmp_path):
     build("heads", {"ema": {"decay": None}, "checkpoint": {"best": "val/loss"}}, seed=6).train()
     load = [
         {"path": str(pretrained), "weights": "ema"},
@@ -143,10 +135,10 @@ def test_a_run_begins_with_several_sources(build: Build, pretrained: Path, tmp_p
         {"path": str(tmp_path / "nowhere.pt"), "required": False},
     ]
     run = build("run", {"checkpoint": {"load": load}})
-    began: list[dict[str, torch.Tensor]] = []
+    began = []
     run.trainer.add_event_handler(Events.STARTED, lambda: began.append(state_of(run)))
     assert run.train()["start"] == "fine-tune"
-    store = run.checkpoint.store  # type: ignore[union-attr]
+    store = run.checkpoint.store
     first = store.load(pretrained / "checkpoints" / "iteration_00000008").shared["ema"]["weights"]
     best = LoadSource(tmp_path / "heads", which="best").find()
     assert best is not None
@@ -157,18 +149,18 @@ def test_a_run_begins_with_several_sources(build: Build, pretrained: Path, tmp_p
     assert build("run", {"checkpoint": {"load": load}}).train()["start"] == "restart"
 
 
-def test_a_dynamic_source_is_loaded_again(build: Build, pretrained: Path, tmp_path: Path) -> None:
+def test_a_dynamic_source_is_loaded_again(build, pretrained, tmp_path):
     load = {"path": str(pretrained), "dynamic": True}
     run = build("run", {"checkpoint": {"load": load, "reload_every": 2}})
 
     @run.trainer.on(Events.ITERATION_STARTED(once=3))
-    def train_on() -> None:
+    def train_on():
         build("pretrained", {"run": {"directory": str(pretrained), "max_iterations": 12, "seed": 5}}).train()
 
-    began: list[dict[str, torch.Tensor]] = []
+    began = []
     run.trainer.add_event_handler(Events.ITERATION_STARTED(once=5), lambda: began.append(state_of(run)))
     run.train()
-    source = run.checkpoint.store.load(pretrained / "checkpoints" / "iteration_00000012").shared["model"]  # type: ignore[union-attr]
+    source = run.checkpoint.store.load(pretrained / "checkpoints" / "iteration_00000012").shared["model"]
     assert all(torch.equal(began[0][name], value) for name, value in source.items())
     again = build("run", {"checkpoint": {"load": load, "reload_every": 2}, "run": {"max_iterations": 9}})
     assert again.train()["start"] == "restart"
@@ -176,6 +168,6 @@ def test_a_dynamic_source_is_loaded_again(build: Build, pretrained: Path, tmp_pa
     assert bank.loaded[0]["at_iteration"] == 4 and bank.loaded[0]["iteration"] == 12
 
 
-def test_a_dynamic_source_with_other_parts_is_refused(build: Build) -> None:
+def test_a_dynamic_source_with_other_parts_is_refused(build):
     with pytest.raises(ConfigError, match=r"checkpoint.load.0: A dynamic source is loaded while training: its parts"):
         build("run", {"checkpoint": {"load": [{"path": "a", "dynamic": True, "parts": ["*"]}]}})

@@ -1,64 +1,55 @@
 """``fit``: the run of a config from Python values, with errors that name its arguments."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 from ignite.engine import Events
 from ignite.metrics import Accuracy
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 import ignite_engine
 import ignite_engine.runs.fit as fit_module
-from ignite_engine import Interrupted, Task, Trainer, TrainingEvents, fit, load_model, load_weights, seed_everything
+from ignite_engine import Interrupted, Task, TrainingEvents, fit, load_model, load_weights, seed_everything
 from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
 from ignite_engine.handlers import ClearMLLogger, LRSchedule, warmup_cosine
 from ignite_engine.run_directory import weights_sha256
 from ignite_engine.runs import recipe
-from ignite_engine.runs.run import Run
 from ignite_engine.task import IN_PYTHON, TaskError
-from tests.builders import on_two_ranks
+from tests.kit.tiny import on_two_ranks
 
-QUIET: dict[str, Any] = {
-    "logging": dict.fromkeys(("clearml", "progress", "report", "console", "memory", "throughput"), False)
-}
+QUIET = {"logging": dict.fromkeys(("clearml", "progress", "report", "console", "memory", "throughput"), False)}
 GENERATOR = torch.Generator().manual_seed(5)
 INPUTS = torch.randn(60, 4, generator=GENERATOR)
 TARGETS = torch.randint(3, (60,), generator=GENERATOR)
 TRAIN, VAL = (INPUTS[:48], TARGETS[:48]), (INPUTS[48:], TARGETS[48:])
 
 
-def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+def loss_fn(model, batch):
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def net() -> nn.Module:
+def net():
     seed_everything(7)
     return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 3))
 
 
-def fitted(directory: Path, **arguments: Any) -> Run:
+def fitted(directory, **arguments):
     return fit(
         net(), loss_fn, TRAIN, VAL, directory=directory, **{"max_epochs": 3, "batch_size": 8, **QUIET, **arguments}
     )
 
 
-def test_run_that_changes_its_working_directory_keeps_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def move(trainer: Trainer) -> None:
+def test_run_that_changes_its_working_directory_keeps_its_folder(tmp_path, monkeypatch, caplog):
+    def move(trainer):
         os.chdir(tmp_path / "elsewhere")
 
     (tmp_path / "elsewhere").mkdir()
@@ -72,7 +63,7 @@ def test_run_that_changes_its_working_directory_keeps_its_folder(
 
 
 @pytest.fixture
-def signals_come_back() -> Iterator[None]:
+def signals_come_back():
     """After ``Interrupted`` they stay ignored, as the process is about to end."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
@@ -80,15 +71,15 @@ def signals_come_back() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def at(iteration: int, act: Callable[[Trainer], None]) -> tuple[Callable[[Trainer], None], Any]:
+def at(iteration, act):
     return act, Events.ITERATION_COMPLETED(once=iteration)
 
 
-def press_ctrl_c(trainer: Trainer) -> None:
+def press_ctrl_c(trainer):
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_run_is_that_of_a_config_with_the_same_values(tmp_path: Path) -> None:
+def test_run_is_that_of_a_config_with_the_same_values(tmp_path):
     run = fitted(tmp_path / "fit", schedule={"name": "cosine", "warmup": 2}, lr=1e-2, clip_norm=1.0, seed=3)
     values = {
         "task": IN_PYTHON,
@@ -113,16 +104,14 @@ def test_run_is_that_of_a_config_with_the_same_values(tmp_path: Path) -> None:
     assert re.fullmatch(rf"Run\({tmp_path}/fit: completed at iteration 18, loss \S+, val/loss \S+\)", repr(run))
 
 
-def test_from_nothing_to_a_run_in_twelve_lines_of_the_readme(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_from_nothing_to_a_run_in_twelve_lines_of_the_readme(tmp_path, monkeypatch, caplog):
     page = Path(ignite_engine.__file__).parents[1].joinpath("README.md").read_text()
     script = next(block for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "fit(" in block)
     assert len([line for line in script.splitlines() if line.strip()]) <= 12
     monkeypatch.chdir(tmp_path)
-    first: dict[str, Any] = {}
+    first = {}
     exec(script, first)
-    again: dict[str, Any] = {}
+    again = {}
     exec(script, again)
     run, folder = first["run"], tmp_path / "runs" / "first"
 
@@ -135,7 +124,7 @@ def test_from_nothing_to_a_run_in_twelve_lines_of_the_readme(
     assert Path(run.evaluate()["checkpoint"]).parent == folder / "checkpoints"
 
 
-OWN: dict[str, Any] = {
+OWN = {
     "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
     "schedule": lambda optimizer: warmup_cosine(optimizer, warmup=0.1),
     "metrics": {"accuracy": Accuracy()},
@@ -143,9 +132,7 @@ OWN: dict[str, Any] = {
 }
 
 
-def test_ctrl_c_stops_it_saved_and_the_same_call_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals_come_back: None
-) -> None:
+def test_ctrl_c_stops_it_saved_and_the_same_call_resumes(tmp_path, monkeypatch, signals_come_back):
     whole = fitted(tmp_path / "whole", **OWN)
     with pytest.raises(Interrupted) as stop:
         fitted(tmp_path / "stopped", handlers=[at(4, press_ctrl_c)], **OWN)
@@ -170,30 +157,28 @@ def test_ctrl_c_stops_it_saved_and_the_same_call_resumes(
     [(place, signal.SIGINT) for place in ("first batch", "step", "evaluation", "handler", "save")]
     + [("step", signal.SIGHUP)],
 )
-def test_signal_loses_nothing_wherever_it_comes(
-    place: str, number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals_come_back: None
-) -> None:
-    pressed: list[str] = []
+def test_signal_loses_nothing_wherever_it_comes(place, number, tmp_path, monkeypatch, signals_come_back):
+    pressed = []
 
-    def press_in(here: str) -> None:
+    def press_in(here):
         if here == place and not pressed:
             pressed.append(here)
             os.kill(os.getpid(), number)
 
-    def collate(samples: list[Any]) -> Any:
+    def collate(samples):
         press_in("first batch")
         return torch.utils.data.default_collate(samples)
 
-    def pressing_loss(model: nn.Module, batch: Any) -> Tensor:
+    def pressing_loss(model, batch):
         press_in("step" if model.training else "evaluation")
         return loss_fn(model, batch)
 
-    def sync(descriptor: int) -> None:
+    def sync(descriptor):
         if any((tmp_path / "stopped" / "checkpoints").glob(".tmp*")):
             press_in("save")
         fsync(descriptor)
 
-    def run_in(folder: str) -> Run:
+    def run_in(folder):
         return fit(
             net(), pressing_loss, TRAIN, VAL, directory=tmp_path / folder, max_epochs=2, batch_size=8,
             evaluation={"sanity_batches": 0}, collate_fn=collate,
@@ -210,7 +195,7 @@ def test_signal_loses_nothing_wherever_it_comes(
     assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
-def test_call_that_is_refused_leaves_a_stopped_run_as_it_was(tmp_path: Path) -> None:
+def test_call_that_is_refused_leaves_a_stopped_run_as_it_was(tmp_path):
     whole = fitted(tmp_path / "whole")
     fitted(tmp_path / "run", handlers=[at(4, lambda trainer: trainer.request_stop("a test"))])
     files = [tmp_path / "run" / name for name in ("config.yaml", "environment.json", "summary.json")]
@@ -223,7 +208,7 @@ def test_call_that_is_refused_leaves_a_stopped_run_as_it_was(tmp_path: Path) -> 
     assert fitted(tmp_path / "run").summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
-def test_optimizer_may_be_made_already_and_handlers_have_events(tmp_path: Path) -> None:
+def test_optimizer_may_be_made_already_and_handlers_have_events(tmp_path):
     model, seen = net(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steps = LRSchedule(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), name="per_epoch")
@@ -247,32 +232,32 @@ def test_optimizer_may_be_made_already_and_handlers_have_events(tmp_path: Path) 
         fitted(tmp_path / "other", handlers=[(steps, Events.EPOCH_COMPLETED)])
 
 
-def test_last_epoch_that_is_cut_short_is_evaluated_once_at_its_end(tmp_path: Path) -> None:
+def test_last_epoch_that_is_cut_short_is_evaluated_once_at_its_end(tmp_path):
     """So that the last checkpoint has a value, and may be the best."""
-    seen: list[int] = []
+    seen = []
 
     class Watch:
-        def attach(self, trainer: Trainer) -> None:
+        def attach(self, trainer):
             trainer.add_event_handler(Events.ITERATION_COMPLETED(once=10), lambda: trainer.terminate_epoch())
             trainer.add_event_handler(TrainingEvents.EVALUATION_COMPLETED, lambda: seen.append(trainer.state.iteration))
 
     for evaluation in ({"every": {"epochs": 0.5}}, {"every": None}):
         seen.append(0)
         run = fitted(tmp_path / str(len(seen)), max_epochs=2, handlers=[Watch()], evaluation=evaluation)
-        manifest = run.checkpoint.store.checkpoints()[-1].manifest  # type: ignore[union-attr]
+        manifest = run.checkpoint.store.checkpoints()[-1].manifest
         assert manifest.iteration == 10 and "val/loss" in manifest.metrics
     assert seen == [0, 3, 6, 9, 10, 0, 10]
 
 
 @pytest.mark.parametrize(("max_epochs", "end"), [(2, 9), (1, 6)])
-def test_of_two_limits_the_first_ends_the_run_and_its_schedule(tmp_path: Path, max_epochs: int, end: int) -> None:
+def test_of_two_limits_the_first_ends_the_run_and_its_schedule(tmp_path, max_epochs, end):
     run = fitted(tmp_path, max_epochs=max_epochs, max_iters=9, schedule="linear")
 
     assert run.trainer.state.iteration == run.total == end and f"total={end}" in repr(run.schedules["optimizer"])
     assert run.history[-1]["iteration"] == end and "val/loss" in run.metrics
 
 
-def test_columns_may_be_arrays_and_must_be_of_one_length(tmp_path: Path) -> None:
+def test_columns_may_be_arrays_and_must_be_of_one_length(tmp_path):
     arrays = (INPUTS[:48].numpy(), TARGETS[:48].numpy())
     run = fit(net(), loss_fn, arrays, VAL, directory=tmp_path / "arrays", max_epochs=3, batch_size=8, **QUIET)
 
@@ -281,7 +266,7 @@ def test_columns_may_be_arrays_and_must_be_of_one_length(tmp_path: Path) -> None
         fit(net(), loss_fn, (INPUTS[:48], TARGETS), directory=tmp_path, max_epochs=1)
 
 
-def test_model_of_a_run_of_python_is_loaded_into_one_that_is_made_there(tmp_path: Path) -> None:
+def test_model_of_a_run_of_python_is_loaded_into_one_that_is_made_there(tmp_path):
     run = fitted(tmp_path, max_epochs=1)
     with pytest.raises(TaskError, match=r"was made by fit\(\) in Python.*load_weights\(model, run\)"):
         load_model(tmp_path)
@@ -291,7 +276,7 @@ def test_model_of_a_run_of_python_is_loaded_into_one_that_is_made_there(tmp_path
     assert weights_sha256(model) == run.summary["weights_sha256"]
 
 
-def test_setting_without_effect_is_a_warning_about_the_argument(tmp_path: Path) -> None:
+def test_setting_without_effect_is_a_warning_about_the_argument(tmp_path):
     with pytest.warns(ConfigWarning, match=r"^fit\(\): checkpoint\.mode has no effect without checkpoint\.best\.$"):
         fitted(tmp_path, mode="max", max_epochs=None, max_iters=1)
 
@@ -299,7 +284,7 @@ def test_setting_without_effect_is_a_warning_about_the_argument(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("best", "mode"), [("val/accuracy", "max"), ("val/loss", "min"), ("val/top1_accuracy", "max"), ("val/mae", "min")]
 )
-def test_name_of_the_best_metric_tells_which_value_is_better(tmp_path: Path, best: str, mode: str) -> None:
+def test_name_of_the_best_metric_tells_which_value_is_better(tmp_path, best, mode):
     metrics = {best.partition("/")[2]: Accuracy()}
     assert fitted(tmp_path, best=best, metrics=metrics, max_epochs=1).config["checkpoint"]["mode"] == mode
 
@@ -313,7 +298,7 @@ print(fitted(sys.argv[1], max_epochs=2).summary["weights_sha256"])
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_torchrun_of_a_plain_script_and_ranks_of_ones_own_train_together(tmp_path: Path) -> None:
+def test_torchrun_of_a_plain_script_and_ranks_of_ones_own_train_together(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     root = str(Path(ignite_engine.__file__).parents[1])
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py", "launched"]
@@ -327,7 +312,7 @@ def test_torchrun_of_a_plain_script_and_ranks_of_ones_own_train_together(tmp_pat
     )
     assert done.returncode == 0, done.stderr
 
-    def case(rank: int) -> dict[str, Any]:
+    def case(rank):
         torch.set_num_threads(1)
         run = fitted(tmp_path / "forked", max_epochs=2)
         return {"sha": run.summary["weights_sha256"], "size": run.summary["world_size"]}
@@ -338,10 +323,10 @@ def test_torchrun_of_a_plain_script_and_ranks_of_ones_own_train_together(tmp_pat
     assert set(launched) == set(answers["sha"]) and len(launched) == 2
 
 
-def test_a_metric_that_is_a_tensor_does_not_end_the_run(tmp_path: Path) -> None:
+def test_a_metric_that_is_a_tensor_does_not_end_the_run(tmp_path):
     """A forgotten ``.item()``; also where a handler writes it after the last log point."""
 
-    def forget(trainer: Trainer) -> None:
+    def forget(trainer):
         trainer.state.metrics["mine"] = torch.tensor(1.5)
         trainer.call_at_end(lambda trainer: trainer.state.metrics.update(late=torch.tensor(2.5), vector=torch.ones(2)))
 
@@ -352,27 +337,25 @@ def test_a_metric_that_is_a_tensor_does_not_end_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("server", "asked", "there"), [(False, None, False), (True, None, True), (False, True, True)])
-def test_clearml_is_for_who_has_a_server_or_asks_for_it(
-    server: bool, asked: bool | None, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clearml_is_for_who_has_a_server_or_asks_for_it(server, asked, there, tmp_path, monkeypatch):
     monkeypatch.setattr(fit_module, "server_is_configured", lambda: server)
     logging = {key: value for key, value in QUIET["logging"].items() if key != "clearml"}
     logging |= {} if asked is None else {"clearml": asked}
-    attached: list[Any] = []
+    attached = []
     monkeypatch.setattr(ClearMLLogger, "attach", lambda self, trainer: attached.append(self))
     fitted(tmp_path, max_epochs=None, max_iters=1, logging=logging)
     assert bool(attached) == there
 
 
 @pytest.mark.parametrize("schedule", ["cosine", None])
-def test_another_rate_for_a_resumed_run(tmp_path: Path, schedule: Any) -> None:
+def test_another_rate_for_a_resumed_run(tmp_path, schedule):
     """From there on those of a run that began with it; the same call again goes on, and so does one without."""
 
-    def rates(folder: str, stop: int | None, **options: Any) -> dict[int, float]:
-        used: dict[int, float] = {}
+    def rates(folder, stop, **options):
+        used = {}
 
-        def note(trainer: Trainer) -> None:
-            optimizer = next(iter(trainer.update.optimizers.values()))  # type: ignore[attr-defined]  # an Update
+        def note(trainer):
+            optimizer = next(iter(trainer.update.optimizers.values()))
             used[trainer.state.iteration] = optimizer.param_groups[0]["lr"]
             if trainer.state.iteration == stop:
                 trainer.request_stop("test")

@@ -1,10 +1,6 @@
 """A model comes back from its checkpoint alone, and no file that a checkpoint names runs unless the caller says so."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +11,7 @@ from ignite_engine.checkpointing import CheckpointError, CheckpointStore
 from ignite_engine.cli import main
 from ignite_engine.errors import StateMismatch
 from ignite_engine.task import TaskError
-from tests.builders import one
+from tests.kit.tiny import one
 
 TASK = """
 from pathlib import Path
@@ -45,7 +41,7 @@ logging: {{progress: false, console: false, clearml: false, report: false}}
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """A finished run of a task file whose name no other test has; elsewhere is the working directory after."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     train(tmp_path, monkeypatch)
@@ -54,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def train(folder: Path, monkeypatch: pytest.MonkeyPatch, more: str = "") -> None:
+def train(folder, monkeypatch, more=""):
     monkeypatch.chdir(folder)
     name = task_name(folder)
     (folder / "tasks").mkdir(exist_ok=True)
@@ -64,11 +60,11 @@ def train(folder: Path, monkeypatch: pytest.MonkeyPatch, more: str = "") -> None
     forget(folder)
 
 
-def task_name(folder: Path) -> str:
+def task_name(folder):
     return f"task_of_{folder.name}"
 
 
-def forget(folder: Path) -> None:
+def forget(folder):
     """As in a process that never imported the task."""
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", "")).startswith(str(folder)):
@@ -76,19 +72,19 @@ def forget(folder: Path) -> None:
     (folder / "tasks" / f"{task_name(folder)}.ran").unlink(missing_ok=True)
 
 
-def saved(folder: Path, part: str = "model") -> Any:
+def saved(folder, part="model"):
     store = CheckpointStore(folder / "runs/one/checkpoints")
     return store.load(store.checkpoints()[-1].path).shared[part]
 
 
-def other_build(options: Any) -> Task:
+def other_build(options):
     torch.rand(99)
     model = nn.Sequential(nn.Linear(2, options["width"]), nn.Dropout(), nn.Linear(options["width"], 1))
     return Task(model, lambda model, batch: model(batch), torch.utils.data.TensorDataset(torch.zeros(1)))
 
 
 @pytest.mark.row("D12")
-def test_task_is_imported_only_if_the_caller_says_so(folder: Path) -> None:
+def test_task_is_imported_only_if_the_caller_says_so(folder):
     ran = folder / "tasks" / f"{task_name(folder)}.ran"
     with pytest.raises(
         TaskError, match=r"tasks/task_of_.*:build', which would be imported and run: use import_task=True"
@@ -102,7 +98,7 @@ def test_task_is_imported_only_if_the_caller_says_so(folder: Path) -> None:
 
 
 @pytest.mark.row("D12")
-def test_average_is_loaded_into_the_model(folder: Path) -> None:
+def test_average_is_loaded_into_the_model(folder):
     model = load_model(folder / "runs/one/checkpoints", ema=True, import_task=True)
     average = saved(folder, "ema")["weights"]
 
@@ -112,7 +108,7 @@ def test_average_is_loaded_into_the_model(folder: Path) -> None:
         load_model(folder / "runs/one", ema="slow", import_task=True)
 
 
-def test_function_of_the_callers_own_takes_the_place_of_the_task(folder: Path) -> None:
+def test_function_of_the_callers_own_takes_the_place_of_the_task(folder):
     before = torch.get_rng_state()
     model = load_model(folder / "runs/one/checkpoints/iteration_00000004", task=other_build)
     store = CheckpointStore(folder / "runs/one/checkpoints")
@@ -123,7 +119,7 @@ def test_function_of_the_callers_own_takes_the_place_of_the_task(folder: Path) -
     assert not (folder / "tasks" / f"{task_name(folder)}.ran").exists()
 
 
-def test_what_was_left_out_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_left_out_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     train(tmp_path, monkeypatch, more=", exclude: ['*:0.*']")
     with pytest.raises(StateMismatch, match=r"2 missing: 0\.weight, 0\.bias"):
@@ -137,14 +133,14 @@ def test_what_was_left_out_is_asked_for(tmp_path: Path, monkeypatch: pytest.Monk
     assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
 
 
-def test_checkpoint_without_a_config_needs_a_task(tmp_path: Path) -> None:
+def test_checkpoint_without_a_config_needs_a_task(tmp_path):
     CheckpointStore(tmp_path).save({"model": nn.Linear(2, 1).state_dict()}, {}, iteration=1, epoch=0)
     with pytest.raises(CheckpointError, match="holds no config, so how its model is built is unknown: give task="):
         load_model(tmp_path, import_task=True)
     with pytest.raises(CheckpointError, match="does not exist"):
         load_model(tmp_path / "nowhere", import_task=True)
 
-    def build(options: Any) -> Task:
+    def build(options):
         assert options == {}
         return Task(nn.Linear(2, 1), lambda model, batch: model(batch), torch.utils.data.TensorDataset(torch.zeros(1)))
 

@@ -1,10 +1,5 @@
 """Weights of a run into a model of the user's own, and into a program that does not have this library."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from ignite.engine import Events
@@ -15,18 +10,18 @@ from ignite_engine.checkpointing import CheckpointError
 from ignite_engine.cli import main
 from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import EMA, Checkpoint
-from tests.builders import linear, numbers_loader, one, trainer_of, weights
+from tests.kit.tiny import linear, numbers_loader, one, trainer_of, weights
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, torch.Tensor]]:
+def run(tmp_path_factory):
     """A run of which iteration 4 is the best, and the weights of each iteration."""
     folder, seen = tmp_path_factory.mktemp("run"), dict[int, torch.Tensor]()
     trainer = trainer_of()
     EMA(0.5).attach(trainer)
 
     @trainer.on(Events.ITERATION_COMPLETED)
-    def score() -> None:
+    def score():
         seen[trainer.state.iteration] = weights(trainer)
         trainer.state.metrics["score"] = -abs(trainer.state.iteration - 4)
 
@@ -36,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, torch
     return folder, seen
 
 
-def test_by_name_into_any_model(run: tuple[Path, dict[int, torch.Tensor]]) -> None:
+def test_by_name_into_any_model(run):
     folder, seen = run
     for arguments, iteration in (((folder,), 6), ((folder, "last"), 6), ((folder, "best"), 4), ((folder / "best",), 4)):
         model = linear().eval()
@@ -50,7 +45,7 @@ def test_by_name_into_any_model(run: tuple[Path, dict[int, torch.Tensor]]) -> No
 
 
 @pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, lambda model: nn.DataParallel(torch.compile(model))])
-def test_wrapping_makes_no_difference(run: tuple[Path, dict[int, torch.Tensor]], wrap: Any, tmp_path: Path) -> None:
+def test_wrapping_makes_no_difference(run, wrap, tmp_path):
     """Neither that of the model, nor that of a model whose state_dict was saved elsewhere."""
     model = linear()
     load_weights(wrap(model), run[0], "best")
@@ -63,7 +58,7 @@ def test_wrapping_makes_no_difference(run: tuple[Path, dict[int, torch.Tensor]],
         assert torch.equal(one(other), run[1][4])
 
 
-def test_what_does_not_fit_is_one_sentence(run: tuple[Path, dict[int, torch.Tensor]], tmp_path: Path) -> None:
+def test_what_does_not_fit_is_one_sentence(run, tmp_path):
     folder, seen = run
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), nn.Linear(2, 1))
     with pytest.raises(StateMismatch) as caught:
@@ -79,12 +74,12 @@ def test_what_does_not_fit_is_one_sentence(run: tuple[Path, dict[int, torch.Tens
     with pytest.raises(StateMismatch, match=r"2 missing: .*4 unexpected: "):
         load_weights(nn.Linear(3, 4), folder, strict=False)  # no name fits
     with pytest.raises(TypeError, match="model"):
-        load_weights(folder, model)  # type: ignore[arg-type]
+        load_weights(folder, model)
     with pytest.raises(CheckpointError, match="does not exist"):
         load_weights(model, tmp_path / "nowhere")
 
 
-def test_a_model_of_another_name(tmp_path: Path) -> None:
+def test_a_model_of_another_name(tmp_path):
     """As an update function of one's own registers it; of several one is named."""
     first, second = linear(), nn.Linear(2, 1)
     trainer = Trainer(lambda engine, batch: 0.0)

@@ -1,20 +1,16 @@
 """How many updates a run makes, and what its loaders give."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
 from ignite_engine import Task
-from ignite_engine.config import Config, ConfigError, config_from_dict
+from ignite_engine.config import ConfigError, config_from_dict
 from ignite_engine.ranks import agreement
 from ignite_engine.runs import loaders
-from tests.builders import Numbers, linear, mse
+from tests.kit.tiny import Numbers, linear, mse
 
 
-def config(**sections: Any) -> Config:
+def config(**sections):
     return config_from_dict({"task": "unused.py:build", "run": {"max_epochs": 3}, **sections})
 
 
@@ -30,27 +26,25 @@ def config(**sections: Any) -> Config:
         (10, {"data": {"batch_size": 2}, "update": {"global_micro_batches": 4}}, 1, 3 * 2),
     ],
 )
-def test_updates_of_the_run_are_those_of_the_longest_rank(
-    monkeypatch: pytest.MonkeyPatch, samples: int, sections: dict[str, Any], ranks: int, updates: int
-) -> None:
+def test_updates_of_the_run_are_those_of_the_longest_rank(monkeypatch, samples, sections, ranks, updates):
     monkeypatch.setattr(agreement, "world_size", lambda: ranks)
 
     assert loaders.total_updates(config(**sections), samples) == updates
 
 
-def test_epoch_without_an_update_is_refused() -> None:
+def test_epoch_without_an_update_is_refused():
     with pytest.raises(ConfigError, match=r"data.batch_size: got 16, but a rank has 10 samples; drop_last leaves none"):
         loaders.total_updates(config(data={"batch_size": 16, "drop_last": True}), 10)
 
 
-def test_more_ranks_than_micro_batches_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_micro_batches_are_refused(monkeypatch):
     monkeypatch.setattr(agreement, "world_size", lambda: 3)
 
     with pytest.raises(ConfigError, match=r"update.global_micro_batches: got 2 on 3 ranks, expected at least one for"):
         loaders.total_updates(config(update={"global_micro_batches": 2}), 10)
 
 
-def test_only_training_shuffles_and_drops_the_last_batch() -> None:
+def test_only_training_shuffles_and_drops_the_last_batch():
     settings = config(data={"batch_size": 4, "eval_batch_size": 3, "drop_last": True})
     task = Task(linear(), mse, Numbers(10))
     train = loaders.data_loader(settings, task, task.train_set, training=True)

@@ -1,13 +1,11 @@
 """The mistakes of a first hour: each is one line with its remedy."""
 
-from __future__ import annotations
-
 import errno
 import multiprocessing
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,11 @@ import pytest
 import torch
 from ignite.engine import Events
 from ignite.metrics import Accuracy, Precision
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 import ignite_engine
-from ignite_engine import Trainer, fit, load_weights
+from ignite_engine import fit, load_weights
 from ignite_engine.config import ConfigError
 from ignite_engine.handlers import EarlyStopping
 from ignite_engine.run_directory import RunDirectory
@@ -32,22 +30,22 @@ OURS = (
 )
 
 
-def run_of(folder: Path, loss: Any = loss_fn, train: Any = TRAIN, val: Any = VAL, **arguments: Any) -> Any:
+def run_of(folder, loss=loss_fn, train=TRAIN, val=VAL, **arguments):
     given = {"model": net(), "directory": folder / "run", "max_epochs": 1, "batch_size": 8, **QUIET, **arguments}
     given = {name: value for name, value in given.items() if value is not ...}
     return fit(given.pop("model"), loss, train, val, **given)
 
 
-def returning(change: Callable[[Tensor], Any]) -> Callable[[Path], Any]:
+def returning(change):
     return lambda folder: run_of(folder, lambda model, batch: change(loss_fn(model, batch)))
 
 
-def given(**arguments: Any) -> Callable[[Path], Any]:
+def given(**arguments):
     return lambda folder: run_of(folder, **arguments)
 
 
-def twice(first: dict[str, Any], second: dict[str, Any]) -> Callable[[Path], Any]:
-    def again(folder: Path) -> Any:
+def twice(first, second):
+    def again(folder):
         run_of(folder, **{"max_epochs": 1, **first})
         return run_of(folder, **{"max_epochs": 2, **second})
 
@@ -57,43 +55,43 @@ def twice(first: dict[str, Any], second: dict[str, Any]) -> Callable[[Path], Any
 class Samples(Dataset[Any]):
     """One of them is other than the rest."""
 
-    def __init__(self, odd: Any) -> None:
+    def __init__(self, odd):
         self.odd = odd
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 16
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return (INPUTS[index], TARGETS[index]) if index != 11 else self.odd()
 
 
-def unreadable() -> Any:
+def unreadable():
     raise OSError("no such picture")
 
 
-def dies() -> Any:
+def dies():
     if multiprocessing.parent_process() is not None:
         os._exit(3)
     return INPUTS[0], TARGETS[0]
 
 
 class WithAnEvent:
-    def attach(self, trainer: Trainer, event: Any) -> None:
+    def attach(self, trainer, event):
         raise AssertionError("it has none")
 
 
 class Endless(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return iter([(INPUTS[0], TARGETS[0])] * 9)
 
 
-def a_file(folder: Path) -> Path:
+def a_file(folder):
     (folder / "file").write_text("")
     return folder / "file" / "run"
 
 
-def in_use(folder: Path) -> Any:
-    def hold() -> None:
+def in_use(folder):
+    def hold():
         with RunDirectory(folder / "run").held():
             held.set()
             end.wait()
@@ -110,19 +108,19 @@ def in_use(folder: Path) -> Any:
         other.join()
 
 
-def weights(model: Callable[[], nn.Module], path: str, which: str) -> Callable[[Path], Any]:
-    def load(folder: Path) -> None:
+def weights(model, path, which):
+    def load(folder):
         run_of(folder)
         load_weights(model(), folder / path, which)
 
     return load
 
 
-def other_net() -> nn.Module:
+def other_net():
     return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 5))
 
 
-MISTAKES: dict[str, Mistake] = {
+MISTAKES = {
     # what the loss function returns
     "vector loss": (
         returning(lambda loss: loss.expand(8)),
@@ -307,7 +305,7 @@ MISTAKES: dict[str, Mistake] = {
 }
 """Refusals: by name, what the user does and the line."""
 
-IN_THE_USERS_CODE: dict[str, Mistake] = {
+IN_THE_USERS_CODE = {
     "shapes": (
         given(train=(torch.ones(48, 5), TARGETS[:48]), val=None),
         r"shapes cannot be multiplied(.|\n)*The micro-batch: \[Tensor \[8, 5\] float32, Tensor \[8\] int64\]\.",
@@ -344,7 +342,7 @@ IN_THE_USERS_CODE: dict[str, Mistake] = {
 """Errors with the user's frames, and what is noted below them."""
 
 
-def raised_by(mistake: Callable[[Path], Any], folder: Path) -> tuple[BaseException, str]:
+def raised_by(mistake, folder):
     try:
         mistake(folder)
     except Exception as error:
@@ -352,12 +350,12 @@ def raised_by(mistake: Callable[[Path], Any], folder: Path) -> tuple[BaseExcepti
     raise AssertionError("nothing was raised")
 
 
-def our_frames(text: str) -> list[str]:
+def our_frames(text):
     return [file for file in re.findall(r'^  File "([^"]+)"', text, flags=re.MULTILINE) if file.startswith(OURS)]
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistake_is_one_line(name: str, tmp_path: Path) -> None:
+def test_mistake_is_one_line(name, tmp_path):
     mistake, line = MISTAKES[name]
     error, text = raised_by(mistake, tmp_path)
     assert re.search(line, str(error)), error
@@ -367,7 +365,7 @@ def test_mistake_is_one_line(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", IN_THE_USERS_CODE)
-def test_error_in_the_users_code_says_with_what(name: str, tmp_path: Path) -> None:
+def test_error_in_the_users_code_says_with_what(name, tmp_path):
     mistake, words = IN_THE_USERS_CODE[name]
     _, text = raised_by(mistake, tmp_path)
     assert re.search(words, text), text
@@ -376,20 +374,18 @@ def test_error_in_the_users_code_says_with_what(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("metric", [torch.tensor(2.0), 2])
-def test_forgotten_item_loses_nothing(metric: Any, tmp_path: Path) -> None:
-    def note(trainer: Trainer) -> None:
+def test_forgotten_item_loses_nothing(metric, tmp_path):
+    def note(trainer):
         trainer.state.metrics["mine"] = metric
 
     run = run_of(tmp_path, handlers=[(note, Events.EPOCH_COMPLETED)])
     assert run.metrics["mine"] == 2.0 and run.summary["status"] == "completed"
 
 
-def test_full_disk_and_a_loss_that_is_not_a_number_lose_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_and_a_loss_that_is_not_a_number_lose_nothing(tmp_path, monkeypatch):
     sync, failed = os.fsync, False
 
-    def full_at_the_first_save(descriptor: int) -> None:
+    def full_at_the_first_save(descriptor):
         nonlocal failed
         if calls and not failed:
             failed = True
@@ -397,9 +393,9 @@ def test_full_disk_and_a_loss_that_is_not_a_number_lose_nothing(
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", full_at_the_first_save)
-    calls: list[int] = []
+    calls = []
 
-    def nan_once(model: nn.Module, batch: Any) -> Tensor:
+    def nan_once(model, batch):
         calls.append(len(calls))
         return loss_fn(model, batch) * (float("nan") if len(calls) == 6 else 1.0)
 
@@ -410,7 +406,7 @@ def test_full_disk_and_a_loss_that_is_not_a_number_lose_nothing(
     assert said.count("No space left on device") == 1 and "is nan: its step is skipped (1 of at most 10)" in said
 
 
-def test_handler_is_attached_to_the_wrong_object(tmp_path: Path) -> None:
+def test_handler_is_attached_to_the_wrong_object(tmp_path):
     run = run_of(tmp_path)
     with pytest.raises(TypeError, match=r"Trainer"):
-        EarlyStopping("val/loss", patience=3).attach(run)  # type: ignore[arg-type]  # what is tested
+        EarlyStopping("val/loss", patience=3).attach(run)

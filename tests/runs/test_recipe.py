@@ -1,7 +1,5 @@
 """Runs built from configs: what is attached, what the folder holds, and that a run resumes where it was."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -11,9 +9,7 @@ import re
 import shutil
 import signal
 import zipfile
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import pydantic
 import pytest
@@ -32,27 +28,26 @@ from ignite_engine.ranks.heartbeats import Failure
 from ignite_engine.run_directory import RunDirectory, config_differences, weights_sha256
 from ignite_engine.runs import recipe
 from ignite_engine.runs.mean_loss import mean_loss
-from ignite_engine.runs.run import Run
 
 LOGGING = {"progress": False, "clearml": False}
 SAMPLES = torch.utils.data.TensorDataset(torch.arange(48.0).reshape(24, 2) / 48)
 
 
-def loss_fn(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+def loss_fn(model, batch):
     return (model(batch[0]) - 1).square().mean()
 
 
-def make_task(**parts: Any) -> Task:
+def make_task(**parts):
     model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
     return Task(**{"model": model, "loss_fn": loss_fn, "train_set": SAMPLES, "val_sets": {"val": SAMPLES}, **parts})
 
 
 @pytest.fixture
-def build(tmp_path: Path) -> Callable[..., Run]:
+def build(tmp_path):
     """A run over ``make_task``, made under the run's seed as the recipe makes a config's task."""
 
-    def make(sections: Mapping[str, Any] | None = None, folder: str = "run", **parts: Any) -> Run:
-        values: dict[str, Any] = {"task": "unused.py:build", "data": {"batch_size": 4}, "logging": LOGGING}
+    def make(sections=None, folder="run", **parts):
+        values = {"task": "unused.py:build", "data": {"batch_size": 4}, "logging": LOGGING}
         values["run"] = {"directory": str(tmp_path / folder), "max_iterations": 8}
         for name, section in (sections or {}).items():
             values[name] = {**values.get(name, {}), **section}
@@ -63,25 +58,25 @@ def build(tmp_path: Path) -> Callable[..., Run]:
     return make
 
 
-def lines_of(run: Run) -> list[dict[str, Any]]:
+def lines_of(run):
     return [json.loads(line) for line in run.directory.metrics.read_text().splitlines()]
 
 
-def test_building_writes_nothing(build: Callable[..., Run]) -> None:
+def test_building_writes_nothing(build):
     run = build()
     run.describe()
 
     assert not run.directory.path.exists()
 
 
-def recipe_config(run: Run) -> dict[str, Any]:
+def recipe_config(run):
     values = yaml.safe_load(run.directory.config.read_text())
     assert isinstance(values, dict)
     return values
 
 
 @pytest.mark.row("A11", "F10")
-def test_run_folder_tells_the_run(build: Callable[..., Run], caplog: pytest.LogCaptureFixture) -> None:
+def test_run_folder_tells_the_run(build, caplog):
     run = build({"logging": {"every": 2}, "evaluation": {"every": 4}})
     with caplog.at_level(logging.INFO):
         summary = run.train()
@@ -97,7 +92,7 @@ def test_run_folder_tells_the_run(build: Callable[..., Run], caplog: pytest.LogC
     assert summary["checkpoints"]["saves"] and summary["checkpoints"]["save_bytes_per_s"] > 0
     assert set(summary["startup_s"]) >= {"task", "model", "data", "trainer", "resume"}
     assert re.search(r"Start-up took \S+ s", caplog.text)
-    assert summary["weights_sha256"] == weights_sha256(run.trainer.update.model)  # type: ignore[attr-defined]
+    assert summary["weights_sha256"] == weights_sha256(run.trainer.update.model)
     assert [line["iteration"] for line in lines_of(run)] == [2, 4, 6, 8]
     assert [line["iteration"] for line in lines_of(run) if "val/loss" in line] == [4, 8]
     assert summary["metrics"]["val/loss"] == lines_of(run)[-1]["val/loss"]
@@ -106,7 +101,7 @@ def test_run_folder_tells_the_run(build: Callable[..., Run], caplog: pytest.LogC
     assert config_from_dict(recipe_config(run)).to_dict() == run.config
 
 
-def test_intervals_of_all_units(build: Callable[..., Run], tmp_path: Path) -> None:
+def test_intervals_of_all_units(build, tmp_path):
     """24 samples in batches of 4: an epoch has 6 iterations; the end is logged, evaluated and saved too."""
     sections = {
         "run": {"max_iterations": None, "max_epochs": 2},
@@ -139,8 +134,8 @@ def test_intervals_of_all_units(build: Callable[..., Run], tmp_path: Path) -> No
         build(sections)
 
 
-def test_what_a_run_costs_is_in_its_folder_and_changes_no_weight(build: Callable[..., Run]) -> None:
-    sections: dict[str, Any] = {
+def test_what_a_run_costs_is_in_its_folder_and_changes_no_weight(build):
+    sections = {
         "logging": {"every": 2, "flops": True, "peak_flops": 1e12, "memory": True, "throughput": True},
         "profiler": {"active": 2, "wait": 3, "warmup": 1},
     }
@@ -155,7 +150,7 @@ def test_what_a_run_costs_is_in_its_folder_and_changes_no_weight(build: Callable
     ]
 
 
-def test_short_run_is_logged_ten_times_unless_it_says_how_often(build: Callable[..., Run]) -> None:
+def test_short_run_is_logged_ten_times_unless_it_says_how_often(build):
     short, own = build({"run": {"max_iterations": 20}}), build({"logging": {"every": 5}}, folder="own")
     short.train(), own.train()
 
@@ -163,29 +158,29 @@ def test_short_run_is_logged_ten_times_unless_it_says_how_often(build: Callable[
     assert [line["iteration"] for line in lines_of(own) if "loss" in line] == [5, 8]
 
 
-def test_digest_is_of_sorted_names_and_bytes_whatever_the_wrapping() -> None:
+def test_digest_is_of_sorted_names_and_bytes_whatever_the_wrapping():
     model = torch.nn.BatchNorm1d(3)
     expected = hashlib.sha256()
     for name in sorted(model.state_dict()):
         expected.update(name.encode() + b"\0" + model.state_dict()[name].numpy().tobytes())
 
     assert weights_sha256(model) == expected.hexdigest()
-    assert weights_sha256(torch.compile(model)) == expected.hexdigest()  # type: ignore[arg-type]  # is a module
+    assert weights_sha256(torch.compile(model)) == expected.hexdigest()
 
 
-def test_same_seed_same_digest_and_another_seed_another(build: Callable[..., Run]) -> None:
+def test_same_seed_same_digest_and_another_seed_another(build):
     digests = [build({"run": {"seed": seed}}, f"run{n}").train()["weights_sha256"] for n, seed in enumerate((0, 0, 1))]
 
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_interrupted_run_resumes_to_the_same_end(build: Callable[..., Run]) -> None:
+def test_interrupted_run_resumes_to_the_same_end(build):
     sections = {"logging": {"every": 2}, "evaluation": {"every": 3}, "schedule": {"name": "cosine", "warmup": 2}}
     whole = build(sections, "whole")
     expected = whole.train()
     cut = build(sections, "cut")
 
-    def stop(trainer: Any) -> None:
+    def stop(trainer):
         trainer.request_stop("enough")
 
     cut.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=5), stop)
@@ -198,19 +193,19 @@ def test_interrupted_run_resumes_to_the_same_end(build: Callable[..., Run]) -> N
     assert resumed["weights_sha256"] == expected["weights_sha256"] != interrupted["weights_sha256"]
     timed = ("memory/", "time/", "throughput/")
 
-    def exact(run: Run) -> list[dict[str, Any]]:
+    def exact(run):
         return [{key: value for key, value in line.items() if not key.startswith(timed)} for line in lines_of(run)]
 
     assert exact(on) == exact(whole)
 
 
 @pytest.mark.row("A9")
-def test_finished_run_is_only_evaluated(build: Callable[..., Run]) -> None:
+def test_finished_run_is_only_evaluated(build):
     first = build({"logging": {"every": 4}})
     before = first.train()
     lines = lines_of(first)
     again = build({"logging": {"every": 4}})
-    updates: list[int] = []
+    updates = []
     again.trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: updates.append(engine.state.iteration))
     after = again.train()
 
@@ -221,9 +216,7 @@ def test_finished_run_is_only_evaluated(build: Callable[..., Run]) -> None:
     assert lines_of(again) == lines
 
 
-def test_finished_run_that_trains_nothing_keeps_the_record_of_what_was_trained(
-    build: Callable[..., Run], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_finished_run_that_trains_nothing_keeps_the_record_of_what_was_trained(build, caplog):
     """Its settings were never in force; the history has those of each start."""
     first = build()
     first.train()
@@ -246,9 +239,7 @@ def test_finished_run_that_trains_nothing_keeps_the_record_of_what_was_trained(
 
 
 @pytest.mark.row("J3")
-def test_finished_run_continues_when_it_is_made_longer(
-    build: Callable[..., Run], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_finished_run_continues_when_it_is_made_longer(build, caplog):
     build().train()
     caplog.set_level(logging.INFO)
     summary = build({"run": {"max_iterations": 11}}).train()
@@ -257,9 +248,7 @@ def test_finished_run_continues_when_it_is_made_longer(
     assert "Config differs from the run's last start: run.max_iterations: 8 -> 11" in caplog.messages
 
 
-def test_resume_with_other_groups_ends_with_the_last_epoch(
-    build: Callable[..., Run], caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_with_other_groups_ends_with_the_last_epoch(build, caplog, capsys):
     sections = {"schedule": {"name": "cosine", "min_ratio": 0.1}, "evaluation": {"every": None}}
     build({**sections, "run": {"max_iterations": None, "max_epochs": 1}}).train()
     caplog.set_level(logging.INFO)
@@ -276,9 +265,7 @@ def test_resume_with_other_groups_ends_with_the_last_epoch(
     assert "The run is at its end (epoch 3 of 3): it is only evaluated. A larger limit trains it further" in caplog.text
 
 
-def test_folder_that_is_deleted_under_the_run_is_whole_at_its_end(
-    build: Callable[..., Run], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_folder_that_is_deleted_under_the_run_is_whole_at_its_end(build, caplog):
     run = build({"logging": {"every": 8}})
     run.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: shutil.rmtree(run.directory.path))
     assert run.train()["status"] == "completed"
@@ -290,7 +277,7 @@ def test_folder_that_is_deleted_under_the_run_is_whole_at_its_end(
     assert [each for each in caplog.messages if each.startswith(str(run.directory.path))] == [expected]
 
 
-def test_section_that_went_is_left_out_of_what_is_resumed(build: Callable[..., Run]) -> None:
+def test_section_that_went_is_left_out_of_what_is_resumed(build):
     build({"ema": {"decay": 0.9}}).train()
     longer = {"run": {"max_iterations": 11}, "ema": {"decay": None}}
     with pytest.raises(StateMismatch, match=r"holds \['ema'\].*checkpoint.ignore in a config"):
@@ -298,15 +285,15 @@ def test_section_that_went_is_left_out_of_what_is_resumed(build: Callable[..., R
     assert build({**longer, "checkpoint": {"ignore": ["ema"]}}).train()["iteration"] == 11
 
 
-def fail(engine: Any) -> None:
+def fail(engine):
     raise KeyError("lost")
 
 
-def signal_this_process(*_: Any) -> None:
+def signal_this_process(*_):
     signal.raise_signal(signal.SIGTERM)
 
 
-def test_failure_is_summed_up_and_raised_as_it_was(build: Callable[..., Run]) -> None:
+def test_failure_is_summed_up_and_raised_as_it_was(build):
     run = build()
 
     run.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), fail)
@@ -317,7 +304,7 @@ def test_failure_is_summed_up_and_raised_as_it_was(build: Callable[..., Run]) ->
     assert (summary["status"], summary["reason"], summary["iteration"]) == ("failed", "KeyError: 'lost'", 3)
 
 
-def test_signal_after_a_failure_does_not_make_it_an_interruption(build: Callable[..., Run]) -> None:
+def test_signal_after_a_failure_does_not_make_it_an_interruption(build):
     run = build()
     run.trainer.add_event_handler(Events.STARTED, lambda: run.trainer.call_at_end(signal_this_process))
     run.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), fail)
@@ -329,7 +316,7 @@ def test_signal_after_a_failure_does_not_make_it_an_interruption(build: Callable
     assert (summary["status"], summary["reason"]) == ("failed", "KeyError: 'lost'")
 
 
-def test_signal_within_compiled_code_is_an_interruption() -> None:
+def test_signal_within_compiled_code_is_an_interruption():
     """Pydantic makes another exception of what a serializer raises."""
     within = pydantic.TypeAdapter(Annotated[int, pydantic.PlainSerializer(lambda _: signal_this_process())])
 
@@ -337,9 +324,7 @@ def test_signal_within_compiled_code_is_an_interruption() -> None:
         within.dump_python(1)
 
 
-def test_launchers_signal_after_another_rank_failed_is_no_interruption(
-    build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launchers_signal_after_another_rank_failed_is_no_interruption(build, monkeypatch):
     run = build()
     known = watch.Watch()
     known.failure = Failure("rank 1 exited without reporting", (1,))
@@ -353,16 +338,14 @@ def test_launchers_signal_after_another_rank_failed_is_no_interruption(
     assert (summary["status"], summary["reason"]) == ("failed", "rank 1 exited without reporting")
 
 
-def test_full_disk_does_not_hide_what_failed(
-    build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_full_disk_does_not_hide_what_failed(build, monkeypatch, caplog):
     run = build()
 
-    def fill_the_disk(engine: Any) -> None:
+    def fill_the_disk(engine):
         monkeypatch.setattr("os.fsync", fail)
         raise KeyError("lost")
 
-    def fail(descriptor: int) -> None:
+    def fail(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     run.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), fill_the_disk)
@@ -374,9 +357,7 @@ def test_full_disk_does_not_hide_what_failed(
     assert not list(run.directory.path.glob("*.tmp")) and not list(run.directory.path.glob(".*.tmp"))
 
 
-def test_log_on_a_full_disk_is_reported_once_and_hides_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_log_on_a_full_disk_is_reported_once_and_hides_nothing(tmp_path, capsys):
     directory = RunDirectory(tmp_path)
     directory.logs.mkdir()
     (directory.logs / "rank_0.log").symlink_to("/dev/full")
@@ -389,7 +370,7 @@ def test_log_on_a_full_disk_is_reported_once_and_hides_nothing(
     assert sorted(capsys.readouterr().err.splitlines()) == sorted(["one", "two", expected_line])
 
 
-def test_points_of_a_run_without_a_checkpoint_do_not_stand_twice(build: Callable[..., Run]) -> None:
+def test_points_of_a_run_without_a_checkpoint_do_not_stand_twice(build):
     run = build({"logging": {"every": 4}, "evaluation": {"every": 4}})
     run.directory.path.mkdir()
     run.directory.metrics.write_text('{"iteration": 4, "loss": 1.0}\n')
@@ -399,7 +380,7 @@ def test_points_of_a_run_without_a_checkpoint_do_not_stand_twice(build: Callable
     assert run.directory.metrics.with_suffix(".jsonl.old").exists()
 
 
-def test_last_update_is_evaluated_before_the_best_is_chosen(build: Callable[..., Run]) -> None:
+def test_last_update_is_evaluated_before_the_best_is_chosen(build):
     run = build({"evaluation": {"every": None, "at_start": True}, "checkpoint": {"every": None, "best": "val/loss"}})
     run.train()
     assert run.checkpoint is not None
@@ -408,7 +389,7 @@ def test_last_update_is_evaluated_before_the_best_is_chosen(build: Callable[...,
     assert run.trainer.state.evaluations == 2
 
 
-def test_evaluate_takes_the_best_checkpoint_or_the_one_asked_for(build: Callable[..., Run]) -> None:
+def test_evaluate_takes_the_best_checkpoint_or_the_one_asked_for(build):
     sections = {
         "evaluation": {"every": 2},
         "checkpoint": {"every": 2, "best": "val/loss", "keep_last": 9},
@@ -429,7 +410,7 @@ def test_evaluate_takes_the_best_checkpoint_or_the_one_asked_for(build: Callable
     assert build(sections).trainer.state.metrics == {}
 
 
-def test_run_that_gets_no_better_is_completed_and_started_again_only_evaluated(build: Callable[..., Run]) -> None:
+def test_run_that_gets_no_better_is_completed_and_started_again_only_evaluated(build):
     """A learning rate of 0 improves nothing; the evaluations come in the middle of an epoch."""
     sections = {
         "evaluation": {"every": 1},
@@ -442,7 +423,7 @@ def test_run_that_gets_no_better_is_completed_and_started_again_only_evaluated(b
     summary = first.train()
     lines = lines_of(first)
     again = build(sections)
-    evaluated: list[int] = []
+    evaluated = []
     again.trainer.add_event_handler(TrainingEvents.EVALUATION_COMPLETED, lambda: evaluated.append(1))
     after = again.train()
 
@@ -452,11 +433,11 @@ def test_run_that_gets_no_better_is_completed_and_started_again_only_evaluated(b
         summary[key] for key in ("status", "reason", "iteration", "epoch", "weights_sha256", "metrics")
     ]
     assert evaluated == [1] and lines_of(again) == lines
-    assert len(first.checkpoint.store.checkpoints()) == 1  # type: ignore[union-attr]
+    assert len(first.checkpoint.store.checkpoints()) == 1
     assert build({**sections, "early_stopping": {"metric": "val/loss", "patience": 9}}).train()["iteration"] == 8
 
 
-def test_plateau_lowers_the_rate_after_patience_evaluations(build: Callable[..., Run]) -> None:
+def test_plateau_lowers_the_rate_after_patience_evaluations(build):
     schedule = {"name": "plateau", "metric": "val/loss", "factor": 0.5, "patience": 2, "min_ratio": 0.3}
     sections = {
         "run": {"max_iterations": 10},
@@ -472,8 +453,8 @@ def test_plateau_lowers_the_rate_after_patience_evaluations(build: Callable[...,
     assert "plateau: as below, until val/loss stops improving" in run.describe()
 
 
-def test_average_is_evaluated_in_training_and_from_a_checkpoint(build: Callable[..., Run]) -> None:
-    sections: dict[str, Any] = {
+def test_average_is_evaluated_in_training_and_from_a_checkpoint(build):
+    sections = {
         "evaluation": {"every": 4},
         "checkpoint": {"best": "val/loss"},
         "ema": {"decay": 0.9},
@@ -487,12 +468,10 @@ def test_average_is_evaluated_in_training_and_from_a_checkpoint(build: Callable[
 
     assert with_average["val/loss"] == with_average["test/loss"] == measured != live["val/loss"]
     assert (found["test/loss"], found["val/loss"]) == (measured, live["val/loss"])
-    assert weights_sha256(averaged.trainer.update.model) == run.directory.read_summary()["weights_sha256"]  # type: ignore[attr-defined]
+    assert weights_sha256(averaged.trainer.update.model) == run.directory.read_summary()["weights_sha256"]
 
 
-def test_checkpoint_without_an_average_is_evaluated_with_its_weights(
-    build: Callable[..., Run], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_checkpoint_without_an_average_is_evaluated_with_its_weights(build, caplog):
     trained = build()
     trained.train()
 
@@ -500,7 +479,7 @@ def test_checkpoint_without_an_average_is_evaluated_with_its_weights(
     assert "holds no ema: the model's own weights are evaluated" in caplog.text
 
 
-def test_the_best_can_be_asked_for_where_the_newest_would_be_taken(build: Callable[..., Run]) -> None:
+def test_the_best_can_be_asked_for_where_the_newest_would_be_taken(build):
     sections = {"evaluation": {"every": 2}, "checkpoint": {"every": 2, "best": "val/loss", "keep_last": 9}}
     trained = build({**sections, "optimizer": {"name": "SGD", "lr": 0.5}})
     trained.train()
@@ -517,19 +496,19 @@ def test_the_best_can_be_asked_for_where_the_newest_would_be_taken(build: Callab
         build(never, folder="unmeasured").evaluate("best")
 
 
-def test_mean_loss_counts_every_sample_once(build: Callable[..., Run]) -> None:
+def test_mean_loss_counts_every_sample_once(build):
     """Batches of 5 leave one of 4: a mean of batch means would be another number."""
     run = build({"data": {"eval_batch_size": 5}})
     run.train()
     found = run.evaluate()["val/loss"]
-    model = run.trainer.update.model.eval()  # type: ignore[attr-defined]
+    model = run.trainer.update.model.eval()
     with torch.no_grad():
         expected = loss_fn(model, [SAMPLES.tensors[0]])
 
     assert found == pytest.approx(float(expected), rel=1e-6)
 
 
-def test_mean_loss_leaves_out_a_batch_without_weight() -> None:
+def test_mean_loss_leaves_out_a_batch_without_weight():
     """Its loss is a mean over nothing, which is NaN."""
     predict, metrics = mean_loss(lambda model, batch: batch.sum() / len(batch), lambda batch: len(batch))
     evaluator = create_evaluator(torch.nn.Identity(), predict, metrics)
@@ -539,7 +518,7 @@ def test_mean_loss_leaves_out_a_batch_without_weight() -> None:
 
 
 @pytest.mark.row("J2")
-def test_settings_reach_what_they_are_for(build: Callable[..., Run]) -> None:
+def test_settings_reach_what_they_are_for(build):
     model = torch.nn.Linear(2, 1)
     groups = [{"params": [model.weight], "name": "matrix"}, {"params": [model.bias], "weight_decay": 0.0}]
     run = build(
@@ -560,7 +539,7 @@ def test_settings_reach_what_they_are_for(build: Callable[..., Run]) -> None:
         model=model,
         parameter_groups=groups,
     )
-    update: Any = run.trainer.update
+    update = run.trainer.update
     optimizer = update.optimizers["optimizer"]
 
     assert run.total == 3 * 2  # 6 batches of 4 samples, in groups of 4 and 2
@@ -573,7 +552,7 @@ def test_settings_reach_what_they_are_for(build: Callable[..., Run]) -> None:
     assert run.train()["iteration"] == 6
 
 
-def test_each_nth_checkpoint_is_kept_beside_the_last(build: Callable[..., Run]) -> None:
+def test_each_nth_checkpoint_is_kept_beside_the_last(build):
     run = build({"run": {"max_iterations": 5}, "checkpoint": {"every": 1, "keep_last": 1, "keep_every": 2}})
     run.train()
 
@@ -581,7 +560,7 @@ def test_each_nth_checkpoint_is_kept_beside_the_last(build: Callable[..., Run]) 
     assert [each.iteration for each in run.checkpoint.store.checkpoints()] == [2, 4, 5]
 
 
-def test_metrics_of_the_task_are_logged_under_their_set(build: Callable[..., Run]) -> None:
+def test_metrics_of_the_task_are_logged_under_their_set(build):
     run = build(
         predict=lambda model, batch: (model(batch[0])[:, 0], batch[0][:, 0]),
         metrics={"mae": MeanAbsoluteError()},
@@ -592,14 +571,14 @@ def test_metrics_of_the_task_are_logged_under_their_set(build: Callable[..., Run
     assert metrics["val/mae"] == metrics["other/mae"] > 0
 
 
-def test_users_handlers_are_attached_last_and_tokens_are_counted(build: Callable[..., Run]) -> None:
+def test_users_handlers_are_attached_last_and_tokens_are_counted(build):
     class Counter:
         seen = 0
 
-        def attach(self, trainer: Any) -> None:
+        def attach(self, trainer):
             trainer.add_event_handler(Events.ITERATION_COMPLETED, self)
 
-        def __call__(self, trainer: Any) -> None:
+        def __call__(self, trainer):
             Counter.seen += 1
 
     run = build({"logging": {"every": 4}}, handlers=[Counter()], tokens_fn=lambda batch: batch[0].numel())
@@ -610,7 +589,7 @@ def test_users_handlers_are_attached_last_and_tokens_are_counted(build: Callable
 
 
 @pytest.mark.row("J3")
-def test_differences_of_configs_are_named_by_key() -> None:
+def test_differences_of_configs_are_named_by_key():
     before = {"optimizer": {"lr": 0.1, "betas": [1, 2]}, "task_options": {}}
     now = {"optimizer": {"lr": 0.2, "betas": [1, 2], "eps": 1}, "task_options": {}}
 
@@ -618,9 +597,7 @@ def test_differences_of_configs_are_named_by_key() -> None:
 
 
 @pytest.mark.slow
-def test_logs_are_those_that_are_asked_for_and_a_resumed_run_does_without(
-    build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_logs_are_those_that_are_asked_for_and_a_resumed_run_does_without(build, monkeypatch, tmp_path):
     for name in [name for name in os.environ if name.startswith("CLEARML_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("CLEARML_CONFIG_FILE", str(tmp_path / "none.conf"))
@@ -638,8 +615,8 @@ def test_logs_are_those_that_are_asked_for_and_a_resumed_run_does_without(
     assert (summary["status"], summary["iteration"]) == ("completed", 11)
 
 
-def test_report_is_made_however_the_run_ends(build: Callable[..., Run]) -> None:
-    def stop(trainer: Any) -> None:
+def test_report_is_made_however_the_run_ends(build):
+    def stop(trainer):
         trainer.request_stop("enough")
 
     completed, interrupted, failed = build(folder="a"), build(folder="b"), build(folder="c")
@@ -658,9 +635,7 @@ def test_report_is_made_however_the_run_ends(build: Callable[..., Run]) -> None:
         assert said in (run.directory.path / "report.html").read_text()
 
 
-def test_console_and_bar_show_what_the_config_lists(
-    build: Callable[..., Run], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_console_and_bar_show_what_the_config_lists(build, capsys):
     run = build({"logging": {"console": ["rate", "loss"], "progress": True, "every": 2}})
     run.train()
     bars = [each for each in run.trainer._event_handlers[Events.COMPLETED] if "Progress" in name_of(each[0])]
@@ -669,10 +644,8 @@ def test_console_and_bar_show_what_the_config_lists(
     assert [each[0].__self__.columns.keys for each in bars] == [["rate", "loss"]]
 
 
-def test_report_that_cannot_be_made_fails_no_run(
-    build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: Any) -> None:
+def test_report_that_cannot_be_made_fails_no_run(build, monkeypatch, caplog):
+    def fail(*_):
         raise ValueError("no pen")
 
     monkeypatch.setattr("ignite_engine.ext.report.write_report", fail)
@@ -683,11 +656,9 @@ def test_report_that_cannot_be_made_fails_no_run(
     assert caplog.messages.count("No report could be written: ValueError: no pen.") == 1
 
 
-def test_time_limit_counts_the_start_up_and_the_run_resumes(
-    build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_limit_counts_the_start_up_and_the_run_resumes(build, monkeypatch):
     class LongStartUp(recipe.PhaseTimes):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.began -= 1000.0
 
@@ -701,7 +672,7 @@ def test_time_limit_counts_the_start_up_and_the_run_resumes(
     assert (resumed["status"], resumed["iteration"]) == ("completed", 8)
 
 
-def test_stop_file_lies_in_the_runs_folder(build: Callable[..., Run]) -> None:
+def test_stop_file_lies_in_the_runs_folder(build):
     run = build({"run": {"stop_file": "stop"}})
     path = run.directory.path / "stop"
     run.trainer.add_event_handler(Events.ITERATION_STARTED(once=1), lambda: path.touch())
@@ -710,7 +681,7 @@ def test_stop_file_lies_in_the_runs_folder(build: Callable[..., Run]) -> None:
     assert build({"run": {"stop_file": "stop"}}).train()["status"] == "completed"
 
 
-def test_checkpoints_may_be_saved_by_the_clock(build: Callable[..., Run]) -> None:
+def test_checkpoints_may_be_saved_by_the_clock(build):
     run, saved = build({"checkpoint": {"every": {"minutes": 1e-9}, "keep_last": 9}}), list[int]()
     run.trainer.add_event_handler(
         TrainingEvents.CHECKPOINT_SAVED, lambda: saved.append(run.trainer.state.saved_iteration or 0)
@@ -719,7 +690,7 @@ def test_checkpoints_may_be_saved_by_the_clock(build: Callable[..., Run]) -> Non
     assert saved == list(range(1, 9))
 
 
-def test_optimizers_by_name_have_schedules_of_their_own_and_resume_exactly(build: Callable[..., Run]) -> None:
+def test_optimizers_by_name_have_schedules_of_their_own_and_resume_exactly(build):
     sections = {
         "optimizers": {
             "tables": {"name": "RowwiseAdagrad", "lr": 0.1, "schedule": {"name": "constant", "warmup": 4}},
@@ -729,7 +700,7 @@ def test_optimizers_by_name_have_schedules_of_their_own_and_resume_exactly(build
         "logging": {"every": 1},
     }
 
-    def make(folder: str) -> Run:
+    def make(folder):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
         groups = {"tables": [model[0].weight], "dense": [model[0].bias, *model[2].parameters()]}

@@ -1,10 +1,7 @@
 """The record of a run is what was in force: its config, history, checkpoints, report and comparison say one thing."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,14 +14,13 @@ from ignite_engine.config import config_from_dict
 from ignite_engine.ext.report.records import read_run
 from ignite_engine.run_directory import flat
 from ignite_engine.runs import recipe
-from ignite_engine.runs.run import Run
 from tests.runs.test_recipe import LOGGING, make_task
 
 Sections = Mapping[str, Mapping[str, Any]]
 
 
-def made(folder: Path, sections: Sections | None = None, *, end: int = 8, **parts: Any) -> Run:
-    values: dict[str, Any] = {
+def made(folder, sections=None, *, end=8, **parts):
+    values = {
         "task": "unused.py:build",
         "data": {"batch_size": 4},
         "logging": LOGGING,
@@ -44,7 +40,7 @@ def made(folder: Path, sections: Sections | None = None, *, end: int = 8, **part
     return run
 
 
-def records(folder: Path) -> dict[str, dict[str, Any]]:
+def records(folder):
     """The settings by dotted key, in each place that shows them."""
     newest = max((folder / "checkpoints").glob("iteration_*"))
     history = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
@@ -57,7 +53,7 @@ def records(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-CHANGED: dict[str, Sections] = {
+CHANGED = {
     "clip_norm": {"update": {"clip_norm": 0.5}},
     "schedule": {"schedule": {"name": "cosine", "warmup": 2}},
     "accumulation": {"update": {"accumulation_steps": 2}},
@@ -67,25 +63,25 @@ CHANGED: dict[str, Sections] = {
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_a_changed_setting_with_an_effect_is_in_each_record(tmp_path: Path, name: str) -> None:
+def test_a_changed_setting_with_an_effect_is_in_each_record(tmp_path, name):
     made(tmp_path, {"ema": {"decay": 0.9}}, end=3).train()
     run = made(tmp_path, {"ema": {"decay": 0.9}, **CHANGED[name]}, end=4)
     run.train()
     for place, settings in records(tmp_path).items():
         for section, values in CHANGED[name].items():
             assert {key: settings[f"{section}.{key}"] for key in values} == values, place
-    update: Any = run.trainer.update
+    update = run.trainer.update
     in_force = {
         "clip_norm": lambda: update.clip_norm == 0.5,
         "schedule": lambda: update.optimizers["optimizer"].param_groups[0]["lr"] < 0.001,
         "accumulation": lambda: run.trainer.accumulation_steps == 2,
-        "ema": lambda: run.trainer.registry.objects["ema"].decay == 0.5,  # type: ignore[attr-defined]
+        "ema": lambda: run.trainer.registry.objects["ema"].decay == 0.5,
         "workers and logging": lambda: True,
     }
     assert in_force[name]()
 
 
-REFUSED: dict[str, tuple[Sections, str]] = {
+REFUSED = {
     "another seed": ({"run": {"seed": 7}}, "was made with seed 0"),
     "a removed section": ({"ema": {"decay": None}}, r"holds \['ema'\]"),
     "strict": (
@@ -102,9 +98,7 @@ REFUSED: dict[str, tuple[Sections, str]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("is_finished", [False, True])
-def test_a_start_that_is_refused_leaves_the_record_of_the_run_as_it_was(
-    tmp_path: Path, name: str, is_finished: bool
-) -> None:
+def test_a_start_that_is_refused_leaves_the_record_of_the_run_as_it_was(tmp_path, name, is_finished):
     sections, message = REFUSED[name]
     made(tmp_path, {"ema": {"decay": 0.9}}, end=99 if is_finished else 3).train()
     names = ("config.yaml", "environment.json", "summary.json", "report.html", "history.jsonl", "metrics.jsonl")
@@ -119,12 +113,12 @@ def test_a_start_that_is_refused_leaves_the_record_of_the_run_as_it_was(
     assert "The run failed" not in (tmp_path / "summary.json").read_text()
 
 
-def test_a_stop_while_it_resumes_leaves_the_record_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_while_it_resumes_leaves_the_record_as_it_was(tmp_path, monkeypatch):
     made(tmp_path, end=3).train()
     before = (tmp_path / "summary.json").read_bytes()
     run = made(tmp_path)
 
-    def press_ctrl_c(**options: Any) -> None:
+    def press_ctrl_c(**options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run.checkpoint, "resume", press_ctrl_c)
@@ -133,13 +127,13 @@ def test_a_stop_while_it_resumes_leaves_the_record_as_it_was(tmp_path: Path, mon
     assert (tmp_path / "summary.json").read_bytes() == before
 
 
-def test_a_start_that_fails_in_a_handler_is_in_the_summary(tmp_path: Path) -> None:
+def test_a_start_that_fails_in_a_handler_is_in_the_summary(tmp_path):
     """It was not refused: the run itself has failed; its settings were in force in no update."""
     made(tmp_path, end=3).train()
     before = (tmp_path / "config.yaml").read_bytes()
     run = made(tmp_path, {"update": {"clip_norm": 0.5}})
 
-    def fail() -> None:
+    def fail():
         raise KeyError("lost")
 
     run.trainer.add_event_handler(Events.STARTED, fail)

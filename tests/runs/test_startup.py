@@ -1,20 +1,14 @@
 """The phases of a start are timed, from Python as from a config."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
 from ignite_engine import fit
-from tests.builders import linear, mse
+from tests.kit.tiny import linear, mse
 
 
 @pytest.mark.row("A11")
-def test_phases_of_a_start_in_python_are_in_the_log_and_in_the_summary(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_phases_of_a_start_in_python_are_in_the_log_and_in_the_summary(tmp_path, caplog):
     data = (torch.ones(8, 3), torch.ones(8, 1))
     run = fit(linear(), mse, data, directory=tmp_path / "run", max_epochs=1, logging={"clearml": False})
     phases = run.summary["startup_s"]

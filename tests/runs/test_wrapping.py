@@ -1,9 +1,5 @@
 """What the ``distributed`` section makes of a task's model, on one process and on four ranks."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -11,24 +7,24 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import Task, seed_everything
-from ignite_engine.config import Config, ConfigError, ConfigWarning, config_from_dict
+from ignite_engine.config import ConfigError, ConfigWarning, config_from_dict
 from ignite_engine.ranks import agreement, data_rank
 from ignite_engine.runs import recipe
 from ignite_engine.runs.wrapping import _renewed, declare_mesh, wrap
-from tests.builders import Numbers, linear, mse
+from tests.kit.tiny import Numbers, linear, mse
 from tests.ranks.forkserver import on_ranks
 from tests.ranks.test_wrapping import SAMPLES, Net, Tokens, count_tokens, loss_fn, whole
 
 QUIET = dict.fromkeys(("clearml", "progress", "report", "console", "memory", "throughput"), False)
 
 
-def config(distributed: dict[str, Any] | None = None, **sections: Any) -> Config:
+def config(distributed=None, **sections):
     return config_from_dict(
         {"task": "unused.py:build", "run": {"max_epochs": 2}, "distributed": distributed or {}, **sections}
     )
 
 
-def test_rank_invariant_run_is_not_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_invariant_run_is_not_sharded(monkeypatch):
     monkeypatch.setattr(agreement, "world_size", lambda: 2)
     update = {"global_micro_batches": 2, "rank_invariant": True}
 
@@ -37,8 +33,8 @@ def test_rank_invariant_run_is_not_sharded(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_rank_invariant_model_is_not_wrapped_and_refused_by_the_name_of_the_setting(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(agreement, "world_size", lambda: 2)
     settings = config(update={"global_micro_batches": 2, "rank_invariant": True})
     model = linear()
@@ -48,7 +44,7 @@ def test_rank_invariant_model_is_not_wrapped_and_refused_by_the_name_of_the_sett
         wrap(settings, Task(nn.Sequential(nn.BatchNorm1d(3), linear()), mse, Numbers(4)), None)
 
 
-def test_sync_bn_is_refused_where_torch_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_bn_is_refused_where_torch_lacks_it(monkeypatch):
     monkeypatch.setattr(agreement, "world_size", lambda: 2)
 
     with pytest.raises(ConfigError, match=r"distributed.sync_bn: got true on cpu; torch has it on accelerators only"):
@@ -69,7 +65,7 @@ def test_sync_bn_is_refused_where_torch_lacks_it(monkeypatch: pytest.MonkeyPatch
         (True, r": got true, expected a mapping\."),
     ],
 )
-def test_ddp_options_are_those_of_torch(options: Any, line: str) -> None:
+def test_ddp_options_are_those_of_torch(options, line):
     with pytest.raises(ConfigError, match=rf"distributed\.ddp_options{line}"):
         config({"ddp_options": options})
 
@@ -83,7 +79,7 @@ def test_ddp_options_are_those_of_torch(options: Any, line: str) -> None:
         ({"loss_parallel": True}, "loss_parallel"),
     ],
 )
-def test_setting_of_another_strategy_has_no_effect(distributed: dict[str, Any], key: str) -> None:
+def test_setting_of_another_strategy_has_no_effect(distributed, key):
     with pytest.warns(ConfigWarning, match=rf"distributed.{key} has no effect without "):
         config(distributed)
 
@@ -91,12 +87,12 @@ def test_setting_of_another_strategy_has_no_effect(distributed: dict[str, Any], 
 # -- on four ranks ----------------------------------------------------------------------------------------------------
 
 
-def split(model: nn.Module, mesh: Any) -> None:
-    for block in model.blocks:  # type: ignore[union-attr]  # of Net
+def split(model, mesh):
+    for block in model.blocks:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
-def task_of(model: nn.Module | None = None) -> Task:
+def task_of(model=None):
     model = model or Net()
     decayed = [each for each in model.parameters() if each.dim() > 1]
     others = [each for each in model.parameters() if each.dim() == 1]
@@ -113,7 +109,7 @@ def task_of(model: nn.Module | None = None) -> Task:
     )
 
 
-def train(folder: str, batch_size: int, distributed: dict[str, Any], task: Task | None = None) -> dict[str, Any]:
+def train(folder, batch_size, distributed, task=None):
     settings = config_from_dict(
         {
             "task": "unused.py:build",
@@ -133,7 +129,7 @@ def train(folder: str, batch_size: int, distributed: dict[str, Any], task: Task 
             for parameter in task.model.parameters():
                 parameter += agreement.rank()  # rank 0's are taken
     run = recipe.build_run(settings, task)
-    model = run.trainer.update.model  # type: ignore[attr-defined]  # an Update
+    model = run.trainer.update.model
     drawn = torch.rand(1).item()
     summary = run.train()
     inner = getattr(model, "module", model)
@@ -149,7 +145,7 @@ def train(folder: str, batch_size: int, distributed: dict[str, Any], task: Task 
     }
 
 
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
+CASES = {
     "ddp": (
         2,
         {"ddp_options": {"bucket_cap_mb": 1.0, "find_unused_parameters": True, "broadcast_buffers": False}},
@@ -161,10 +157,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def one_of_four_ranks(rank: int, folder: str) -> None:
-    results: dict[str, Any] = {
-        name: train(f"{folder}/{name}", size, distributed) for name, (size, distributed) in CASES.items()
-    }
+def one_of_four_ranks(rank, folder):
+    results = {name: train(f"{folder}/{name}", size, distributed) for name, (size, distributed) in CASES.items()}
     own = DistributedDataParallel(Net())
     results["wrapped by the task"] = train(f"{folder}/own", 2, {"ddp_options": {"static_graph": True}}, task_of(own))
     with pytest.raises(ConfigError) as error:
@@ -174,12 +168,12 @@ def one_of_four_ranks(rank: int, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def alone(tmp_path_factory):
     return train(str(tmp_path_factory.mktemp("alone")), 8, {})
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     on_ranks(4, one_of_four_ranks, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(4)]
@@ -199,9 +193,7 @@ EXPECTED = {  # the class, the shape of this rank's part of a weight of 16 x 8, 
 @pytest.mark.distributed
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("case", EXPECTED)
-def test_run_of_any_strategy_ends_with_the_weights_of_one_process(
-    ranks: list[dict[str, Any]], alone: dict[str, Any], case: str
-) -> None:
+def test_run_of_any_strategy_ends_with_the_weights_of_one_process(ranks, alone, case):
     """With parameter groups, weights that differ at first, and 9 samples of validation: 2 batches or 1 on a rank."""
     kind, shape, places = EXPECTED[case]
     for each, place in zip(ranks, places, strict=True):
@@ -215,14 +207,14 @@ def test_run_of_any_strategy_ends_with_the_weights_of_one_process(
 @pytest.mark.row("I3")
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_ranks_that_share_data_draw_the_same_random_numbers(ranks: list[dict[str, Any]]) -> None:
+def test_ranks_that_share_data_draw_the_same_random_numbers(ranks):
     for case, (_, _, places) in EXPECTED.items():
         drawn = [each[case]["drawn"] for each in ranks]
         assert len(set(drawn)) == len(set(places))
         assert all(drawn[rank] == drawn[places.index(place)] for rank, place in enumerate(places))
 
 
-def test_parameters_that_were_replaced_are_so_in_the_groups_of_each_optimizer() -> None:
+def test_parameters_that_were_replaced_are_so_in_the_groups_of_each_optimizer():
     before, after = nn.Linear(2, 1), nn.Linear(2, 1)
     names = {id(parameter): name for name, parameter in before.named_parameters()}
     groups = {"one": [before.weight], "two": [{"params": before.bias, "lr": 0.5}]}

@@ -1,7 +1,5 @@
 """``python -m tests.search JUDGE``, or ``all``: draw cases until one breaks a promise."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os
@@ -14,7 +12,7 @@ from tests.search.common import DEVICE, table_of
 JUDGES = {name: f"tests.search.{name}_search" for name in ("resume", "update", "ranks")}
 
 
-def main() -> int:
+def main():
     """Run one judge or all; the exit code is 1 if a case fails."""
     parser = argparse.ArgumentParser(prog="python -m tests.search", description=__doc__)
     parser.add_argument("judge", choices=[*JUDGES, "all"])
@@ -54,7 +52,7 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _use(device: str) -> None:
+def _use(device):
     """Train on it, here and in the processes of the resume judge; before torch is imported."""
     os.environ[DEVICE] = "cuda"
     if device == "fake":

@@ -10,7 +10,6 @@ import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 DEVICE = "SEARCH_DEVICE"
@@ -28,7 +27,7 @@ class Failure:
     case: int
     reason: str
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"FAILED {self.judge} --case {self.case}: {self.reason}"
 
 
@@ -55,20 +54,20 @@ class Result:
     seconds: float = 0.0
 
     @property
-    def cases(self) -> int:
+    def cases(self):
         return self.outcomes.total() + len(self.failures)
 
     @property
-    def never_exercised(self) -> list[str]:
+    def never_exercised(self):
         """Features that no judged case exercised: in a long run a defect of the search."""
         return [feature for feature in self.features if not self.exercised[feature]]
 
 
-def device_kind() -> str:
+def device_kind():
     return os.environ.get(DEVICE, "cpu")
 
 
-def case_seeds(seed: int, cases: int | None, minutes: float | None) -> Iterator[int]:
+def case_seeds(seed, cases, minutes):
     """The seeds of a run's cases, until there are ``cases`` of them or ``minutes`` have passed.
 
     Raises:
@@ -83,7 +82,7 @@ def case_seeds(seed: int, cases: int | None, minutes: float | None) -> Iterator[
         yield number
 
 
-def table_of(result: Result) -> str:
+def table_of(result):
     """The result as text: one line for each failure, then outcomes, then how often each feature was exercised."""
     lines = [str(each) for each in result.failures]
     counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(result.outcomes.items()))

@@ -5,8 +5,6 @@ ranks, one after another: whole; stopped; and resumed by new objects under other
 checkpoint before the last, as after a kill.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import multiprocessing
@@ -16,9 +14,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -27,7 +23,6 @@ from ignite.engine import Events
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_engine import Trainer, Update
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.ranks import agreement
 from ignite_engine.states.rank_digests import RankDigests
@@ -35,12 +30,12 @@ from tests.ranks.forkserver import PRELOADED
 from tests.search import resume_program, resume_search
 from tests.search.common import PASSED, REFUSED, Failure, Result, case_seeds
 from tests.search.resume_data import CLASSES
-from tests.search.resume_plan import CHOICES, LISTS, Plan, described, draw, settled
+from tests.search.resume_plan import CHOICES, LISTS, described, draw, settled
 from tests.search.resume_program import Program
 from tests.search.resume_search import ANNOUNCED, ANNOUNCED_EQUAL, FAILED, NO_FUNCTION, NOT_STOPPED, TERMINATED
 
 STUCK_S = 60.0
-DDP: dict[str, dict[str, Any]] = {
+DDP = {
     "default": {},
     "bucket views": {"gradient_as_bucket_view": True},
     "small buckets": {"bucket_cap_mb": 0.0001},
@@ -52,7 +47,7 @@ WRAPPING = ("all", "nothing", "a part", "bypassed")
 """What DDP holds of what is trained; what it does not, or does not see, each rank trains by itself, and says so."""
 """How a run is refused in which a parameter is unfrozen that DDP does not reduce."""
 # what leaves out a part of the model on one rank, or changes each rank's copy in a way of its own, DDP does not train
-NOT_UNDER_DDP: Mapping[str, tuple[str, ...]] = {
+NOT_UNDER_DDP = {
     "layers": ("layer drop by Python", "noise by NumPy"),
     "handlers": (
         "random numbers",
@@ -80,7 +75,7 @@ FEATURES = tuple(
 )
 
 
-def plan_of(seed: int) -> Plan:
+def plan_of(seed):
     """The case of a number."""
     plan, draws = draw(seed), random.Random(seed + 1)
     for name in ("workers", "on_exception", "exclude"):
@@ -111,55 +106,55 @@ def plan_of(seed: int) -> Plan:
 class OwnFunction:
     """A user's own update, of which the engine knows nothing."""
 
-    def __init__(self, update: Update) -> None:
+    def __init__(self, update):
         self.update = update
         self.model, self.optimizers, self.scaler = update.model, update.optimizers, update.scaler
         self.weight_fn = update.weight_fn
 
-    def __call__(self, engine: Any, batch: Any) -> Any:
+    def __call__(self, engine, batch):
         return self.update(engine, batch)
 
 
 class Partly(nn.Module):
     """A model of which a part is in DDP."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner):
         super().__init__()
         self.inner, self.bias = inner, nn.Parameter(torch.zeros(CLASSES))
 
     @property
-    def module(self) -> nn.Module:
-        return self.inner.module  # type: ignore[return-value]  # DDP's
+    def module(self):
+        return self.inner.module
 
-    def forward(self, inputs: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.inner(inputs, words) + self.bias
+    def forward(self, inputs, words):
+        logits = self.inner(inputs, words) + self.bias
         return logits
 
 
 class Bypassed(nn.Module):
     """A model in DDP whose forward calls the module inside, so that nothing is reduced."""
 
-    def __init__(self, inner: DistributedDataParallel) -> None:
+    def __init__(self, inner):
         super().__init__()
         self.inner = inner
 
     @property
-    def module(self) -> nn.Module:
-        return self.inner.module  # type: ignore[no-any-return]  # DDP's
+    def module(self):
+        return self.inner.module
 
-    def forward(self, inputs: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-        return self.module(inputs, words)  # type: ignore[no-any-return]
+    def forward(self, inputs, words):
+        return self.module(inputs, words)
 
 
 class RankProgram(Program):
     """A case's program on one rank."""
 
-    def end(self) -> Any:
+    def end(self):
         found = super().end()
         # rank 0's buffers are saved, and given to the others before the next forward
         return found if agreement.rank() == 0 else {k: v for k, v in found.items() if not k.startswith("model.")}
 
-    def wrapped(self, model: nn.Module) -> nn.Module:
+    def wrapped(self, model):
         wrapping = self.plan.get("wrapping", "all")
         if wrapping == "nothing" or self.plan["update"] == "own function, trained apart":
             return model
@@ -171,37 +166,37 @@ class RankProgram(Program):
         made.add_param_group({"params": [partly.bias]})
         return partly
 
-    def called(self, update: Update) -> Any:
+    def called(self, update):
         return update if self.plan["update"] == "Update" else OwnFunction(update)
 
-    def _attach(self) -> None:
-        update: Any = self.trainer.update
+    def _attach(self):
+        update = self.trainer.update
         if isinstance(update, OwnFunction):
             for name, obj, shared in update.update.stateful():
                 self.trainer.register(name, obj, shared=shared)
         super()._attach()
         self.trainer.add_event_handler(Events.ITERATION_COMPLETED | Events.COMPLETED, self._note_apart)
 
-    def _note_apart(self, trainer: Trainer) -> None:
+    def _note_apart(self, trainer):
         """It is known from the first update on."""
         for reason in trainer.reproducibility():
             if "each rank" in reason or "the ranks have" in reason:
                 self.journal.note(f"announced {reason}")
 
-    def _stop_if_due(self, trainer: Trainer, stop: Plan) -> None:
+    def _stop_if_due(self, trainer, stop):
         if self.plan.get("votes at once") and trainer.state.iteration == stop["at"]:
             trainer.vote_at_next_boundary()  # a run that is over within 0.25 s is at its end by the next vote
         if agreement.rank() == self.plan["stop rank"]:
             super()._stop_if_due(trainer, stop)
 
 
-def run(seed: int, cases: int | None, minutes: float | None) -> Result:
+def run(seed, cases, minutes):
     """Judge the cases ``seed``, ``seed + 1``, ..., one at a time; each failure is printed as it is found."""
     count = cases if cases is not None else round(120 * (minutes or 0))
     return judged({number: plan_of(number) for number in case_seeds(seed, count, None)}, minutes)
 
 
-def judged(plans: dict[int, Plan], minutes: float | None = None) -> Result:
+def judged(plans, minutes=None):
     """Judge the plans, by their numbers; for so many minutes at most, the same for each number of ranks."""
     result, started = Result("ranks", min(plans), FEATURES), time.monotonic()
     for index, world in enumerate((2, 3, 4)):
@@ -214,7 +209,7 @@ def judged(plans: dict[int, Plan], minutes: float | None = None) -> Result:
     return result
 
 
-def _on_ranks(world: int, plans: list[tuple[int, Plan]], until: float | None, result: Result) -> int:
+def _on_ranks(world, plans, until, result):
     """Judge cases on ``world`` ranks until one is stuck or ends them; how many were judged."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         context = multiprocessing.get_context("forkserver")
@@ -248,7 +243,7 @@ def _on_ranks(world: int, plans: list[tuple[int, Plan]], until: float | None, re
                 each.join()
 
 
-def _count(result: Result, number: int, plan: Plan, verdict: dict[str, Any]) -> None:
+def _count(result, number, plan, verdict):
     if verdict["outcome"] == FAILED:
         result.failures.append(Failure("ranks", number, f"{plan['ranks']} ranks, {verdict['reason']}"))
         print(result.failures[-1], flush=True)
@@ -261,7 +256,7 @@ def _count(result: Result, number: int, plan: Plan, verdict: dict[str, Any]) -> 
     result.exercised.update(drawn & set(FEATURES))
 
 
-def _rank(rank: int, world: int, plans: list[tuple[int, Plan]], until: float | None, folder: str) -> None:
+def _rank(rank, world, plans, until, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     for number, plan in plans:
@@ -278,13 +273,13 @@ def _rank(rank: int, world: int, plans: list[tuple[int, Plan]], until: float | N
 
 
 @contextlib.contextmanager
-def silenced() -> Iterator[None]:
+def silenced():
     """A planted mistake: nobody looks for what each rank trains by itself."""
     with patch.object(RankDigests, "_compare", lambda self, engine: None):
         yield
 
 
-def show(seed: int) -> str:
+def show(seed):
     """A case in words."""
     plan = plan_of(seed)
     rewinds = "from the checkpoint before the last, " if plan["rewinds"] else ""
@@ -292,7 +287,7 @@ def show(seed: int) -> str:
     return f"{ranks}, stop on rank {plan['stop rank']}, {rewinds}{described(plan)}"
 
 
-def _judge(plan: Plan, folder: Path) -> dict[str, str]:
+def _judge(plan, folder):
     """What came of a case, on rank 0; a collective."""
     whole, case = folder / "whole", folder / "case"
     codes = _all(plan, whole, "whole", None)
@@ -328,7 +323,7 @@ def _judge(plan: Plan, folder: Path) -> dict[str, str]:
     return {"outcome": NO_FUNCTION if unsure else FAILED, "reason": differences[0]}
 
 
-def _was_terminated(plan: Plan, whole: Path, case: Path, total: int) -> bool:
+def _was_terminated(plan, whole, case, total):
     """Whether the case was resumed after a ``terminate()`` that ended the whole run.
 
     Ranks learn of it some iterations after TerminateOnNan has called it, at the first value that is not finite.
@@ -340,7 +335,7 @@ def _was_terminated(plan: Plan, whole: Path, case: Path, total: int) -> bool:
     return resume_search._resumed_after_terminate(whole / "rank_0", case / "rank_0", total)
 
 
-def _all(plan: Plan, folder: Path, role: str, stop: Plan | None) -> list[int]:
+def _all(plan, folder, role, stop):
     """Run the program on all ranks; each one's code."""
     rank = agreement.rank()
     own = folder / f"rank_{rank}"
@@ -349,7 +344,7 @@ def _all(plan: Plan, folder: Path, role: str, stop: Plan | None) -> list[int]:
     return agreement.gather_objects(resume_program.run(plan, str(folder), role, stop, RankProgram, own))
 
 
-def _difference(whole: Path, case: Path, role: str = "resumed") -> str | None:
+def _difference(whole, case, role="resumed"):
     own = f"rank_{agreement.rank()}"
     expected = resume_search._lines(whole / own)
     found = resume_search._difference(whole / own, case / own, expected, role=role)
@@ -360,12 +355,12 @@ def _difference(whole: Path, case: Path, role: str = "resumed") -> str | None:
     return found if found is None else f"{own}: {found}"
 
 
-def _errors(folder: Path) -> str:
+def _errors(folder):
     found = agreement.gather_objects(resume_search._error(folder / f"rank_{agreement.rank()}"))
     return "; ".join(dict.fromkeys(each for each in found if each))
 
 
-def _rewind(folder: Path) -> None:
+def _rewind(folder):
     for directory in folder.glob("checkpoints*"):
         known = CheckpointStore(directory).checkpoints()
         if len(known) > 1:

@@ -1,9 +1,6 @@
 """The data of drawn cases: datasets, samplers and iterables as users write them."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,50 +18,49 @@ from torch.utils.data import (
 )
 
 from ignite_engine import Windows, loader
-from tests.search.resume_plan import Plan
 
 CLASSES = 10
 
 
-def nothing() -> None:
+def nothing():
     """Where no stop is due while a sample is read."""
 
 
-when_read: Callable[[], None] = nothing
+when_read = nothing
 """Called within each read of a sample or batch of data of one's own, in the process that trains and in its workers."""
 
 
 class Samples(Dataset[Any]):
     """Samples that are functions of their index, but for what the augmentation draws."""
 
-    def __init__(self, count: int, augmentation: str) -> None:
+    def __init__(self, count, augmentation):
         generator = torch.Generator().manual_seed(count)
         self.inputs = torch.randn(count, 6, generator=generator)
         self.words = torch.randint(CLASSES, (count, 3), generator=generator)
         self.targets = torch.randint(CLASSES, (count,), generator=generator)
         self.augmentation = augmentation
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.inputs)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         inputs = self.inputs[index] + noise(self.augmentation, 6)
         when_read()
         return inputs, self.words[index], self.targets[index]
 
 
 class BatchedSamples(Samples):
-    def __getitems__(self, indices: list[int]) -> list[Any]:
+    def __getitems__(self, indices):
         return [self[index] for index in indices]
 
 
 class Stream(IterableDataset[Any]):
     """The samples one after another, shared out to the workers."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples):
         self.samples = samples
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         for index in range(first, len(self.samples), step):
@@ -74,32 +70,32 @@ class Stream(IterableDataset[Any]):
 class EpochSampler(Sampler[int]):
     """An order of its own for each epoch, as DistributedSampler has."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length):
         self.length, self.epoch = length, 0
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self.epoch = epoch
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         yield from torch.randperm(self.length, generator=torch.Generator().manual_seed(self.epoch)).tolist()
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.length
 
 
 class EpochBatchSampler(BatchSampler):
-    def set_epoch(self, epoch: int) -> None:
-        self.sampler.set_epoch(epoch)  # type: ignore[attr-defined]  # an EpochSampler
+    def set_epoch(self, epoch):
+        self.sampler.set_epoch(epoch)
 
 
 class StatefulSampler(Sampler[int]):
     """An order drawn from a generator whose state is saved."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length):
         self.length, self.generator, self.next = length, torch.Generator().manual_seed(3), 0
-        self.order: list[int] = []
+        self.order = []
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         if self.next == 0:
             self.order = torch.randperm(self.length, generator=self.generator).tolist()
         while self.next < self.length:
@@ -107,13 +103,13 @@ class StatefulSampler(Sampler[int]):
             yield self.order[self.next - 1]
         self.next = 0
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.length
 
-    def state_dict(self) -> Any:
+    def state_dict(self):
         return {"order": list(self.order), "next": self.next, "generator": self.generator.get_state()}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state):
         self.order, self.next = list(state["order"]), state["next"]
         self.generator.set_state(state["generator"])
 
@@ -121,10 +117,10 @@ class StatefulSampler(Sampler[int]):
 class Unsized:
     """Batches without a length: the same ones each pass; or as many as the pass's number says."""
 
-    def __init__(self, batches: list[Any], augmentation: str = "none", *, varying: bool = False) -> None:
+    def __init__(self, batches, augmentation="none", *, varying=False):
         self.batches, self.augmentation, self.varying, self.passes = batches, augmentation, varying, 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         left_out = self.passes % 2 if self.varying else 0
         self.passes += 1
         for inputs, words, targets in self.batches[left_out:]:
@@ -136,71 +132,71 @@ class Unsized:
 class StatefulBatches:
     """Batches that say where they stand, as a user's own loader may."""
 
-    def __init__(self, batches: list[Any]) -> None:
+    def __init__(self, batches):
         self.batches, self.next = batches, 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         while self.next < len(self.batches):
             self.next += 1
             when_read()
             yield self.batches[self.next - 1]
         self.next = 0
 
-    def state_dict(self) -> Any:
+    def state_dict(self):
         return {"next": self.next}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state):
         self.next = state["next"]
 
 
 class RewoundBatches:
     """The same, as its own iterator, which begins anew where it is asked for one."""
 
-    def __init__(self, batches: list[Any]) -> None:
+    def __init__(self, batches):
         self.batches, self.next, self.loaded = batches, 0, False
 
-    def __iter__(self) -> RewoundBatches:
+    def __iter__(self):
         self.next = self.next if self.loaded else 0
         self.loaded = False
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self):
         if self.next == len(self.batches):
             raise StopIteration
         self.next += 1
         when_read()
         return self.batches[self.next - 1]
 
-    def state_dict(self) -> Any:
+    def state_dict(self):
         return {"next": self.next}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state):
         self.next, self.loaded = state["next"], True
 
 
 class RewoundLoader(DataLoader[Any]):
     """A loader of a user's that is its own iterator, and begins anew where it is asked for one."""
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         self.iterator = super().__iter__()
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self):
         return next(self.iterator)
 
 
 class Endless:
     """Batches for ever."""
 
-    def __init__(self, batches: list[Any]) -> None:
+    def __init__(self, batches):
         self.batches = batches
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         while True:
             yield from self.batches
 
 
-def noise(kind: str, shape: Any) -> Any:
+def noise(kind, shape):
     """Small numbers drawn from a global generator."""
     if kind == "torch":
         return 0.1 * torch.randn(shape)
@@ -209,17 +205,17 @@ def noise(kind: str, shape: Any) -> Any:
     return 0.1 * random.random() if kind == "python" else 0.0
 
 
-def noisy_collate(items: list[Any]) -> Any:
+def noisy_collate(items):
     inputs, words, targets = torch.utils.data.default_collate(items)
     return inputs + 0.1 * torch.randn(inputs.shape), words, targets
 
 
-def data_of(plan: Plan) -> Any:
+def data_of(plan):
     """What the case trains on."""
     kind, numbers = plan["data"], plan["numbers"]
     batch_size = numbers["batch size"]
     dataset = (BatchedSamples if kind == "__getitems__" else Samples)(numbers["samples"], plan["augmentation"])
-    options: dict[str, Any] = {"num_workers": int(plan["workers"][0])}
+    options = {"num_workers": int(plan["workers"][0])}
     if plan["workers"] == "2 persistent":
         options["persistent_workers"] = True
     if plan["augmentation"] == "collate":
@@ -254,7 +250,7 @@ def data_of(plan: Plan) -> Any:
         case "IterableDataset":
             return DataLoader(Stream(dataset), batch_size, **sized)
     if "StatefulDataLoader" in kind:
-        from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+        from torchdata.stateful_dataloader import StatefulDataLoader
 
         if kind.startswith("IterableDataset"):
             return StatefulDataLoader(Stream(dataset), batch_size, **sized)
@@ -278,7 +274,7 @@ def data_of(plan: Plan) -> Any:
     }[kind]()
 
 
-def evaluation_data(plan: Plan, training: Any) -> Any:
+def evaluation_data(plan, training):
     """What the case evaluates on."""
     kind, dataset = (
         plan["evaluation data"],

@@ -1,14 +1,12 @@
 """The handlers of drawn cases: those of a user, and Ignite's own."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from ignite.engine import Engine, Events
+from ignite.engine import Events
 from ignite.handlers import EarlyStopping, EMAHandler, TerminateOnNan
 from ignite.handlers.param_scheduler import (
     LinearCyclicalScheduler,
@@ -20,7 +18,7 @@ from ignite.handlers.state_param_scheduler import ExpStateScheduler, LambdaState
 from ignite.metrics import Accuracy, Average, RunningAverage
 from torch.optim.swa_utils import AveragedModel
 
-from ignite_engine import Phase, Trainer, TrainingEvents
+from ignite_engine import Phase, TrainingEvents
 from ignite_engine.handlers import (
     LRSchedule,
     constant,
@@ -30,17 +28,15 @@ from ignite_engine.handlers import (
     warmup_polynomial,
     warmup_wsd,
 )
-from tests.search.resume_model import Net
-from tests.search.resume_plan import Plan
 
 Note = Callable[[str], None]
 State = Callable[[], Any]
 
 
-def _early(handler: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _early(handler):
     """Run before the evaluation of the same event: one that is interrupted runs again on the weights as they are then,
     with what later handlers of the event made of them, as docs/checkpoints.md says."""
-    handler.phase = Phase.PREPARE  # type: ignore[attr-defined]  # read by the Trainer
+    handler.phase = Phase.PREPARE
     return handler
 
 
@@ -49,56 +45,56 @@ class Decay:
 
     phase = Phase.PREPARE
 
-    def __init__(self, model: Net, note: Note) -> None:
+    def __init__(self, model, note):
         self.model, self.note, self.seen, self.mean = model, note, 0, torch.zeros(())
 
-    def __call__(self, trainer: Engine) -> None:
+    def __call__(self, trainer):
         self.note("handlers: callable with a state")
         self.seen += 1
         self.mean = 0.9 * self.mean + 0.1 * trainer.state.output["loss"]
         with torch.no_grad():
             self.model.stem.weight.mul_(1.0 - 0.001 * self.seen - 0.001 * float(self.mean))
 
-    def state_dict(self) -> Any:
+    def state_dict(self):
         return {"seen": self.seen, "mean": self.mean}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state):
         self.seen, self.mean = state["seen"], state["mean"]
 
 
 class Counter:
     """An object with a state that a function beside it uses."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.count = 0
         self.generator = torch.Generator().manual_seed(4)
 
-    def state_dict(self) -> Any:
+    def state_dict(self):
         return {"count": self.count, "generator": self.generator.get_state()}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state):
         self.count = state["count"]
         self.generator.set_state(state["generator"])
 
 
-def attach_users(plan: Plan, trainer: Trainer, model: Net, note: Note, states: dict[str, State]) -> None:
+def attach_users(plan, trainer, model, note, states):
     """Attach what the plan draws of a user's own handlers; ``states`` gets what must be equal at the end."""
     names, numbers = plan["handlers"], plan["numbers"]
     often = Events.ITERATION_COMPLETED(every=numbers["act every"])
-    optimizer = next(iter(trainer.update.optimizers.values()))  # type: ignore[attr-defined]  # an Update
+    optimizer = next(iter(trainer.update.optimizers.values()))
     weight = model.head.weight
 
-    def on(name: str, event: Any, action: Callable[[Any], None]) -> None:
+    def on(name, event, action):
         if name in names:
             trainer.add_event_handler(event, _early(lambda engine: (note(f"handlers: {name}"), action(engine))))
 
     @torch.no_grad()
-    def scale(tensor: Any, factor: float) -> None:
+    def scale(tensor, factor):
         tensor.mul_(factor)
 
     on("weights by .data", often, lambda engine: weight.data.mul_(0.99))
 
-    def scale_by_numpy(engine: Any) -> None:
+    def scale_by_numpy(engine):
         values = weight.detach().cpu().numpy()  # on the CPU the weight's own memory
         np.multiply(values, 0.99, out=values)
         if weight.device.type != "cpu":
@@ -123,7 +119,7 @@ def attach_users(plan: Plan, trainer: Trainer, model: Net, note: Note, states: d
             else:
                 trainer.add_event_handler(Events.STARTED, lambda engine, it: engine.register("late", it), counter)
 
-            def use(engine: Any, counter: Counter = counter) -> None:
+            def use(engine, counter=counter):
                 counter.count += 1
                 noise = 0.001 * torch.randn((), generator=counter.generator)
                 scale(model.stem.bias, 1.0 + float(noise) + 0.001 * (counter.count % 3))
@@ -131,13 +127,13 @@ def attach_users(plan: Plan, trainer: Trainer, model: Net, note: Note, states: d
             on(name, Events.ITERATION_COMPLETED, use)
             states[name] = counter.state_dict
 
-    def draw(engine: Any) -> None:
+    def draw(engine):
         noise = torch.randn(()) + random.random() + float(np.random.standard_normal())
         scale(model.stem.bias, 1.0 + 0.001 * float(noise))
 
     on("random numbers", often, draw)
 
-    def another_batch(engine: Any, shift: Callable[[Any], Any]) -> None:
+    def another_batch(engine, shift):
         batch = engine.state.batch
         grouped = engine.accumulation_steps is not None
         shifted = [
@@ -149,21 +145,21 @@ def attach_users(plan: Plan, trainer: Trainer, model: Net, note: Note, states: d
     on("another batch", arrives, lambda engine: another_batch(engine, lambda inputs: 0.1 * inputs.roll(1, 0)))
     on("a batch of random numbers", arrives, lambda engine: another_batch(engine, lambda x: 0.1 * torch.randn(x.shape)))
 
-    def add_noise(engine: Any) -> None:
+    def add_noise(engine):
         for parameter in model.head.parameters():
             if parameter.grad is not None and not parameter.grad.is_sparse:
                 parameter.grad.add_(0.01 * torch.randn_like(parameter.grad))
 
     on("gradient noise", TrainingEvents.OPTIMIZER_STEP_STARTED, add_noise)
 
-    def unfreeze(engine: Any) -> None:
+    def unfreeze(engine):
         if engine.state.epoch >= 2 and model.frozen is not None:
             model.frozen.requires_grad_(True)
             note("happened: parameters unfrozen")
 
     on("unfreezing by flag", Events.EPOCH_STARTED, unfreeze)
 
-    def add_group(engine: Any) -> None:
+    def add_group(engine):
         if engine.state.epoch >= 2 and model.frozen is not None:
             known = {id(each) for group in optimizer.param_groups for each in group["params"]}
             new = [each for each in model.frozen[0].parameters() if id(each) not in known]
@@ -186,7 +182,7 @@ def attach_users(plan: Plan, trainer: Trainer, model: Net, note: Note, states: d
         on("AveragedModel", often, lambda engine: averaged.update_parameters(model))
         states["AveragedModel"] = averaged.state_dict
 
-    def set_option(engine: Any) -> None:
+    def set_option(engine):
         for group in optimizer.param_groups:
             for name in ("weight_decay", "lambd"):
                 if name in group and plan["embedding"] != "sparse":  # torch refuses to decay sparse gradients
@@ -198,14 +194,12 @@ def attach_users(plan: Plan, trainer: Trainer, model: Net, note: Note, states: d
         on("frozen part in eval mode", Events.EPOCH_STARTED, lambda engine: frozen.eval())
 
 
-def attach_ignite(
-    plan: Plan, trainer: Trainer, model: Net, evaluator: Engine | None, note: Note, states: dict[str, State]
-) -> None:
+def attach_ignite(plan, trainer, model, evaluator, note, states):
     """Attach what the plan draws of Ignite's metrics and handlers, as its documentation does."""
     names = plan["ignite"]
-    optimizer = next(iter(trainer.update.optimizers.values()))  # type: ignore[attr-defined]  # an Update
+    optimizer = next(iter(trainer.update.optimizers.values()))
 
-    def on_loss(output: Any) -> Any:
+    def on_loss(output):
         return output["loss"].item()
 
     if "RunningAverage" in names:
@@ -214,7 +208,7 @@ def attach_ignite(
         Average(output_transform=on_loss).attach(trainer, "average_loss")
     if "Accuracy" in names:
 
-        def halves(output: Any) -> Any:
+        def halves(output):
             value = torch.tensor([output["loss"].item() * 100 % 1])
             return value.round(), torch.ones(1)
 
@@ -231,10 +225,10 @@ def attach_ignite(
         trainer.add_event_handler(Events.ITERATION_STARTED, scheduler)
     if "create_lr_scheduler_with_warmup" in names:
         inner = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-        warmup: Any = create_lr_scheduler_with_warmup(inner, warmup_start_value=0.0, warmup_duration=4)
+        warmup = create_lr_scheduler_with_warmup(inner, warmup_start_value=0.0, warmup_duration=4)
         trainer.add_event_handler(Events.ITERATION_STARTED, warmup)
     if "ExpStateScheduler" in names or "LambdaStateScheduler" in names:
-        shrinking: Any = ExpStateScheduler(1.0, 0.9, "shrink")
+        shrinking = ExpStateScheduler(1.0, 0.9, "shrink")
         if "LambdaStateScheduler" in names:
             shrinking = LambdaStateScheduler(lambda index: 0.9**index, "shrink")
         shrinking.phase = Phase.PREPARE  # before the handler below, which reads it
@@ -254,19 +248,19 @@ def attach_ignite(
 
 
 @torch.no_grad()
-def _scaled(model: Net, factor: float) -> None:
+def _scaled(model, factor):
     model.stem.bias.mul_(1.0 - 0.01 * factor)
 
 
-def attach_schedule(plan: Plan, trainer: Trainer) -> None:
+def attach_schedule(plan, trainer):
     """Attach the schedule of the learning rate, by LRSchedule."""
     kind = plan["schedule"]
     if kind == "none":
         return
-    optimizer: Any = next(iter(trainer.update.optimizers.values()))  # type: ignore[attr-defined]  # an Update
+    optimizer = next(iter(trainer.update.optimizers.values()))
     scheduler, lr = torch.optim.lr_scheduler, plan["numbers"]["lr"]
     cycled = any("momentum" in group for group in optimizer.param_groups)
-    made: dict[str, Callable[[], Any]] = {
+    made = {
         "warmup_cosine": lambda: warmup_cosine(optimizer, warmup=3, total=12),
         "warmup_linear": lambda: warmup_linear(optimizer, warmup=0.2, total=12),
         "warmup_wsd": lambda: warmup_wsd(optimizer, warmup=2, total=12, decay=0.5),

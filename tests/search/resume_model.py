@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +11,6 @@ from torch.optim import Optimizer
 
 from tests.search.common import device_kind
 from tests.search.resume_data import CLASSES
-from tests.search.resume_plan import Plan
 
 WIDTH = 8
 
@@ -21,33 +18,33 @@ WIDTH = 8
 class Conv(nn.Module):
     """A convolution whose weight lies in memory channels last."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.conv = nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.conv = nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         return torch.tanh(self.conv(hidden.reshape(-1, 2, 2, 2))).reshape(-1, WIDTH)
 
 
 class Transposed(nn.Module):
     """A weight that is a transposed view of its memory."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).mul(0.3).t())
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         return torch.tanh(hidden @ self.weight)
 
 
 class Island(nn.Module):
     """A part that stays in fp32 whatever the precision."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         with torch.autocast("cpu", enabled=False):
             return torch.tanh(self.inner(hidden.float()))
 
@@ -58,12 +55,12 @@ class OwnBuffers(nn.Module):
     mean: Tensor
     count: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("mean", torch.zeros(WIDTH))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         if self.training:
             self.count += 1
             self.mean.lerp_(hidden.detach().float().mean(0), 0.1)
@@ -73,38 +70,38 @@ class OwnBuffers(nn.Module):
 class Frozen(nn.Module):
     """A part that is not trained, with statistics that move all the same."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)
         self.requires_grad_(False)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         return torch.tanh(self.inner(hidden)) + hidden
 
 
 class Bf16(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         return torch.tanh(self.inner(hidden.bfloat16())).float()
 
 
 class ExtraState(nn.Module):
     """A number beside the buffers, saved as torch lets a module save it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.calls = 0
 
-    def get_extra_state(self) -> Any:
+    def get_extra_state(self):
         return {"calls": self.calls}
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state):
         self.calls = state["calls"]
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         self.calls += int(self.training)
         return hidden * (1.0 + 0.01 * (self.calls % 5))
 
@@ -112,11 +109,11 @@ class ExtraState(nn.Module):
 class Drawing(nn.Module):
     """Randomness in forward from a generator that is not torch's."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.kind, self.inner = kind, nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         if not self.training:
             return hidden + self.inner(hidden)
         if self.kind == "layer drop by Python":
@@ -127,11 +124,11 @@ class Drawing(nn.Module):
 class OwnGenerator(nn.Module):
     """Randomness in forward from a generator of its own, which is an attribute."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.generator = torch.Generator().manual_seed(9)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         if not self.training:
             return hidden
         return hidden * (1.0 + 0.1 * torch.randn(hidden.shape, generator=self.generator).to(hidden.device))
@@ -142,18 +139,18 @@ class Unsaved(nn.Module):
 
     kept: Tensor
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.kind, self.calls = kind, 0
         self.register_buffer("kept", torch.zeros(()), persistent=False)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         if self.training:
             self.calls, self.kept = self.calls + 1, self.kept + 1
         return hidden * (1.0 + 0.01 * (self.calls if self.kind == "attribute" else self.kept))
 
 
-LAYERS: dict[str, Any] = {
+LAYERS = {
     "linear": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()),
     "conv channels_last": Conv,
     "transposed weight": Transposed,
@@ -175,11 +172,11 @@ LAYERS: dict[str, Any] = {
 class Net(nn.Module):
     seen: Tensor
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan):
         super().__init__()
         kind = plan["embedding"]
         self.stem = nn.Linear(6, WIDTH)
-        self.words: nn.Embedding | None = None
+        self.words = None
         if kind != "none":
             norm = 0.5 if kind == "max_norm" else None
             self.words = nn.Embedding(CLASSES, WIDTH, sparse=kind == "sparse", max_norm=norm)
@@ -198,10 +195,10 @@ class Net(nn.Module):
             self.head.weight = self.words.weight
 
     @property
-    def frozen(self) -> nn.Module | None:
+    def frozen(self):
         return next((layer for name, layer in self.layers.items() if name.endswith("frozen")), None)
 
-    def forward(self, inputs: Tensor, words: Tensor) -> Tensor:
+    def forward(self, inputs, words):
         hidden = torch.tanh(self.stem(inputs))
         if self.words is not None:
             hidden = hidden + self.words(words).mean(1)
@@ -210,25 +207,25 @@ class Net(nn.Module):
         if self.training and self.reports_a_buffer:
             with torch.no_grad():
                 self.seen.lerp_(inputs.mean(), 0.1)
-        logits: Tensor = self.head(self.unsaved(hidden)) * self.gain
+        logits = self.head(self.unsaved(hidden)) * self.gain
         return logits
 
 
 class LossFn:
     """A loss that may have weights of its own."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan):
         self.extras = plan["extras"]
         self.temperature = (
             nn.Parameter(torch.ones((), device=device_kind())) if plan["outside"] == "temperature" else None
         )
         self.head = nn.Linear(CLASSES, CLASSES).to(device_kind()) if plan["outside"].startswith("head") else None
 
-    def parameters(self) -> list[nn.Parameter]:
+    def parameters(self):
         head = list(self.head.parameters()) if self.head is not None else []
         return head + ([self.temperature] if self.temperature is not None else [])
 
-    def __call__(self, model: nn.Module, batch: Any) -> Any:
+    def __call__(self, model, batch):
         inputs, words, targets = batch
         logits = model(inputs, words)
         if self.head is not None:
@@ -250,11 +247,11 @@ class LossFn:
 class SignMomentum(Optimizer):
     """A user's own optimizer, whose state is a tensor and a number."""
 
-    def __init__(self, params: Any, lr: float) -> None:
+    def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -267,14 +264,14 @@ class SignMomentum(Optimizer):
                 parameter.sub_(state["momentum"].sign(), alpha=group["lr"] / state["steps"] ** 0.5)
 
 
-def optimizers_of(plan: Plan, model: Net, loss_fn: LossFn) -> Any:
+def optimizers_of(plan, model, loss_fn):
     """One optimizer, or several by name, over all that is trained."""
     sparse = [model.words.weight] if model.words is not None and plan["embedding"] == "sparse" else []
     outside = loss_fn.parameters()
     trained = [each for each in model.parameters() if each.requires_grad and not any(each is one for one in sparse)]
     if "unfreezing by flag" in plan["handlers"] and model.frozen is not None:
         trained += [each for each in model.frozen.parameters() if not any(each is one for one in trained)]
-    found: dict[str, Optimizer] = {}
+    found = {}
     if sparse and plan["optimizer"] not in ("SGD", "Adagrad"):
         found["sparse"] = torch.optim.SparseAdam(sparse, lr=plan["numbers"]["lr"])
     else:
@@ -286,16 +283,16 @@ def optimizers_of(plan: Plan, model: Net, loss_fn: LossFn) -> Any:
     if plan["grouping"] == "two optimizers" and len(trained) > 2:
         found["stem"] = torch.optim.AdamW(trained[-2:], lr=0.01)
         trained = trained[:-2]
-    groups: Iterable[Any] = trained
+    groups = trained
     if plan["grouping"] == "two groups":
         groups = [{"params": trained[:1], "lr": 0.005}, {"params": trained[1:]}]
     main = optimizer_of(plan["optimizer"], groups, plan["numbers"]["lr"])
     return {"main": main, **found} if found else main
 
 
-def optimizer_of(kind: str, params: Any, lr: float) -> Optimizer:
+def optimizer_of(kind, params, lr):
     optim = torch.optim
-    made: dict[str, Any] = {
+    made = {
         "SGD": lambda: optim.SGD(params, lr=lr),
         "SGD momentum": lambda: optim.SGD(params, lr=lr, momentum=0.9),
         "SGD nesterov": lambda: optim.SGD(params, lr=lr, momentum=0.9, nesterov=True, weight_decay=0.01),
@@ -317,5 +314,5 @@ def optimizer_of(kind: str, params: Any, lr: float) -> Optimizer:
         "Rprop": lambda: optim.Rprop(params, lr=lr),
         "own": lambda: SignMomentum(params, lr),
     }
-    optimizer: Optimizer = made[kind]()
+    optimizer = made[kind]()
     return optimizer

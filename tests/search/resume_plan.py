@@ -1,14 +1,12 @@
 """What a drawn case is made of: every dimension with its values, and how a case is drawn from a number."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
 Plan = dict[str, Any]
 
 # one value of each; the first is the plainest, to which `simplified` goes back
-CHOICES: dict[str, tuple[str, ...]] = {
+CHOICES = {
     "embedding": ("none", "plain", "max_norm", "sparse", "tied"),
     "outside": ("none", "temperature", "head", "head with an optimizer"),
     "optimizer": (
@@ -109,7 +107,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "damage": ("none", "newest checkpoint"),
 }
 # any number of each
-LISTS: dict[str, tuple[str, ...]] = {
+LISTS = {
     "layers": (
         "linear",
         "conv channels_last",
@@ -218,11 +216,11 @@ FEATURES = (
 FEATURES = tuple(each for each in FEATURES if each not in REFUSED_ALWAYS)
 
 
-def draw(seed: int) -> Plan:
+def draw(seed):
     """The case of a number: plain data, a function of the number alone."""
     draws = random.Random(seed)
     plainness = draws.choice((0.2, 0.5, 0.8))  # how often a dimension keeps its plainest value
-    plan: Plan = {"seed": seed % 2**31}
+    plan = {"seed": seed % 2**31}
     for name, values in CHOICES.items():
         keep = KEPT.get(name, plainness)
         plan[name] = values[0] if draws.random() < keep else draws.choice(values[1:])
@@ -250,14 +248,14 @@ def draw(seed: int) -> Plan:
     return settled(plan)
 
 
-def _stop(draws: random.Random) -> Plan:
+def _stop(draws):
     how = draws.choice(HOW)
     events = EVENTS if how != "exception" else ("ITERATION_STARTED", "ITERATION_COMPLETED", "EPOCH_COMPLETED")
     event = draws.choice(events) if how != "SIGKILL at an instant" else ""
     return {"how": how, "event": event, "after": round(draws.random(), 3)}
 
 
-def settled(plan: Plan) -> Plan:
+def settled(plan):
     """The plan with values that cannot go together replaced by those that can."""
     if plan["optimizer"].endswith("fused") and plan["embedding"] == "sparse":
         plan["grouping"] = "two optimizers"
@@ -302,13 +300,13 @@ def settled(plan: Plan) -> Plan:
     return plan
 
 
-def features_of(plan: Plan) -> list[str]:
+def features_of(plan):
     """What was drawn, as features."""
     single = [f"{name}: {plan[name]}" for name in CHOICES]
     return single + [f"{name}: {value}" for name in LISTS for value in plan[name]]
 
 
-def described(plan: Plan) -> str:
+def described(plan):
     """The plan without what is plainest."""
     parts = [f"{name}={plan[name]}" for name, values in CHOICES.items() if plan[name] != values[0]]
     parts += [f"{name}={plan[name]}" for name in LISTS if plan[name]]

@@ -1,7 +1,5 @@
 """The program of a drawn case: a script as a user writes it, run whole, or stopped, or started again."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import hashlib
@@ -12,14 +10,12 @@ import random
 import signal
 import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from ignite.engine import Engine, Events
-from ignite.metrics import Accuracy, Loss, Metric, Precision
+from ignite.engine import Events
+from ignite.metrics import Accuracy, Loss, Precision
 from torch import Tensor, nn
 
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator
@@ -32,7 +28,7 @@ from tests.search.common import device_kind
 from tests.search.resume_data import data_of, evaluation_data
 from tests.search.resume_handlers import attach_ignite, attach_schedule, attach_users
 from tests.search.resume_model import LossFn, Net, optimizers_of
-from tests.search.resume_plan import SAMPLE, Plan, features_of
+from tests.search.resume_plan import SAMPLE, features_of
 
 REFUSED, RAISED, PLANNED = 3, 4, 5
 STUCK_S = 10.0
@@ -46,13 +42,13 @@ class PlannedError(Exception):
 
 
 def run(
-    plan: Plan,
-    folder: str,
-    role: str,
-    stop: Plan | None,
-    program: type[Program] | None = None,
-    notes: Path | None = None,
-) -> int:
+    plan,
+    folder,
+    role,
+    stop,
+    program=None,
+    notes=None,
+):
     """Run the program in ``folder``, resuming what is there.
 
     Args:
@@ -97,22 +93,22 @@ def run(
 class Journal:
     """What a process writes down while it runs, so that a kill loses nothing of it."""
 
-    def __init__(self, folder: Path, role: str) -> None:
+    def __init__(self, folder, role):
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         self._lines = os.open(folder / "lines.txt", flags)
         self._notes = os.open(folder / "notes.txt", flags)
-        self._noted: set[str] = set()
+        self._noted = set()
         self.role, self.trained = role, 0
 
-    def line(self, text: str) -> None:
+    def line(self, text):
         os.write(self._lines, f"{text}\n".encode())
 
-    def note(self, what: str) -> None:
+    def note(self, what):
         if what not in self._noted:
             self._noted.add(what)
             os.write(self._notes, f"{self.role}\t{what}\n".encode())
 
-    def close(self) -> None:
+    def close(self):
         os.close(self._lines)
         os.close(self._notes)
 
@@ -120,9 +116,9 @@ class Journal:
 class Program:
     """Everything that a case draws, put together."""
 
-    def __init__(self, plan: Plan, folder: Path, journal: Journal, stop: Plan | None) -> None:
+    def __init__(self, plan, folder, journal, stop):
         self.plan, self.folder, self.journal, self.stop = plan, folder, journal, stop
-        self.states: dict[str, Callable[[], Any]] = {}
+        self.states = {}
         self.model, self.loss_fn = Net(plan).to(device_kind()), LossFn(plan)
         optimizers = self.made = optimizers_of(plan, self.model, self.loss_fn)
         # overflows at its beginning, and later again
@@ -136,20 +132,20 @@ class Program:
             weight_fn=(lambda batch: float(batch[2].sum()) + 1.0) if plan["weight_fn"] == "yes" else None,
             grad_scaler=scaler,
         )
-        self.optimizers: dict[str, Any] = update.optimizers
+        self.optimizers = update.optimizers
         steps = plan["accumulation"]
         self.trainer = Trainer(self.called(update), accumulation_steps=None if steps == "None" else int(steps))
         self.data = data_of(plan)
         self._attach()
 
-    def wrapped(self, model: nn.Module) -> nn.Module:
+    def wrapped(self, model):
         return model
 
-    def called(self, update: Update) -> Any:
+    def called(self, update):
         """What the Trainer is given."""
         return update
 
-    def train(self) -> None:
+    def train(self):
         plan, numbers, trainer = self.plan, self.plan["numbers"], self.trainer
         path = self.checkpoints[0].resume() if self.checkpoints else None
         if path is not None:
@@ -157,7 +153,7 @@ class Program:
             # the one reason that a run cannot know at its start
             if "after an exception" in (path / "manifest.json").read_text():
                 self.journal.note("announced in the checkpoint")
-        length: dict[str, Any] = {"max_epochs": numbers["epochs"]}
+        length = {"max_epochs": numbers["epochs"]}
         if plan["length"] == "max_iters":
             length = {"max_iters": numbers["max_iters"]}
         elif plan["length"] == "epoch_length":
@@ -166,7 +162,7 @@ class Program:
             self._call_in_vain()
         trainer.run(self.data, **length)
 
-    def _call_in_vain(self) -> None:
+    def _call_in_vain(self):
         """Calls that are refused, before and after they look at the data; they must not change a bit."""
         for wrong in ({"max_epochs": 0}, {"epoch_length": 0}):
             try:
@@ -176,7 +172,7 @@ class Program:
             else:
                 raise AssertionError(f"run({wrong}) is not refused")
 
-    def _attach(self) -> None:
+    def _attach(self):
         plan, trainer, note = self.plan, self.trainer, self.journal.note
         numbers = plan["numbers"]
         attach_schedule(plan, trainer)
@@ -204,32 +200,32 @@ class Program:
         if self.stop is not None:
             self._attach_stop(self.stop)
 
-    def _evaluation(self) -> Engine:
+    def _evaluation(self):
         plan, trainer = self.plan, self.trainer
         every = Events.ITERATION_COMPLETED(every=plan["numbers"]["evaluate every"])
-        event: Any = {
+        event = {
             "epochs": Events.EPOCH_COMPLETED,
             "iterations": every,
             "STARTED and epochs": Events.STARTED | Events.EPOCH_COMPLETED,
             "COMPLETED": Events.COMPLETED,
             "iterations and epochs": every | Events.EPOCH_COMPLETED,
         }[plan["evaluation"]]
-        metrics: dict[str, Metric] = {"loss": Loss(nn.functional.cross_entropy), "accuracy": Accuracy()}
+        metrics = {"loss": Loss(nn.functional.cross_entropy), "accuracy": Accuracy()}
         if plan["vector metric"] == "yes":
             metrics["precision"] = Precision()
 
-        def predict(model: nn.Module, batch: Any) -> Any:
+        def predict(model, batch):
             return model(batch[0], batch[1]).float(), batch[2]
 
         evaluator = create_evaluator(self.model, predict, metrics)
         Evaluation(evaluator, evaluation_data(plan, self.data)).attach(trainer, event)
         return evaluator
 
-    def _checkpoints(self) -> list[Checkpoint]:
+    def _checkpoints(self):
         plan, numbers = self.plan, self.plan["numbers"]
         if self.journal.role == "whole":  # a save must not change a bit either
             return []
-        event: Any = {
+        event = {
             "iterations": Events.ITERATION_COMPLETED(every=numbers["save every"]),
             "epochs": Events.EPOCH_COMPLETED,
             "at the end alone": Events.COMPLETED,
@@ -252,19 +248,19 @@ class Program:
             found[1].attach(self.trainer, Events.EPOCH_COMPLETED)
         return found
 
-    def _excluded(self) -> list[str]:
+    def _excluded(self):
         if self.plan["exclude"] == "nothing":
             return []
         name = next(name for name in self.model.layers if name.endswith("frozen"))
         return [f"model:layers.{name}.0.*"]
 
-    def _planted(self) -> None:
+    def _planted(self):
         """A fault that the search has to find: a handler whose state matters and is not saved."""
         kind, stem = self.plan.get("planted", ""), self.model.stem
         if kind == "handler counter":
             calls = [0]
 
-            def shrink(engine: Engine) -> None:
+            def shrink(engine):
                 calls[0] += 1
                 stem.weight.data.mul_(1.0 - 0.001 * calls[0])
 
@@ -272,28 +268,28 @@ class Program:
         elif kind == "handler generator":
             generator = torch.Generator().manual_seed(5)
 
-            def jitter(engine: Engine) -> None:
+            def jitter(engine):
                 stem.weight.data.add_(0.001 * torch.randn(stem.weight.shape, generator=generator))
 
             self.trainer.add_event_handler(Events.ITERATION_COMPLETED, jitter)
         elif kind == "random numbers stay":
-            Loop._restore_rng = lambda loop: None  # type: ignore[method-assign]  # the process is of this case
+            Loop._restore_rng = lambda loop: None
         elif kind == "reported values stay where they are":
             forward_backward.scalar = lambda value: value.detach().float()
         elif kind == "each call draws":
             run = self.trainer.run
-            self.trainer.run = lambda *args, **given: (torch.rand(1), run(*args, **given))[1]  # type: ignore[method-assign]
+            self.trainer.run = lambda *args, **given: (torch.rand(1), run(*args, **given))[1]
         elif kind == "generators stay":
-            ModelGenerators.load_state_dict = lambda generators, state: None  # type: ignore[method-assign]
+            ModelGenerators.load_state_dict = lambda generators, state: None
 
     # -- what is written down ------------------------------------------------------------------------------------
 
-    def _started(self, trainer: Trainer) -> None:
+    def _started(self, trainer):
         report = trainer.reproducibility
         if reasons := report():
             self.journal.note(f"announced {'; '.join(reasons)}")
 
-    def _record(self, trainer: Trainer) -> None:
+    def _record(self, trainer):
         state, journal = trainer.state, self.journal
         journal.trained += 1
         if journal.trained == 1:
@@ -312,7 +308,7 @@ class Program:
                     )
                 ):
                     journal.note(feature)
-        output: dict[str, Tensor] = state.output  # type: ignore[assignment]  # an Update's
+        output = state.output
         rates = [float(group["lr"]).hex() for each in self.optimizers.values() for group in each.param_groups]
         own = {
             name: value for name, value in state.metrics.items() if name == "running_loss"
@@ -333,7 +329,7 @@ class Program:
             if self.plan["background"] == "yes":
                 journal.note("happened: saved in the background")
 
-    def _note_evaluations(self) -> None:
+    def _note_evaluations(self):
         if self.plan["evaluation"] == "none":
             self.journal.note("evaluation: none")
         elif self.trainer.state.evaluations:
@@ -341,7 +337,7 @@ class Program:
             for name in ("evaluation", "evaluation data", "early stopping", "vector metric"):
                 self.journal.note(f"{name}: {self.plan[name]}")
 
-    def _record_epoch(self, trainer: Trainer) -> None:
+    def _record_epoch(self, trainer):
         values = " ".join(
             f"{name} {float(value).hex()}" for name, value in sorted(trainer.state.metrics.items()) if name in IGNITES
         )
@@ -349,7 +345,7 @@ class Program:
 
     # -- how it is stopped ---------------------------------------------------------------------------------------
 
-    def _attach_stop(self, stop: Plan) -> None:
+    def _attach_stop(self, stop):
         resume_data.when_read = resume_data.nothing
         if not stop["event"]:
             return
@@ -357,10 +353,10 @@ class Program:
             trains = os.getpid()
             resume_data.when_read = lambda: self._stop_if_due(self.trainer, stop) if os.getpid() == trains else None
             return
-        event: Any = getattr(Events, stop["event"], None) or getattr(TrainingEvents, stop["event"])
+        event = getattr(Events, stop["event"], None) or getattr(TrainingEvents, stop["event"])
         self.trainer.add_event_handler(event, self._stop_if_due, stop)
 
-    def _stop_if_due(self, trainer: Trainer, stop: Plan) -> None:
+    def _stop_if_due(self, trainer, stop):
         if trainer.state.iteration < stop["at"] or stop.get("done"):
             return
         stop["done"] = True
@@ -374,14 +370,14 @@ class Program:
         else:
             os.kill(os.getpid(), signal.SIGKILL if stop["how"] == "SIGKILL" else signal.SIGTERM)
 
-    def end(self) -> Any:
+    def end(self):
         """What must be equal at the end, in the order in which a difference is told."""
         state = self.trainer.state
         self._note_evaluations()
         if (state.reason or "").startswith("early stopping"):
             self.journal.note("happened: early stop")
         optimizers = {name: _of_optimizer(each) for name, each in self.optimizers.items()}
-        scaler = self.trainer.update.scaler  # type: ignore[attr-defined]  # an Update
+        scaler = self.trainer.update.scaler
         outside = {str(index): each for index, each in enumerate(self.loss_fn.parameters())}
         python, numpy = random.getstate(), np.random.get_state()
         parts = {
@@ -395,12 +391,12 @@ class Program:
             "saved": {"evaluations": self._saved_evaluations()},
             "random numbers": {"python": repr(python), "numpy": repr(numpy), "torch": torch.get_rng_state()},
         }
-        found: dict[str, str] = {}
+        found = {}
         for name, part in parts.items():
             _flatten(part, name, found)
         return found
 
-    def _saved_evaluations(self) -> int:
+    def _saved_evaluations(self):
         """Of the newest checkpoint, which the end of the run has saved; those at COMPLETED come later."""
         if self.plan["evaluation"] == "COMPLETED":
             return 0
@@ -409,17 +405,17 @@ class Program:
         store = self.checkpoints[0].store
         newest = store.latest().checkpoint
         assert newest is not None
-        saved: int = store.load(newest.path).local["trainer"]["evaluations"]
+        saved = store.load(newest.path).local["trainer"]["evaluations"]
         return saved
 
 
-def _of_optimizer(optimizer: Any) -> Any:
+def _of_optimizer(optimizer):
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     return {"state": [optimizer.state.get(each, {}) for each in parameters], "groups": groups}
 
 
-def _flatten(value: Any, name: str, found: dict[str, str]) -> None:
+def _flatten(value, name, found):
     if isinstance(value, dict):
         for key, each in value.items():
             _flatten(each, f"{name}.{key}", found)

@@ -16,14 +16,12 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tests.faults.fork_server import ForkServer
 from tests.search.common import DEVICE, PASSED, REFUSED, Failure, Result, case_seeds
-from tests.search.resume_plan import CHOICES, FEATURES, LISTS, Plan, described, draw, settled
+from tests.search.resume_plan import CHOICES, FEATURES, LISTS, described, draw, settled
 from tests.search.resume_program import PLANNED, RAISED
 from tests.search.resume_program import REFUSED as REFUSED_CODE
 
@@ -55,12 +53,12 @@ class Verdict:
     """What really took part."""
 
 
-def run(seed: int, cases: int | None, minutes: float | None, *, jobs: int = 2) -> Result:
+def run(seed, cases, minutes, *, jobs=2):
     """Judge the cases ``seed``, ``seed + 1``, ..., ``jobs`` at a time; each failure is printed as it is found."""
     result, started = Result("resume", seed, FEATURES), time.monotonic()
     seeds, lock, errors = case_seeds(seed, cases, minutes), threading.Lock(), queue.SimpleQueue[BaseException]()
 
-    def work() -> None:
+    def work():
         try:
             with Judge() as judge:
                 while (number := _next(seeds, lock)) is not None:
@@ -83,12 +81,12 @@ def run(seed: int, cases: int | None, minutes: float | None, *, jobs: int = 2) -
     return result
 
 
-def _next(seeds: Iterator[int], lock: threading.Lock) -> int | None:
+def _next(seeds, lock):
     with lock:
         return next(seeds, None)
 
 
-def _count(result: Result, number: int, verdict: Verdict) -> None:
+def _count(result, number, verdict):
     if verdict.outcome == FAILED:
         result.failures.append(Failure("resume", number, verdict.reason))
         print(f"[{result.cases}] {result.failures[-1]}", flush=True)
@@ -100,12 +98,12 @@ def _count(result: Result, number: int, verdict: Verdict) -> None:
         result.exercised.update(verdict.features)
 
 
-def show(number: int) -> str:
+def show(number):
     """What a case is, in a line."""
     return described(draw(number))
 
 
-def simplified(number: int) -> str:
+def simplified(number):
     """A failing case with all that can be made plain and still fails, and what differs then."""
     plan, tried = draw(number), 0
     with Judge() as judge:
@@ -122,7 +120,7 @@ def simplified(number: int) -> str:
     return f"{described(plan)}\n  {verdict.reason}\n  ({tried} cases tried)"
 
 
-def _simpler(plan: Plan) -> Iterator[Plan]:
+def _simpler(plan):
     if len(plan["stops"]) > 1:
         yield {"stops": plan["stops"][:1]}
         yield {"stops": plan["stops"][1:]}
@@ -138,19 +136,19 @@ def _simpler(plan: Plan) -> Iterator[Plan]:
 class Judge:
     """Runs cases on two fork servers, so that processes of one case do not share what a process fixes at its start."""
 
-    def __enter__(self) -> Judge:
+    def __enter__(self):
         parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
         self._folder = tempfile.TemporaryDirectory(prefix="search-", dir=parent, ignore_cleanup_errors=True)
         self.folder = Path(self._folder.name)
         self.servers = (ForkServer(MODULES), ForkServer(MODULES))
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_):
         for server in self.servers:
             server.close()
         self._folder.cleanup()
 
-    def judge(self, plan: Plan) -> Verdict:
+    def judge(self, plan):
         """Run the case and compare."""
         whole, began = self._fresh("whole"), time.monotonic()
         code = self._run(plan, whole, "whole", None)
@@ -199,7 +197,7 @@ class Judge:
             verdict.outcome, verdict.reason = (FAILED, difference) if unsure is None else (NO_FUNCTION, unsure)
         return verdict
 
-    def _differs_from_itself(self, plan: Plan, whole: Path, expected: dict[str, list[str]]) -> str | None:
+    def _differs_from_itself(self, plan, whole, expected):
         """In what other whole runs differ from this one; some of torch's fused kernels depend on where memory lies."""
         for _ in range(4):
             again = self._fresh("again")
@@ -208,7 +206,7 @@ class Judge:
                 return unsure
         return None
 
-    def _stop(self, plan: Plan, folder: Path, stop: Plan, seconds: float) -> str | None:
+    def _stop(self, plan, folder, stop, seconds):
         """Run until the stop; what went wrong, if it ended in another way."""
         if stop["how"] != "SIGKILL at an instant":
             code = self._run(plan, folder, "stopped", stop)
@@ -225,13 +223,13 @@ class Judge:
                 file.write("stopped\tstop: SIGKILL at an instant\n")
         return None if code in (0, -signal.SIGKILL) else f"before a SIGKILL it ended with {code}: {_error(folder)}"
 
-    def _start(self, plan: Plan, folder: Path, role: str, stop: Plan | None, server: int = 0) -> Any:
+    def _start(self, plan, folder, role, stop, server=0):
         (folder / "stopped_end.json").unlink(missing_ok=True)
         return self.servers[server].start(RUN, plan, str(folder), role, stop, output=folder / "output.txt")
 
-    def _run(self, plan: Plan, folder: Path, role: str, stop: Plan | None, server: int = 0) -> int:
+    def _run(self, plan, folder, role, stop, server=0):
         try:
-            code: int = self._start(plan, folder, role, stop, server).wait(TIMEOUT_S)
+            code = self._start(plan, folder, role, stop, server).wait(TIMEOUT_S)
         except TimeoutError:
             stuck = re.findall(r'File ".*?/([^/]*)", line (\d+) in (\w+)', (folder / "output.txt").read_text())
             where = " < ".join(f"{name}:{line} {function}" for name, line, function in stuck[-60:][:6])
@@ -239,19 +237,19 @@ class Judge:
             return RAISED
         return code
 
-    def _fresh(self, name: str) -> Path:
+    def _fresh(self, name):
         folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         return folder
 
 
-def differs_from_itself(plan: Plan) -> bool:
+def differs_from_itself(plan):
     """Torch's fused SGD with momentum does over bf16 weights."""
     return bool(plan["optimizer"] == "SGD fused" and "bf16 weights" in plan["layers"])
 
 
-def _damage(folder: Path) -> None:
+def _damage(folder):
     """Flip a bit of the newest checkpoint where there is one before it."""
     saved = sorted(path.parent for path in (folder / "checkpoints").glob("iteration_*/manifest.json"))
     if len(saved) > 1:
@@ -265,22 +263,22 @@ def _damage(folder: Path) -> None:
             file.write("resumed\tdamage: newest checkpoint\n")
 
 
-def _ended(folder: Path, role: str) -> bool:
+def _ended(folder, role):
     """The run came to its own end before its stop."""
     path = folder / f"{role}_end.json"
     return path.exists() and json.loads(path.read_text())["status.0"] != "'interrupted'"
 
 
-def _resumed_after_terminate(whole: Path, case: Path, total: int) -> bool:
+def _resumed_after_terminate(whole, case, total):
     """The whole run was ended by ``terminate()``, and a process resumed from the checkpoint of that end."""
     end = json.loads((whole / "whole_end.json").read_text())
     notes = [note for role in ("stopped", "resumed") for note in _notes(case, role, "resumed from ")]
     return end["status.1"].startswith("'terminate") and any(int(note.split()[-1]) >= total for note in notes)
 
 
-def _lines(folder: Path) -> dict[str, list[str]]:
+def _lines(folder):
     """All that was written for each iteration and epoch, by the processes one after another."""
-    found: dict[str, list[str]] = {}
+    found = {}
     path = folder / "lines.txt"
     for line in path.read_text().splitlines() if path.exists() else ():
         key, _, _ = line.partition("\t")
@@ -289,13 +287,13 @@ def _lines(folder: Path) -> dict[str, list[str]]:
     return found
 
 
-def _notes(folder: Path, role: str, prefix: str) -> list[str]:
+def _notes(folder, role, prefix):
     path = folder / "notes.txt"
     rows = [line.partition("\t") for line in path.read_text().splitlines()] if path.exists() else []
     return [text for who, _, text in rows if who == role and text.startswith(prefix)]
 
 
-def _features(folder: Path, expected: dict[str, list[str]], total: int) -> set[str]:
+def _features(folder, expected, total):
     """What took part: of the drawn features those that the resumed run used, too."""
     found = {each for each in _notes(folder, "resumed", "") if each in FEATURES}
     for role in ("stopped", "resumed"):
@@ -312,7 +310,7 @@ def _features(folder: Path, expected: dict[str, list[str]], total: int) -> set[s
     return found & set(FEATURES)
 
 
-def _difference(whole: Path, case: Path, expected: dict[str, list[str]], role: str = "resumed") -> str | None:
+def _difference(whole, case, expected, role="resumed"):
     """What differs first: an iteration's line, else a line of the log, else a part of the end."""
     found = _lines(case)
     for key in sorted({**expected, **found}, key=_order):
@@ -334,12 +332,12 @@ def _difference(whole: Path, case: Path, expected: dict[str, list[str]], role: s
     return None
 
 
-def _order(key: str) -> tuple[int, int]:
+def _order(key):
     words = key.split()
     return (int(words[1]), 0) if words[0] == "iteration" else (int(words[3]), 1)
 
 
-def _values(line: str, other: str) -> str:
+def _values(line, other):
     """The first word that differs in two lines, numbers as people read them."""
     words = zip(line.split(), other.split(), strict=False)
     index = next((at for at, (one, two) in enumerate(words) if one != two), None)
@@ -350,15 +348,15 @@ def _values(line: str, other: str) -> str:
     return f"{name} {one}, found {two}"
 
 
-def _plain(word: str) -> str:
+def _plain(word):
     return repr(float.fromhex(word)) if "0x" in word else word
 
 
-def _log(folder: Path) -> list[str]:
+def _log(folder):
     path = folder / "metrics.jsonl"
     return path.read_text().splitlines() if path.exists() else []
 
 
-def _error(folder: Path) -> str:
+def _error(folder):
     path = folder / "error.txt"
     return path.read_text() if path.exists() else ""

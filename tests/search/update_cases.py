@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ignite_engine import TrainingEvents
 from tests.search.common import device_kind
 
-CHOICES: dict[str, tuple[Any, ...]] = {
+CHOICES = {
     "trunk": ("linear", "embedding", "sparse embedding", "max_norm", "conv", "tied", "checkpointed"),
     "middle": (
         *("plain", "fp32 island", "bf16 layer", "fp64 layer", "dropout", "batch norm", "writes to a weight"),
@@ -43,7 +43,7 @@ LISTENERS = (
     TrainingEvents.OPTIMIZER_STEP_COMPLETED,
     TrainingEvents.OPTIMIZER_STEP_SKIPPED,
 )
-HABITS: dict[str, Callable[[nn.Module], Any]] = {
+HABITS = {
     "nothing": lambda model: None,
     "reads gradients": lambda model: [None if p.grad is None else p.grad.sum() for p in model.parameters()],
     "computes under autocast": lambda model: _own_forward(model),
@@ -92,13 +92,13 @@ class Case:
     listeners: tuple[str, ...]
     habit: str
 
-    def features(self) -> set[str]:
+    def features(self):
         drawn = {f"{name}: {value}" for name, value in asdict(self).items() if name in CHOICES}
         drawn |= {f"listener: {name}" for name in self.listeners}
         return drawn | ({f"habit: {self.habit}"} if self.listeners else set())
 
 
-def draw(number: int) -> Case:
+def draw(number):
     """The case of a number; each dimension is plain in a third of the cases, so that failures are simple."""
     random_ = random.Random(f"update {number}")
     drawn = {
@@ -134,11 +134,11 @@ def draw(number: int) -> Case:
 class Trunk(nn.Module):
     """From inputs to a row of 8 numbers for each sample."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.kind = kind
         if kind == "conv":
-            self.conv = nn.Conv2d(2, 4, 3, padding=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self.conv = nn.Conv2d(2, 4, 3, padding=1).to(memory_format=torch.channels_last)
             self.norm, self.last = nn.BatchNorm2d(4), nn.Linear(4, 8)
         elif kind in ("embedding", "sparse embedding", "max_norm"):
             sparse, max_norm = kind == "sparse embedding", 0.5 if kind == "max_norm" else None
@@ -149,26 +149,26 @@ class Trunk(nn.Module):
                 self.third = nn.Linear(8, 8)
                 self.third.weight = self.second.weight
 
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+    def forward(self, batch):
         if self.kind == "conv":
             images = batch["images"].to(memory_format=torch.channels_last)
-            return self.last(self.norm(self.conv(images)).relu().mean((2, 3)))  # type: ignore[no-any-return]
+            return self.last(self.norm(self.conv(images)).relu().mean((2, 3)))
         if hasattr(self, "embedding"):
-            return self.embedding(batch["tokens"]).mean(1)  # type: ignore[no-any-return]
+            return self.embedding(batch["tokens"]).mean(1)
         if self.kind == "checkpointed":
-            checkpoint: Any = torch.utils.checkpoint.checkpoint
-            return checkpoint(self._two_layers, batch["rows"], use_reentrant=False)  # type: ignore[no-any-return]
+            checkpoint = torch.utils.checkpoint.checkpoint
+            return checkpoint(self._two_layers, batch["rows"], use_reentrant=False)
         hidden = self._two_layers(batch["rows"])
         return self.third(hidden.tanh()) if self.kind == "tied" else hidden
 
-    def _two_layers(self, rows: Tensor) -> Tensor:
-        return self.second(self.first(rows).tanh())  # type: ignore[no-any-return]
+    def _two_layers(self, rows):
+        return self.second(self.first(rows).tanh())
 
 
 class Net(nn.Module):
     """A trunk, a layer in the middle that is out of the ordinary, and a head."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case):
         super().__init__()
         self.trunk, self.middle = Trunk(case.trunk), case.middle
         dtype = {"bf16 layer": torch.bfloat16, "fp64 layer": torch.float64}.get(case.middle, torch.float32)
@@ -183,12 +183,12 @@ class Net(nn.Module):
         self.spare = nn.Parameter(torch.ones(8))
         self.head = nn.Linear(8, 1)
 
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+    def forward(self, batch):
         hidden = self.trunk(batch).tanh()
         if self.middle == "used now and then":
             self.calls += 1
             if self.calls % 3:
-                return self.head(hidden * self.spare).squeeze(1)  # type: ignore[no-any-return]
+                return self.head(hidden * self.spare).squeeze(1)
         if self.middle == "fp32 island":
             with torch.autocast("cpu", enabled=False):
                 hidden = self.layer(hidden.to(self.layer.weight.dtype))
@@ -198,26 +198,26 @@ class Net(nn.Module):
         else:
             hidden = self.layer(hidden)
         hidden = self.dropout(self.norm(hidden.to(self.head.weight.dtype)).tanh())
-        return self.head(hidden * self.spare).squeeze(1)  # type: ignore[no-any-return]
+        return self.head(hidden * self.spare).squeeze(1)
 
 
 class WeightedLoss(nn.Module):
     """The loss of a case; with a weight of its own where the case says so."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case):
         super().__init__()
         self.case = case
         self.temperature = nn.Parameter(torch.ones(1)) if case.outside != "nothing" else None
 
-    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Any:
+    def forward(self, model, batch):
         case, output = self.case, model(batch)
-        error = output - batch["targets"].to(output.dtype if case.loss == "half" else model.head.weight.dtype)  # type: ignore
+        error = output - batch["targets"].to(output.dtype if case.loss == "half" else model.head.weight.dtype)
         each = error.pow(2) if self.temperature is None else error.pow(2) * self.temperature
         if case.loss == "half":
             each = each.to(output.dtype)
         loss = (each.double() if case.loss == "fp64" else each).mean()
         if case.middle == "writes to a weight":
-            weight = model.head.weight.data  # type: ignore[union-attr]
+            weight = model.head.weight.data
             weight.div_(weight.norm().clamp(min=1.0))
         if case.loss == "shape (1,)":
             loss = loss.reshape(1)
@@ -238,19 +238,19 @@ class Built:
     weight_fn: Callable[[dict[str, Tensor]], float] | None
     scheduler: Any = None
 
-    def parameters(self) -> list[nn.Parameter]:
+    def parameters(self):
         """Of the optimizers, each once, in their order."""
         groups = [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
         return list({id(each): each for group in groups for each in group["params"]}.values())
 
-    def parameters_of_the_norm(self) -> list[nn.Parameter]:
+    def parameters_of_the_norm(self):
         """As a loop sums them up by ``clip_grad_norm_(model.parameters())``, where all of them are the model's."""
         held, of_model = {id(each) for each in self.parameters()}, list(self.model.parameters())
         in_order = [each for each in of_model if id(each) in held]
         return in_order if len(in_order) == len(held) else self.parameters()
 
 
-def build(case: Case) -> Built:
+def build(case):
     """The same in every call."""
     torch.manual_seed(case.number % 2**31)
     model, loss_module = Net(case), WeightedLoss(case)
@@ -259,7 +259,7 @@ def build(case: Case) -> Built:
         model.to(dtype)
     model.to(device_kind()), loss_module.to(device_kind())
     outside = [] if loss_module.temperature is None else [loss_module.temperature]
-    loss_fn: Any = loss_module
+    loss_fn = loss_module
     if case.outside == "temperature":  # a plain function, of which nothing is known
         loss_fn = lambda model, batch: loss_module(model, batch)  # noqa: E731
     if case.frozen == "trunk" and case.trunk != "sparse embedding":
@@ -277,7 +277,7 @@ def build(case: Case) -> Built:
     return built
 
 
-def change(case: Case, built: Built) -> None:
+def change(case, built):
     """What a handler, or the loop, does after update ``change_at``."""
     optimizer, model = list(built.optimizers.values())[-1], built.model
     if case.change == "add group":
@@ -302,9 +302,9 @@ def change(case: Case, built: Built) -> None:
             group["lr"] *= 0.5
 
 
-def _optimizers(case: Case, body: list[nn.Parameter], head: list[nn.Parameter]) -> dict[str, torch.optim.Optimizer]:
-    def made(kind: str, parameters: Any) -> torch.optim.Optimizer:
-        flags: dict[str, Any] = {
+def _optimizers(case, body, head):
+    def made(kind, parameters):
+        flags = {
             "default": {},
             "foreach": {"foreach": True},
             "fused": {"fused": True},
@@ -312,9 +312,7 @@ def _optimizers(case: Case, body: list[nn.Parameter], head: list[nn.Parameter]) 
         }[case.implementation if kind in FUSED or case.implementation != "fused" else "default"]
         options = {"SGD": {"lr": 0.05}, "momentum": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}}
         name = "SGD" if kind == "momentum" else kind
-        optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(
-            parameters, **options.get(kind, {"lr": 0.02}), **flags
-        )
+        optimizer = getattr(torch.optim, name)(parameters, **options.get(kind, {"lr": 0.02}), **flags)
         return optimizer
 
     if case.grouping == "one group":
@@ -331,7 +329,7 @@ def _optimizers(case: Case, body: list[nn.Parameter], head: list[nn.Parameter]) 
     return {"sparse": torch.optim.SparseAdam(sparse, lr=0.05), "dense": made(case.optimizer, dense)}
 
 
-def _batch(size: int, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
+def _batch(size, generator, dtype):
     return {
         "rows": torch.randn(size, 6, generator=generator).to(dtype),
         "images": torch.randn(size, 2, 4, 4, generator=generator).to(dtype),
@@ -340,22 +338,22 @@ def _batch(size: int, generator: torch.Generator, dtype: torch.dtype) -> dict[st
     }
 
 
-def _weight_fn(case: Case, epochs: list[list[dict[str, Tensor]]]) -> Callable[[dict[str, Tensor]], float] | None:
+def _weight_fn(case, epochs):
     if case.weights == "none":
         return None
     generator = random.Random(case.number)
-    zero: set[int] = set()
+    zero = set()
     for batches in epochs:
         if case.weights == "some zero":
             zero |= {id(batch) for batch in batches if generator.random() < 0.4}
         elif case.weights == "a group of zeros":
             zero |= {id(batch) for batch in batches[: case.steps or 1]}
     if case.weights == "tensors":
-        return lambda batch: batch["targets"].abs().sum()  # type: ignore[return-value]  # what float() takes
+        return lambda batch: batch["targets"].abs().sum()
     return lambda batch: 0 if id(batch) in zero else len(batch["targets"])
 
 
-def _attach(case: Case, built: Built) -> None:
+def _attach(case, built):
     optimizer = next(iter(built.optimizers.values()))
     if case.attached == "LR scheduler":
         built.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -367,6 +365,6 @@ def _attach(case: Case, built: Built) -> None:
         built.model.head.weight.register_hook(lambda gradient: gradient * 2)
 
 
-def _own_forward(model: Any) -> Tensor:
+def _own_forward(model):
     with torch.no_grad(), torch.autocast(device_kind(), dtype=torch.bfloat16):
-        return model.head(torch.ones(1, 8, dtype=model.head.weight.dtype, device=device_kind()))  # type: ignore[no-any-return]
+        return model.head(torch.ones(1, 8, dtype=model.head.weight.dtype, device=device_kind()))

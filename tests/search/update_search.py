@@ -13,19 +13,17 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 import torch
 from ignite.engine import Engine, Events
-from torch import Tensor, nn
+from torch import Tensor
 
 from ignite_engine import Group, Trainer, TrainingEvents, Update
 from ignite_engine.events import EVENT_COUNTERS
 from tests.search.common import PASSED, REFUSED, Failure, Result, case_seeds, device_kind
-from tests.search.update_cases import CHOICES, FEATURES, HABITS, WRITING, Built, Case, build, change, draw
+from tests.search.update_cases import CHOICES, FEATURES, HABITS, WRITING, build, change, draw
 
 FAILED = "failed"
 NO_FUNCTION = "no function of its seed"
@@ -44,7 +42,7 @@ class Trained:
     happened: set[str] = field(default_factory=set)
     error: str | None = None
 
-    def finish(self, built: Built, scale: float | None) -> None:
+    def finish(self, built, scale):
         self.tensors = {f"model.{name}": value for name, value in built.model.state_dict().items()}
         for name, optimizer in built.optimizers.items():
             for index, parameter in enumerate(each for group in optimizer.param_groups for each in group["params"]):
@@ -59,7 +57,7 @@ class Trained:
         self.tensors = {name: value.clone() for name, value in self.tensors.items()}
 
 
-def run(seed: int, cases: int | None, minutes: float | None) -> Result:
+def run(seed, cases, minutes):
     """Judge the cases ``seed``, ``seed + 1``, ...; each failure is printed as it is found."""
     result, started = Result("update", seed, FEATURES), time.monotonic()
     with quiet():
@@ -79,7 +77,7 @@ def run(seed: int, cases: int | None, minutes: float | None) -> Result:
     return result
 
 
-def judge(case: Case) -> tuple[str | None, str, set[str]]:
+def judge(case):
     """What differs first, or why the case is refused; the outcome; and the features that took part."""
     hand, engine = by_hand(case), by_trainer(case)
     features = case.features() | {f"happened: {name}" for name in hand.happened}
@@ -92,17 +90,17 @@ def judge(case: Case) -> tuple[str | None, str, set[str]]:
     return reason, NO_FUNCTION if unstable else FAILED, features
 
 
-def show(number: int) -> str:
+def show(number):
     """The case of a number, a line for each field."""
     return "\n".join(f"{name}: {value}" for name, value in asdict(draw(number)).items())
 
 
-def simplified(number: int) -> str:
+def simplified(number):
     """Of a case that fails what it needs to fail: every other field is made plain."""
     case = draw(number)
     if judge(case)[1] != FAILED:
         return f"Case {number}: {judge(case)[1]}."
-    plain: dict[str, Any] = {name: values[0] for name, values in CHOICES.items()} | {"listeners": (), "epochs": 1}
+    plain = {name: values[0] for name, values in CHOICES.items()} | {"listeners": (), "epochs": 1}
     for name, value in plain.items():
         simpler = replace(case, **{name: value})
         if simpler != case and judge(simpler)[1] == FAILED:
@@ -111,7 +109,7 @@ def simplified(number: int) -> str:
     return f"{judge(case)[0]}\nneeds {'; '.join(needed) or 'nothing'} (sizes {case.sizes}, change_at {case.change_at})"
 
 
-def difference(hand: Trained, engine: Trained) -> str | None:
+def difference(hand, engine):
     """What differs between two loops, in one line."""
     if hand.error != engine.error:
         return f"the loop: {hand.error or 'trains'}; Update: {engine.error or 'trains'}"
@@ -139,7 +137,7 @@ def difference(hand: Trained, engine: Trained) -> str | None:
     return None
 
 
-def by_trainer(case: Case) -> Trained:
+def by_trainer(case):
     """Trained by ``Trainer`` and ``Update``."""
     trained, built = Trained(), build(case)
     try:
@@ -153,14 +151,14 @@ def by_trainer(case: Case) -> Trained:
             grad_scaler=_scaler_options(case) if case.precision == "fp16" else None,
             log_grad_norm=case.log_grad_norm,
         )
-        trainer: Engine = Trainer(update, case.steps)
+        trainer = Trainer(update, case.steps)
         if case.engine != "Trainer":
             trainer = Engine(update)
             trainer.register_events(*TrainingEvents, event_to_attr=EVENT_COUNTERS)
         state = trainer.state
 
-        def after() -> None:
-            output = dict(state.output)  # type: ignore[arg-type]
+        def after():
+            output = dict(state.output)
             if "grad_norm" in output:
                 trained.norms.append(output.pop("grad_norm").item())
             trained.outputs.append({name: value.item() for name, value in output.items()})
@@ -176,7 +174,7 @@ def by_trainer(case: Case) -> Trained:
         for name in case.listeners:
             trainer.add_event_handler(TrainingEvents[name], lambda: HABITS[case.habit](built.model))
         torch.manual_seed(case.number % 2**31)
-        data: Any = Passes(built.epochs)
+        data = Passes(built.epochs)
         if case.engine != "Trainer" and case.steps is not None:
             data = Passes([[Group(each) for each in groups_of(batches, case.steps)] for batches in built.epochs])
         trainer.run(data, max_epochs=case.epochs)
@@ -186,7 +184,7 @@ def by_trainer(case: Case) -> Trained:
     return trained
 
 
-def groups_of(batches: list[Any], size: int) -> list[list[Any]]:
+def groups_of(batches, size):
     """The micro-batches of each update."""
     return [batches[start : start + size] for start in range(0, len(batches), size)]
 
@@ -194,14 +192,14 @@ def groups_of(batches: list[Any], size: int) -> list[list[Any]]:
 class Passes:
     """The batches of each epoch, without a length."""
 
-    def __init__(self, epochs: list[list[Any]]) -> None:
+    def __init__(self, epochs):
         self.epochs = iter(epochs)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return iter(next(self.epochs))
 
 
-def by_hand(case: Case, built: Built | None = None) -> Trained:
+def by_hand(case, built=None):
     """Trained by a loop that uses nothing of the engine; ``built`` from the case if it is not given."""
     trained, built = Trained(), built or build(case)
     dtype, optimizers = DTYPES[case.precision], list(built.optimizers.values())
@@ -226,18 +224,18 @@ def by_hand(case: Case, built: Built | None = None) -> Trained:
 
 
 def one_update(
-    case: Case,
-    built: Built,
-    group: list[Any],
-    trained: Trained,
-    scaler: Any,
-    dtype: torch.dtype | None,
-    optimizers: list[torch.optim.Optimizer],
-    iteration: int,
-) -> dict[str, float]:
+    case,
+    built,
+    group,
+    trained,
+    scaler,
+    dtype,
+    optimizers,
+    iteration,
+):
     """Forward, backward, clip and step, as in torch's examples; the reported means."""
 
-    def after(event: TrainingEvents) -> None:
+    def after(event):
         if case.habit in WRITING and event.name in case.listeners:
             HABITS[case.habit](built.model)
 
@@ -250,7 +248,7 @@ def one_update(
         trained.happened.add("group without weight")
         after(TrainingEvents.OPTIMIZER_STEP_SKIPPED)
         return {"loss": 0.0}
-    means: dict[str, float] = {}
+    means = {}
     for batch, weight in zip(group, weights, strict=True):
         if not weight:
             continue
@@ -288,7 +286,7 @@ def one_update(
     return means
 
 
-def clip(parameters: list[nn.Parameter], limit: float | None, trained: Trained) -> float:
+def clip(parameters, limit, trained):
     """By torch's own function; where it refuses sparse gradients, by its formula on their values."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if any(each.is_sparse for each in gradients):
@@ -309,17 +307,17 @@ def clip(parameters: list[nn.Parameter], limit: float | None, trained: Trained) 
     return norm.item()
 
 
-def _scaler_options(case: Case) -> dict[str, Any]:
+def _scaler_options(case):
     return {"init_scale": case.scale, "growth_interval": 2}
 
 
-def _named(error: Exception) -> str:
+def _named(error):
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:120]}"
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet():
     """One thread, as tensors are tiny; no warnings and no log, as programs that torch refuses are drawn too."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

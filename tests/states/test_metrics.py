@@ -1,10 +1,6 @@
 """A metric whose state was captured in the middle of an epoch continues in another one to the same bits."""
 
-from __future__ import annotations
-
 import io
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +11,6 @@ from ignite.metrics import (
     ConfusionMatrix,
     EpochMetric,
     Loss,
-    Metric,
     MetricGroup,
     MutualInformation,
     Precision,
@@ -24,26 +19,26 @@ from ignite.metrics import (
     TopKCategoricalAccuracy,
 )
 from ignite.metrics.metric import RunningBatchWise
-from torch import Tensor, nn
+from torch import nn
 
 from ignite_engine.states import metrics as metric_state
 
 
-def cross_entropy() -> Loss:
+def cross_entropy():
     return Loss(nn.CrossEntropyLoss())
 
 
-def f1() -> Metric:
+def f1():
     precision, recall = Precision(average=False), Recall(average=False)
-    score: Metric = (precision * recall * 2 / (precision + recall)).mean()
+    score = (precision * recall * 2 / (precision + recall)).mean()
     return score
 
 
-def spread(predictions: Tensor, targets: Tensor) -> float:
+def spread(predictions, targets):
     return (predictions.std() + targets.float().std()).item()
 
 
-METRICS: dict[str, Callable[[], Metric]] = {
+METRICS = {
     "accuracy": Accuracy,
     "loss": cross_entropy,
     "lambda of metrics": f1,
@@ -58,18 +53,18 @@ METRICS: dict[str, Callable[[], Metric]] = {
 }
 
 
-def engine_with(name: str) -> Engine:
+def engine_with(name):
     engine = Engine(lambda engine, batch: batch)
     METRICS[name]().attach(engine, name)
     return engine
 
 
-def batches() -> list[Any]:
+def batches():
     generator = torch.Generator().manual_seed(1)
     return [(torch.randn(5, 3, generator=generator), torch.randint(0, 3, (5,), generator=generator)) for _ in range(6)]
 
 
-def through_a_file(state: Any) -> Any:
+def through_a_file(state):
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -78,7 +73,7 @@ def through_a_file(state: Any) -> Any:
 
 @pytest.mark.row("C5")
 @pytest.mark.parametrize("name", METRICS)
-def test_metric_goes_on_where_it_was(name: str) -> None:
+def test_metric_goes_on_where_it_was(name):
     whole = engine_with(name).run(batches()).metrics[name]
     first = engine_with(name)
     first.run(batches()[:3])
@@ -86,7 +81,7 @@ def test_metric_goes_on_where_it_was(name: str) -> None:
     second = engine_with(name)
 
     @second.on(Events.EPOCH_STARTED)
-    def go_on() -> None:
+    def go_on():
         for name, metric in metric_state.metrics_of(second).items():
             metric_state.restore(metric, saved[name])
 
@@ -95,7 +90,7 @@ def test_metric_goes_on_where_it_was(name: str) -> None:
     assert str(rest) == str(whole) != str(engine_with(name).run(batches()[3:]).metrics[name])
 
 
-def test_every_metric_of_an_engine_is_found() -> None:
+def test_every_metric_of_an_engine_is_found():
     engine = Engine(lambda engine, batch: batch)
     parts = Precision(average=False)
     metrics = {"a": Accuracy(), "b": parts.mean(), "c": RunningAverage(Accuracy()), "d": parts}
@@ -108,7 +103,7 @@ def test_every_metric_of_an_engine_is_found() -> None:
 
 
 @pytest.mark.cuda
-def test_tensors_come_back_to_the_device() -> None:
+def test_tensors_come_back_to_the_device():
     one, other = Accuracy(device="cuda"), Accuracy(device="cuda")
     first, second = (tuple(each.cuda() for each in batch) for batch in batches()[:2])
     one.update(first)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,27 +16,27 @@ from ignite_engine.checkpointing.nested import walk
 from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState, ParametersState, unwrap
-from tests.builders import Numbers, linear, mse, numbers_loader, one, trainer_of
+from tests.kit.tiny import Numbers, linear, mse, numbers_loader, one, trainer_of
 
 
 class Wrapper(nn.Module):
     """Looks like DDP."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module):
         super().__init__()
         self.module = module
 
-    def no_sync(self) -> Any: ...
+    def no_sync(self): ...
 
 
-def test_names_do_not_depend_on_the_wrapping() -> None:
+def test_names_do_not_depend_on_the_wrapping():
     model = linear()
     compiled = torch.compile(model)
     names = list(model.state_dict())
 
-    for wrapped in (Wrapper(model), compiled, Wrapper(compiled), torch.compile(Wrapper(model))):  # type: ignore
-        assert unwrap(wrapped) is model  # type: ignore[arg-type]
-        assert list(ModelState(wrapped).state_dict()) == names  # type: ignore[arg-type]
+    for wrapped in (Wrapper(model), compiled, Wrapper(compiled), torch.compile(Wrapper(model))):
+        assert unwrap(wrapped) is model
+        assert list(ModelState(wrapped).state_dict()) == names
     other = linear()
     with torch.no_grad():
         next(other.parameters()).zero_()
@@ -45,7 +44,7 @@ def test_names_do_not_depend_on_the_wrapping() -> None:
     assert torch.equal(next(other.parameters()), next(model.parameters()))
 
 
-def test_another_model_is_refused_in_one_line() -> None:
+def test_another_model_is_refused_in_one_line():
     saved, other = nn.Sequential(nn.Linear(2, 3)), nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 1))
 
     with pytest.raises(StateMismatch) as caught:
@@ -56,29 +55,29 @@ def test_another_model_is_refused_in_one_line() -> None:
     )
 
 
-def test_name_of_a_users_own_module_is_kept() -> None:
+def test_name_of_a_users_own_module_is_kept():
     class Net(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.module = nn.Linear(1, 1)
 
     assert list(ModelState(Net()).state_dict()) == ["module.weight", "module.bias"]
 
 
-def adam(model: nn.Module, *names: str) -> torch.optim.Optimizer:
+def adam(model, *names):
     """One group for each of ``names``: the parameters whose names contain it."""
     groups = [{"params": [p for n, p in model.named_parameters() if name in n]} for name in names]
     return torch.optim.AdamW(groups, lr=0.1)
 
 
-def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
+def stepped(model, optimizer):
     for index, parameter in enumerate(model.parameters()):
         parameter.grad = torch.full_like(parameter, float(index + 1))
     optimizer.step()
     return OptimizerState(optimizer, model)
 
 
-def test_optimizer_state_is_keyed_by_parameter_names() -> None:
+def test_optimizer_state_is_keyed_by_parameter_names():
     model = linear()
     state = stepped(model, adam(model, "0.", "2.")).state_dict()
 
@@ -86,7 +85,7 @@ def test_optimizer_state_is_keyed_by_parameter_names() -> None:
     assert set(state["state"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
-def test_optimizer_state_finds_its_parameters_in_another_order() -> None:
+def test_optimizer_state_finds_its_parameters_in_another_order():
     model, other = linear(), linear()
     state = stepped(model, adam(model, "")).state_dict()
     backwards = torch.optim.AdamW(list(other.parameters())[::-1], lr=0.5)
@@ -98,7 +97,7 @@ def test_optimizer_state_finds_its_parameters_in_another_order() -> None:
 
 
 @pytest.mark.parametrize("groups", [("2.", "0."), ("",), ("0.",), ("weight", "bias")])
-def test_other_parameter_groups_are_refused(groups: tuple[str, ...]) -> None:
+def test_other_parameter_groups_are_refused(groups):
     model, other = linear(), linear()
     state = stepped(model, adam(model, "0.", "2.")).state_dict()
 
@@ -107,7 +106,7 @@ def test_other_parameter_groups_are_refused(groups: tuple[str, ...]) -> None:
     assert all(part in str(caught.value) for part in ("resume(ignore=['optimizer'])", "checkpoint.ignore in a config"))
 
 
-def test_optimizer_of_another_kind_is_refused() -> None:
+def test_optimizer_of_another_kind_is_refused():
     model = linear()
     saved = OptimizerState(torch.optim.AdamW(model.parameters()), model).state_dict()
     with pytest.raises(StateMismatch, match="The optimizer is SGD and the saved one was AdamW: build"):
@@ -117,8 +116,8 @@ def test_optimizer_of_another_kind_is_refused() -> None:
     OptimizerState(scheduled, model).load_state_dict(saved)
 
 
-def test_sparse_adam_round_trip() -> None:
-    def make() -> tuple[nn.Module, OptimizerState]:
+def test_sparse_adam_round_trip():
+    def make():
         torch.manual_seed(0)
         model = nn.Embedding(5, 2, sparse=True)
         return model, OptimizerState(torch.optim.SparseAdam(list(model.parameters())), model)
@@ -134,7 +133,7 @@ def test_sparse_adam_round_trip() -> None:
     assert exp_avg[1].abs().sum() > 0
 
 
-def test_fresh_optimizer_gets_no_state_by_being_saved() -> None:
+def test_fresh_optimizer_gets_no_state_by_being_saved():
     trainer = trainer_of()
 
     assert trainer.registry.capture()[0]["optimizer"]["state"] == {}
@@ -146,7 +145,7 @@ def test_fresh_optimizer_gets_no_state_by_being_saved() -> None:
     ("kind", "other"),
     [("AdamW", "Adam"), ("Adam", "AdamW"), ("Adam", "Adamax"), ("Adamax", "Adam"), ("NAdam", "RAdam")],
 )
-def test_optimizer_of_a_like_kind_is_refused(kind: str, other: str) -> None:
+def test_optimizer_of_a_like_kind_is_refused(kind, other):
     model = linear()
     saved = OptimizerState(getattr(torch.optim, kind)(model.parameters()), model).state_dict()
 
@@ -154,10 +153,10 @@ def test_optimizer_of_a_like_kind_is_refused(kind: str, other: str) -> None:
         OptimizerState(getattr(torch.optim, other)(model.parameters()), model).load_state_dict(saved)
 
 
-def test_errors_name_the_part_of_one_of_several_optimizers() -> None:
-    def parts(kind: type[torch.optim.Optimizer]) -> dict[str, Any]:
+def test_errors_name_the_part_of_one_of_several_optimizers():
+    def parts(kind):
         model = Parts()
-        both = {"body": kind(model.body.parameters()), "head": torch.optim.SGD(model.head.parameters())}  # type: ignore
+        both = {"body": kind(model.body.parameters()), "head": torch.optim.SGD(model.head.parameters())}
         return {name: obj for name, obj, _ in Update(model, both, mse).stateful()}
 
     saved = parts(torch.optim.AdamW)["optimizer/body"].state_dict()
@@ -168,11 +167,11 @@ def test_errors_name_the_part_of_one_of_several_optimizers() -> None:
 class _Plain(torch.optim.Optimizer):
     """An optimizer of the user's own."""
 
-    def __init__(self, parameters: Any, lr: float) -> None:
+    def __init__(self, parameters, lr):
         super().__init__(parameters, {"lr": lr})
 
 
-def test_a_group_that_is_added_after_a_load_has_the_options_of_one_that_is_added_without() -> None:
+def test_a_group_that_is_added_after_a_load_has_the_options_of_one_that_is_added_without():
     """torch gives an optimizer another default when it loads a state."""
     model, other = linear(), linear()
     whole, resumed = (_Plain([next(each.parameters())], lr=0.1) for each in (model, other))
@@ -183,7 +182,7 @@ def test_a_group_that_is_added_after_a_load_has_the_options_of_one_that_is_added
     assert resumed.defaults == whole.defaults
 
 
-def test_rate_of_a_scheduler_is_not_an_option_that_was_changed(caplog: pytest.LogCaptureFixture) -> None:
+def test_rate_of_a_scheduler_is_not_an_option_that_was_changed(caplog):
     model = linear()
     torch.optim.lr_scheduler.LinearLR(first := torch.optim.SGD(model.parameters(), lr=0.1), start_factor=0.5)
     torch.optim.lr_scheduler.LinearLR(second := torch.optim.SGD(model.parameters(), lr=0.1), start_factor=0.25)
@@ -195,52 +194,52 @@ def test_rate_of_a_scheduler_is_not_an_option_that_was_changed(caplog: pytest.Lo
 
 
 class Parts(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(2)
         self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 1)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return self.head(self.body(inputs).tanh())
 
 
-def freeze(model: Parts) -> torch.optim.Optimizer:
+def freeze(model):
     model.body.requires_grad_(False)
     return torch.optim.AdamW(model.head.parameters(), lr=0.1)
 
 
-def add_group(model: Parts, optimizer: torch.optim.Optimizer) -> None:
+def add_group(model, optimizer):
     model.body.requires_grad_(True)
     optimizer.add_param_group({"params": list(model.body.parameters()), "lr": 0.01})
 
 
-def append(model: Parts, optimizer: torch.optim.Optimizer) -> None:
+def append(model, optimizer):
     model.body.requires_grad_(True)
     optimizer.param_groups[0]["params"].extend(model.body.parameters())
 
 
-def clear_and_add(model: Parts, optimizer: torch.optim.Optimizer) -> None:
+def clear_and_add(model, optimizer):
     model.body.requires_grad_(True)
     model.head.bias.requires_grad_(False)
     optimizer.param_groups.clear()
     optimizer.add_param_group({"params": [model.body.weight, model.head.bias], "weight_decay": 0.5})
 
 
-def freeze_in_place(model: Parts) -> torch.optim.Optimizer:
+def freeze_in_place(model):
     model.body.requires_grad_(False)
     return torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
-def unfreeze_in_place(model: Parts, optimizer: torch.optim.Optimizer) -> None:
+def unfreeze_in_place(model, optimizer):
     model.body.requires_grad_(True)
     model.head.bias.requires_grad_(False)
 
 
-def name(model: Parts) -> torch.optim.Optimizer:
+def name(model):
     return torch.optim.AdamW(model.body.named_parameters(), lr=0.1)
 
 
-def add_named_group(model: Parts, optimizer: torch.optim.Optimizer) -> None:
+def add_named_group(model, optimizer):
     optimizer.add_param_group({"params": [*model.head.named_parameters()], "lr": 0.01})
 
 
@@ -256,10 +255,8 @@ CHANGES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("build", "change"), CHANGES, ids=lambda each: each.__name__)
 @pytest.mark.parametrize("changed_at", [2, 3])
-def test_a_run_that_changed_its_groups_is_resumed_by_the_same_program(
-    build: Callable[..., Any], change: Callable[..., None], changed_at: int, tmp_path: Path
-) -> None:
-    def start(folder: Path) -> tuple[Parts, Trainer, Checkpoint]:
+def test_a_run_that_changed_its_groups_is_resumed_by_the_same_program(build, change, changed_at, tmp_path):
+    def start(folder):
         model = Parts()
         optimizer = build(model)
         trainer = Trainer(Update(model, optimizer, mse, clip_norm=0.1), 2)
@@ -280,16 +277,16 @@ def test_a_run_that_changed_its_groups_is_resumed_by_the_same_program(
     assert [each.requires_grad for each in resumed.parameters()] == [each.requires_grad for each in whole.parameters()]
 
 
-def test_moments_of_a_parameter_that_left_its_group_are_there_when_it_comes_back() -> None:
-    def made() -> tuple[Parts, torch.optim.Optimizer, OptimizerState]:
+def test_moments_of_a_parameter_that_left_its_group_are_there_when_it_comes_back():
+    def made():
         model = Parts()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         return model, optimizer, OptimizerState(optimizer, model)
 
-    def leave(model: Parts, optimizer: torch.optim.Optimizer) -> None:
+    def leave(model, optimizer):
         optimizer.param_groups[0]["params"] = list(model.body.parameters())
 
-    def come_back(model: Parts, optimizer: torch.optim.Optimizer) -> None:
+    def come_back(model, optimizer):
         optimizer.param_groups[0]["params"].extend(model.head.parameters())
         mse(model, (torch.ones(2, 3), torch.ones(2, 1))).backward()
         optimizer.step()
@@ -309,7 +306,7 @@ def test_moments_of_a_parameter_that_left_its_group_are_there_when_it_comes_back
     assert torch.equal(one(other), one(model))
 
 
-def test_groups_built_in_another_way_are_refused_though_all_names_are_known() -> None:
+def test_groups_built_in_another_way_are_refused_though_all_names_are_known():
     model = Parts()
     optimizer = freeze(model)
     state = OptimizerState(optimizer, model)
@@ -320,7 +317,7 @@ def test_groups_built_in_another_way_are_refused_though_all_names_are_known() ->
         OptimizerState(other, model).load_state_dict(state.state_dict())
 
 
-def test_a_group_that_the_program_adds_before_the_resume_is_taken_as_it_is() -> None:
+def test_a_group_that_the_program_adds_before_the_resume_is_taken_as_it_is():
     model, other = Parts(), Parts()
     optimizer = freeze(model)
     state = OptimizerState(optimizer, model)
@@ -338,28 +335,28 @@ def test_a_group_that_the_program_adds_before_the_resume_is_taken_as_it_is() -> 
 class ArcLike(nn.Module):
     """A loss with a weight, a buffer that it counts in, and the model inside (whose own are not saved twice)."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         super().__init__()
         self.model = model
         self.weight = nn.Parameter(torch.ones(3))
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
-        self.calls += 1  # type: ignore[operator]
-        return nn.functional.mse_loss(model(batch[0] * self.weight), batch[1] * self.calls.sqrt())  # type: ignore
+    def forward(self, model, batch):
+        self.calls += 1
+        return nn.functional.mse_loss(model(batch[0] * self.weight), batch[1] * self.calls.sqrt())
 
 
-def module_loss(model: nn.Module) -> tuple[Any, list[nn.Parameter], list[str]]:
+def module_loss(model):
     loss_fn = ArcLike(model)
     return loss_fn, [loss_fn.weight], ["loss_fn.weight", "loss_fn.calls"]
 
 
-def method_of_a_module(model: nn.Module) -> tuple[Any, list[nn.Parameter], list[str]]:
+def method_of_a_module(model):
     loss_fn = ArcLike(model)
     return loss_fn.forward, [loss_fn.weight], ["loss_fn.weight", "loss_fn.calls"]
 
 
-def closure(model: nn.Module) -> tuple[Any, list[nn.Parameter], list[str]]:
+def closure(model):
     temperature = nn.Parameter(torch.ones(1))
     return lambda model, batch: mse(model, batch) * temperature, [temperature], ["optimizer.1.0"]
 
@@ -367,10 +364,8 @@ def closure(model: nn.Module) -> tuple[Any, list[nn.Parameter], list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("make", [module_loss, method_of_a_module, closure])
-def test_parameters_that_the_model_does_not_hold_are_saved_and_resumed(
-    make: Callable[..., Any], background: bool, tmp_path: Path
-) -> None:
-    def start(folder: Path) -> tuple[nn.Module, list[nn.Parameter], list[str], Trainer, Checkpoint]:
+def test_parameters_that_the_model_does_not_hold_are_saved_and_resumed(make, background, tmp_path):
+    def start(folder):
         model = linear()
         loss_fn, held, names = make(model)
         optimizer = torch.optim.AdamW([{"params": list(model.parameters())}, {"params": held}], lr=0.1)
@@ -393,10 +388,10 @@ def test_parameters_that_the_model_does_not_hold_are_saved_and_resumed(
     assert not torch.equal(expected[0], torch.ones_like(expected[0]))
 
 
-def test_parameters_that_come_from_outside_during_the_run_are_reported() -> None:
+def test_parameters_that_come_from_outside_during_the_run_are_reported():
     trainer = trainer_of()
     assert trainer.reproducibility() == []
-    update: Any = trainer.update
+    update = trainer.update
     update.optimizers["optimizer"].add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
     assert trainer.reproducibility() == [
@@ -404,7 +399,7 @@ def test_parameters_that_come_from_outside_during_the_run_are_reported() -> None
     ]
 
 
-def test_without_such_parameters_there_is_no_part_of_theirs() -> None:
+def test_without_such_parameters_there_is_no_part_of_theirs():
     assert "parameters" not in trainer_of().registry.objects
     model = linear()
     criterion = nn.MSELoss()
@@ -412,7 +407,7 @@ def test_without_such_parameters_there_is_no_part_of_theirs() -> None:
     assert "parameters" not in trainer.registry.objects
 
 
-def test_names_outside_of_the_model_stay_while_groups_change() -> None:
+def test_names_outside_of_the_model_stay_while_groups_change():
     model, (first, second, third) = linear(), [nn.Parameter(torch.ones(1)) for _ in range(3)]
     optimizer = torch.optim.SGD([*model.parameters(), first, second], lr=0.1)
     state = ParametersState(model, {"optimizer": optimizer})
@@ -427,10 +422,10 @@ def test_names_outside_of_the_model_stay_while_groups_change() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
-def test_optimizer_state_keeps_its_type_where_the_parameters_have_another(kind: type[torch.optim.Optimizer]) -> None:
+def test_optimizer_state_keeps_its_type_where_the_parameters_have_another(kind):
     """``mu_product`` and ``eta`` are fp32 beside bf16 weights; torch's own loading casts them."""
 
-    def stepped(steps: int, start: tuple[nn.Module, torch.optim.Optimizer] | None = None) -> Any:
+    def stepped(steps, start=None):
         model = linear(dtype=torch.bfloat16) if start is None else start[0]
         optimizer = kind(model.parameters(), lr=0.1) if start is None else start[1]
         for step in range(steps):
@@ -453,27 +448,27 @@ def test_optimizer_state_keeps_its_type_where_the_parameters_have_another(kind: 
 class _Around:
     """Steps with another optimizer, to whose state and groups alone it leads, as timm's Lookahead does."""
 
-    def __init__(self, base: torch.optim.Optimizer) -> None:
+    def __init__(self, base):
         self.base, self.state = base, dict[Any, Any]()
         self.zero_grad, self.state_dict, self.load_state_dict = base.zero_grad, base.state_dict, base.load_state_dict
 
-    def step(self) -> None:
+    def step(self):
         self.base.step()
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self):
         return self.base.param_groups
 
     @property
-    def defaults(self) -> dict[str, Any]:
+    def defaults(self):
         return self.base.defaults
 
 
 class _WithKeys(torch.optim.NAdam):
     """Keeps state under keys that are no parameters: a count, and an average of the size of all steps."""
 
-    def step(self, closure: Any = None) -> Any:
-        state: Any = self.state
+    def step(self, closure=None):
+        state = self.state
         sizes = torch.stack([each.grad.norm() for group in self.param_groups for each in group["params"]])
         known = state.get("sizes", {"mean": torch.zeros_like(sizes), "counts": [0]})
         state["sizes"] = {"mean": 0.5 * (known["mean"] + sizes), "counts": [known["counts"][0] + 1]}
@@ -491,10 +486,8 @@ class _WithKeys(torch.optim.NAdam):
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_inside_of_an_optimizer_or_under_keys_of_its_own_is_resumed(
-    kind: Callable[..., Any], dtype: torch.dtype, tmp_path: Path
-) -> None:
-    def trained(folder: Path, iterations: int) -> tuple[Tensor, list[str]]:
+def test_state_inside_of_an_optimizer_or_under_keys_of_its_own_is_resumed(kind, dtype, tmp_path):
+    def trained(folder, iterations):
         model = linear(dtype=dtype)
         optimizer = kind([*model.parameters()])
         trainer = Trainer(Update(model, optimizer, lambda model, batch: mse(model, [each.to(dtype) for each in batch])))
@@ -517,7 +510,7 @@ class _InFp32(torch.optim.SGD):
 
     around: Callable[[Tensor], Any]
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
             known = walk(self.state[parameter])
             total = parameter.grad.float() + (known[0][1] / 3 if known else 0)
@@ -525,19 +518,19 @@ class _InFp32(torch.optim.SGD):
             parameter.data -= 0.1 * total.to(parameter.dtype)
 
 
-def _in_fp32(around: Callable[[Tensor], Any]) -> type[_InFp32]:
+def _in_fp32(around):
     return type("_InFp32", (_InFp32,), {"around": staticmethod(around)})
 
 
-def _trained(folder: Path, iterations: int, make: Callable[..., Any], dtype: torch.dtype, own: bool) -> Any:
+def _trained(folder, iterations, make, dtype, own):
     """An optimizer and its model after a run that goes on where one in the folder has ended."""
     model = linear(dtype=dtype)
     optimizer = make(model.parameters())
 
-    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+    def loss_fn(model, batch):
         return mse(model, [each.to(dtype) for each in batch])
 
-    def update(engine: Any, batch: Any) -> None:
+    def update(engine, batch):
         optimizer.zero_grad()
         loss_fn(model, batch).backward()
         optimizer.step()
@@ -565,9 +558,9 @@ def _trained(folder: Path, iterations: int, make: Callable[..., Any], dtype: tor
         _in_fp32(lambda value: value),
     ],
 )
-def test_state_of_any_form_is_resumed_in_its_own_type(kind: Any, own: bool, tmp_path: Path) -> None:
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        return kind(parameters, lr=0.1)  # type: ignore[no-any-return]
+def test_state_of_any_form_is_resumed_in_its_own_type(kind, own, tmp_path):
+    def make(parameters):
+        return kind(parameters, lr=0.1)
 
     whole, weights = _trained(tmp_path / "whole", 7, make, torch.bfloat16, own)
     _trained(tmp_path / "cut", 3, make, torch.bfloat16, own)
@@ -582,12 +575,12 @@ def test_state_of_any_form_is_resumed_in_its_own_type(kind: Any, own: bool, tmp_
 class _Lookahead(torch.optim.SGD):
     """Saves what it keeps in attributes, under names of its own."""
 
-    def __init__(self, params: Any, *, with_state: bool) -> None:
+    def __init__(self, params, *, with_state):
         super().__init__(params, lr=0.1, momentum=0.9)
         self.with_state, self.steps = with_state, 0
-        self.slow: dict[int, Tensor] = {}
+        self.slow = {}
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         super().step()
         self.steps += 1
         for index, parameter in enumerate(self.param_groups[0]["params"]):
@@ -595,20 +588,20 @@ class _Lookahead(torch.optim.SGD):
             slow += (parameter.detach() - slow) / (1 + self.steps)
             parameter.data.copy_(slow)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         state = super().state_dict()
         own = {"steps": self.steps, "slow": {"by_index": self.slow}}
         return own | (state if self.with_state else {"fast": state["state"], "param_groups": state["param_groups"]})
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict):
         fast = state_dict["state" if self.with_state else "fast"]
         super().load_state_dict({"state": fast, "param_groups": state_dict["param_groups"]})
         self.steps, self.slow = state_dict["steps"], state_dict["slow"]["by_index"]
 
 
 @pytest.mark.parametrize(("own", "with_state"), [(False, True), (True, True), (True, False)])
-def test_what_an_optimizer_saves_beside_its_state_is_resumed(own: bool, with_state: bool, tmp_path: Path) -> None:
-    def make(parameters: Any) -> torch.optim.Optimizer:
+def test_what_an_optimizer_saves_beside_its_state_is_resumed(own, with_state, tmp_path):
+    def make(parameters):
         return _Lookahead(parameters, with_state=with_state)
 
     whole, weights = _trained(tmp_path / "whole", 7, make, torch.float32, own)
@@ -618,10 +611,10 @@ def test_what_an_optimizer_saves_beside_its_state_is_resumed(own: bool, with_sta
     assert torch.equal(weights_again, weights) and resumed.steps == whole.steps == 7
 
 
-def test_an_optimizer_whose_state_dict_has_no_state_is_refused_before_it_is_trained(tmp_path: Path) -> None:
-    made: list[_Lookahead] = []
+def test_an_optimizer_whose_state_dict_has_no_state_is_refused_before_it_is_trained(tmp_path):
+    made = []
 
-    def make(parameters: Any) -> torch.optim.Optimizer:
+    def make(parameters):
         made.append(_Lookahead(parameters, with_state=False))
         return made[0]
 
@@ -638,7 +631,7 @@ def test_an_optimizer_whose_state_dict_has_no_state_is_refused_before_it_is_trai
 class _Flat:
     """The tensors of an optimizer's state in order."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer):
         values = (value for each in optimizer.state.values() for value in each.values())
         self.state = {index: value for index, value in enumerate(values) if isinstance(value, Tensor)}
 
@@ -646,7 +639,7 @@ class _Flat:
 class MakesItsStateAtOnce(torch.optim.SGD):
     """As optimizers do that expect it in their step."""
 
-    def __init__(self, params: Any, lr: float = 0.1, start: float = 0.0) -> None:
+    def __init__(self, params, lr=0.1, start=0.0):
         super().__init__(params, lr=lr)
         self.defaults["start"] = start
         for group in self.param_groups:
@@ -655,7 +648,7 @@ class MakesItsStateAtOnce(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad, MakesItsStateAtOnce])
-def test_what_an_optimizer_knows_of_a_parameter_begins_anew(kind: Any) -> None:
+def test_what_an_optimizer_knows_of_a_parameter_begins_anew(kind):
     model = linear()
     optimizer = kind(model.parameters(), **({"start": 0.5} if kind is MakesItsStateAtOnce else {}))
     state = OptimizerState(optimizer, model)

@@ -1,28 +1,24 @@
 """What ranks draw that did not exist when a checkpoint was saved."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from ignite.engine import Events
 
-from ignite_engine import Trainer, loader
+from ignite_engine import loader
 from ignite_engine.handlers import Checkpoint
-from tests.builders import Numbers, linear, trainer_of
+from tests.kit.tiny import Numbers, linear, trainer_of
 from tests.ranks.forkserver import on_ranks
 
 pytestmark = pytest.mark.distributed
 
 
-def _made(folder: str) -> tuple[Trainer, Checkpoint]:
+def _made(folder):
     trainer, checkpoint = trainer_of(linear()), Checkpoint(folder)
     checkpoint.attach(trainer)
     return trainer, checkpoint
 
 
-def _drawn_in_an_iteration(folder: str) -> torch.Tensor:
+def _drawn_in_an_iteration(folder):
     trainer, checkpoint = _made(folder)
     checkpoint.resume()
     drawn = []
@@ -31,12 +27,12 @@ def _drawn_in_an_iteration(folder: str) -> torch.Tensor:
     return drawn[0]
 
 
-def _resume(rank: int, folder: str, saved: str) -> None:
+def _resume(rank, folder, saved):
     torch.save(_drawn_in_an_iteration(f"{saved}/of_ranks"), f"{folder}/{rank}.pt")
 
 
 @pytest.mark.slow
-def test_a_rank_that_did_not_exist_draws_other_numbers_than_rank_0(tmp_path: Path) -> None:
+def test_a_rank_that_did_not_exist_draws_other_numbers_than_rank_0(tmp_path):
     for name in ("alone", "of_ranks"):
         torch.manual_seed(0)
         _made(f"{tmp_path}/{name}")[0].run(loader(Numbers(24), 2), max_epochs=1, epoch_length=1)

@@ -1,19 +1,14 @@
 """What ranks train apart is noticed by its values, named, and refused by ``strict``."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import Trainer, TrainingEvents, Update, loader
 from ignite_engine.errors import NotExact, RanksDiffer
 from ignite_engine.handlers import Checkpoint, DigestTrail
-from tests.builders import Numbers, linear, mse
+from tests.kit.tiny import Numbers, linear, mse
 from tests.ranks.forkserver import on_ranks
 
 pytestmark = pytest.mark.distributed
@@ -22,34 +17,34 @@ pytestmark = pytest.mark.distributed
 class Scaled(nn.Module):
     """A loss with a parameter that nothing reduces."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
 
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+    def forward(self, model, batch):
         inputs, targets = batch
         return nn.functional.mse_loss(self.scale * model(inputs), targets)
 
 
-def trainer_of(model: nn.Module, loss_fn: Any = mse, *others: nn.Parameter) -> Trainer:
+def trainer_of(model, loss_fn=mse, *others):
     return Trainer(Update(model, torch.optim.SGD([*model.parameters(), *others], lr=0.1), loss_fn))
 
 
-def run(trainer: Trainer, iterations: int = 6) -> list[str]:
+def run(trainer, iterations=6):
     trainer.run(loader(Numbers(48), 2), max_iters=iterations)
     return [reason for reason in trainer.reproducibility() if "the ranks have different values" in reason]
 
 
-def spoil_on_rank_1(rank: int, trainer: Trainer, iteration: int) -> None:
-    def add() -> None:
+def spoil_on_rank_1(rank, trainer, iteration):
+    def add():
         if rank == 1:
             with torch.no_grad():
-                trainer.update.model.module[2].weight.view(-1)[0] += 1  # type: ignore[attr-defined]
+                trainer.update.model.module[2].weight.view(-1)[0] += 1
 
     trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_COMPLETED(once=iteration), add)
 
 
-def compared(rank: int, folder: str) -> None:
+def compared(rank, folder):
     with_statistics = nn.Sequential(linear(), nn.BatchNorm1d(1))
     assert run(trainer_of(DistributedDataParallel(with_statistics))) == []  # DDP broadcasts them
 
@@ -81,5 +76,5 @@ def compared(rank: int, folder: str) -> None:
         run(trailed)
 
 
-def test_what_differs_between_ranks_is_named(tmp_path: Path) -> None:
+def test_what_differs_between_ranks_is_named(tmp_path):
     on_ranks(2, compared, tmp_path)

@@ -1,9 +1,6 @@
 """A resume changes the base of the engine's schedules, or the rate of an optimizer without one; torch's keep theirs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,18 +10,15 @@ from torch.optim import SGD, Optimizer
 
 from ignite_engine import Trainer, Update, loader
 from ignite_engine.handlers import Checkpoint, LRSchedule, warmup_linear
-from ignite_engine.states.rates import Rates
-from tests.builders import Numbers, linear, mse
+from tests.kit.tiny import Numbers, linear, mse
 
 Make = Callable[[Optimizer], Any]
 
 
-def rates_of(
-    folder: Path, stop: int, lr: Rates | None = None, make: Make | None = None, *, attach_late: bool = False
-) -> list[list[float]]:
+def rates_of(folder, stop, lr=None, make=None, *, attach_late=False):
     """The rates of each update until ``stop``, of a run that resumes with ``lr``."""
     model, used = linear(), list[list[float]]()
-    first, *others = (module for module in model if isinstance(module, nn.Linear))  # type: ignore[attr-defined]  # a Sequential
+    first, *others = (module for module in model if isinstance(module, nn.Linear))
     groups = [{"params": first.parameters(), "name": "first"}, {"params": others[0].parameters(), "lr": 0.2}]
     optimizer = SGD(groups, lr=0.1)
     trainer, checkpoint = Trainer(Update(model, optimizer, mse)), Checkpoint(folder)
@@ -42,12 +36,12 @@ def rates_of(
     return used
 
 
-def falling(optimizer: Optimizer) -> Any:
+def falling(optimizer):
     return warmup_linear(optimizer, total=10)
 
 
 @pytest.mark.parametrize("attach_late", [False, True])
-def test_a_schedule_goes_on_from_where_it_is_with_the_new_base(tmp_path: Path, attach_late: bool) -> None:
+def test_a_schedule_goes_on_from_where_it_is_with_the_new_base(tmp_path, attach_late):
     assert rates_of(tmp_path, 5, 0.7, falling)[0] == [0.1, 0.2]  # a fresh run has its own
     assert rates_of(tmp_path, 7, 1.0, falling, attach_late=attach_late) == [
         pytest.approx([0.5] * 2),
@@ -59,6 +53,6 @@ def test_a_schedule_goes_on_from_where_it_is_with_the_new_base(tmp_path: Path, a
 @pytest.mark.parametrize(
     ("lr", "rates"), [(0.5, [0.5, 0.5]), ({"first": 0.5}, [0.5, 0.2]), ({"optimizer": 0.5, "1": 0.3}, [0.5, 0.3])]
 )
-def test_an_optimizer_without_a_schedule_has_the_rate(tmp_path: Path, lr: Rates, rates: list[float]) -> None:
+def test_an_optimizer_without_a_schedule_has_the_rate(tmp_path, lr, rates):
     rates_of(tmp_path, 2)
     assert rates_of(tmp_path, 4, lr) == [rates, rates] and rates_of(tmp_path, 5) == [rates]

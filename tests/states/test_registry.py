@@ -1,10 +1,5 @@
 """What a checkpoint holds, under which name."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from ignite.engine import Events
@@ -14,24 +9,24 @@ from ignite_engine.errors import NotExact
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.states.registry import Registry
 from ignite_engine.states.resume_state import ResumeState
-from tests.builders import linear, trainer_of
+from tests.kit.tiny import linear, trainer_of
 
 
 class Kept:
-    def __init__(self, value: int = 0) -> None:
+    def __init__(self, value=0):
         self.value = value
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"value": self.value}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.value = state["value"]
 
-    def __call__(self) -> None: ...
+    def __call__(self): ...
 
 
 @pytest.mark.row("D8")
-def test_trainer_registers_its_parts_by_stable_names() -> None:
+def test_trainer_registers_its_parts_by_stable_names():
     trainer = trainer_of(precision="fp16")
     shared, local = trainer.registry.capture()
 
@@ -39,7 +34,7 @@ def test_trainer_registers_its_parts_by_stable_names() -> None:
     assert set(local) == {"trainer", "data", "rng"}
 
 
-def test_shared_objects_are_kept_apart_from_a_ranks_own() -> None:
+def test_shared_objects_are_kept_apart_from_a_ranks_own():
     registry = Registry(ResumeState())
     registry.register("own", Kept(1))
     registry.register("same", Kept(2), shared=True)
@@ -47,7 +42,7 @@ def test_shared_objects_are_kept_apart_from_a_ranks_own() -> None:
     assert registry.capture() == ({"same": {"value": 2}}, {"own": {"value": 1}})
 
 
-def test_a_name_is_given_once() -> None:
+def test_a_name_is_given_once():
     registry, kept = Registry(ResumeState()), Kept()
     registry.register("name", kept)
     registry.register("name", kept)
@@ -59,7 +54,7 @@ def test_a_name_is_given_once() -> None:
 
 
 @pytest.mark.row("D8")
-def test_attached_objects_with_a_state_register_by_themselves() -> None:
+def test_attached_objects_with_a_state_register_by_themselves():
     trainer, first, second = trainer_of(), Kept(5), Kept(6)
     trainer.add_event_handler(Events.COMPLETED, first)
     trainer.add_event_handler(Events.STARTED, first)
@@ -71,9 +66,9 @@ def test_attached_objects_with_a_state_register_by_themselves() -> None:
     assert trainer.reproducibility() == [f"{label} is attached but not saved"]
 
 
-def test_named_objects_register_under_their_name() -> None:
+def test_named_objects_register_under_their_name():
     trainer, kept, other = trainer_of(), Kept(), Kept()
-    kept.name = other.name = "mine"  # type: ignore[attr-defined]
+    kept.name = other.name = "mine"
     trainer.add_event_handler(Events.COMPLETED, kept)
 
     assert trainer.registry.objects["mine"] is kept
@@ -81,9 +76,7 @@ def test_named_objects_register_under_their_name() -> None:
         trainer.add_event_handler(Events.COMPLETED, other)
 
 
-def test_checkpoint_without_any_parameters_is_said_to_be_inexact(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_checkpoint_without_any_parameters_is_said_to_be_inexact(tmp_path, caplog):
     """A GAN's own update function, say: its checkpoint would hold counters alone."""
     model, kept = linear(), Kept(1)
     trainer = Trainer(lambda engine, batch: 1.0)
@@ -102,19 +95,19 @@ def test_checkpoint_without_any_parameters_is_said_to_be_inexact(
     assert reason not in trainer.reproducibility()
 
 
-def test_optimizer_of_ones_own_update_that_nobody_registered_is_said_to_be_missing(tmp_path: Path) -> None:
+def test_optimizer_of_ones_own_update_that_nobody_registered_is_said_to_be_missing(tmp_path):
     model = linear()
     adam, scaler = torch.optim.Adam(model.parameters()), torch.amp.GradScaler("cpu")
 
-    def step(engine: Any, batch: Any) -> float:
+    def step(engine, batch):
         scaler.step(adam)
         return 1.0
 
     class Step:
-        def __init__(self) -> None:
+        def __init__(self):
             self.first = adam
 
-        def __call__(self, engine: Any, batch: Any) -> float:
+        def __call__(self, engine, batch):
             return 1.0
 
     for update, names in ((step, ["adam", "scaler"]), (Step(), ["first"]), (Step().__call__, ["first"])):
@@ -128,9 +121,9 @@ def test_optimizer_of_ones_own_update_that_nobody_registered_is_said_to_be_missi
         assert trainer.reproducibility() == []
 
 
-def test_tensors_of_an_object_of_its_own_kind_count_as_parameters(tmp_path: Path) -> None:
+def test_tensors_of_an_object_of_its_own_kind_count_as_parameters(tmp_path):
     trainer = Trainer(lambda engine, batch: 1.0)
     Checkpoint(tmp_path).attach(trainer)
-    trainer.register("both", Kept([torch.zeros(3)]))  # type: ignore[arg-type]  # any state will do
+    trainer.register("both", Kept([torch.zeros(3)]))
 
     assert trainer.reproducibility() == []

@@ -1,14 +1,12 @@
 """What a checkpoint brought waits in one place until the first batch."""
 
-from __future__ import annotations
-
 from ignite.metrics import Average
 
 from ignite_engine.states.metrics import MetricState
 from ignite_engine.states.resume_state import ResumeState
 
 
-def test_metrics_are_loaded_after_each_reset_until_the_first_batch() -> None:
+def test_metrics_are_loaded_after_each_reset_until_the_first_batch():
     average = Average()
     average.update(4.0)
     state = MetricState(average)

@@ -1,27 +1,24 @@
 """The backward pass without torch's checks: whoever needs torch's own gets it, and torch's private names may go."""
 
-from __future__ import annotations
-
 import logging
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ignite_engine.step import backward as module
 from ignite_engine.step.backward import backward
-from tests.builders import linear, one
+from tests.kit.tiny import linear, one
 
 
 @pytest.fixture
-def by_torch(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def by_torch(monkeypatch):
     """The losses that ``Tensor.backward`` was called for."""
-    losses: list[Any] = []
+    losses = []
     original = Tensor.backward
 
-    def counted(self: Tensor, *args: Any, **kwargs: Any) -> None:
+    def counted(self, *args, **kwargs):
         losses.append(self)
         original(self, *args, **kwargs)
 
@@ -29,16 +26,16 @@ def by_torch(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return losses
 
 
-def loss_of(model: nn.Module) -> Tensor:
-    loss: Tensor = model(torch.full((4, 3), 0.7)).square().mean()
+def loss_of(model):
+    loss = model(torch.full((4, 3), 0.7)).square().mean()
     return loss
 
 
-def gradients(model: nn.Module) -> Tensor:
+def gradients(model):
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
 
 
-def test_gradients_have_the_bits_of_torchs_own(by_torch: list[Any]) -> None:
+def test_gradients_have_the_bits_of_torchs_own(by_torch):
     models, share = [linear(), linear()], torch.tensor(1 / 3)
     for _ in range(3):
         backward(loss_of(models[0]), share)
@@ -49,7 +46,7 @@ def test_gradients_have_the_bits_of_torchs_own(by_torch: list[Any]) -> None:
     assert torch.equal(gradients(models[0]), gradients(models[1])) and one(models[0]).abs().sum() > 0
 
 
-def test_hooks_of_the_graph_and_of_parameters_are_called() -> None:
+def test_hooks_of_the_graph_and_of_parameters_are_called():
     model, calls = linear(), list[str]()
     loss = loss_of(model)
     loss.register_hook(lambda gradient: calls.append("loss"))
@@ -64,11 +61,11 @@ class Subclass(Tensor):
 
 
 class Mode(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_subclass_and_a_function_mode_get_torchs_own(by_torch: list[Any]) -> None:
+def test_a_subclass_and_a_function_mode_get_torchs_own(by_torch):
     model = linear()
     backward(loss_of(model).as_subclass(Subclass), torch.ones(()))
     assert type(by_torch[0]) is Subclass  # which reaches it again by its own function
@@ -79,8 +76,8 @@ def test_a_subclass_and_a_function_mode_get_torchs_own(by_torch: list[Any]) -> N
     assert by_torch
 
 
-def test_a_functorch_transform_gets_torchs_refusal() -> None:
-    def function(inputs: Tensor) -> Tensor:
+def test_a_functorch_transform_gets_torchs_refusal():
+    def function(inputs):
         loss = inputs.square()
         backward(loss, torch.ones(()))
         return loss
@@ -89,19 +86,19 @@ def test_a_functorch_transform_gets_torchs_refusal() -> None:
         torch.func.grad(function)(torch.ones(()))
 
 
-def test_the_debug_log_of_the_graph_is_written(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_debug_log_of_the_graph_is_written(caplog):
     with caplog.at_level(logging.DEBUG, logger=torch.autograd.graph.__name__):
         backward(loss_of(linear()), torch.ones(()))
 
     assert any("Executing" in record.getMessage() for record in caplog.records)
 
 
-def test_a_loss_without_a_graph_is_torchs_error() -> None:
+def test_a_loss_without_a_graph_is_torchs_error():
     with pytest.raises(RuntimeError, match="does not require grad"):
         backward(torch.ones(()), torch.ones(()))
 
 
-def test_without_the_private_name_torchs_own_is_called(by_torch: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_private_name_torchs_own_is_called(by_torch, monkeypatch):
     monkeypatch.setattr(module, "_run", None)
     model = linear()
     backward(loss_of(model), torch.ones(()))
@@ -109,6 +106,6 @@ def test_without_the_private_name_torchs_own_is_called(by_torch: list[Any], monk
     assert len(by_torch) == 1 and gradients(model).abs().sum() > 0
 
 
-def test_private_names_are_where_this_torch_has_them() -> None:
+def test_private_names_are_where_this_torch_has_them():
     assert module._run is torch.autograd.graph._engine_run_backward
     assert module._inside_functorch() is False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -22,14 +21,14 @@ from ignite_engine.ext.rank_invariant.invariant import RankInvariance
 from ignite_engine.handlers.meters import Running
 from ignite_engine.runs.mean_loss import mean_loss
 from ignite_engine.step.device import device_of, mapped, to_device
-from tests.builders import linear
+from tests.kit.tiny import linear
 
 META = torch.device("meta")
 
 
-def test_device_is_that_of_the_first_parameter_or_buffer() -> None:
+def test_device_is_that_of_the_first_parameter_or_buffer():
     class Buffered(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.register_buffer("mean", torch.zeros(1, device="meta"))
 
@@ -38,7 +37,7 @@ def test_device_is_that_of_the_first_parameter_or_buffer() -> None:
     assert device_of(nn.Tanh()) == torch.device("cpu")
 
 
-def test_on_the_cpu_batches_are_the_loaders_own() -> None:
+def test_on_the_cpu_batches_are_the_loaders_own():
     batches = [torch.ones(1), torch.zeros(1)]
 
     assert to_device(batches, torch.device("cpu")) is batches
@@ -63,28 +62,28 @@ class Frozen:
 class Graph:
     """Such as one of PyTorch Geometric: moved by a method of its own."""
 
-    def __init__(self, nodes: Tensor) -> None:
+    def __init__(self, nodes):
         self.nodes = nodes
 
-    def to(self, device: torch.device, *options: Any, non_blocking: bool | None = None) -> Graph:
+    def to(self, device, *options, non_blocking=None):
         assert non_blocking is not None
         return Graph(self.nodes.to(device))
 
 
 class OnlyDevice(Graph):
-    def to(self, device: torch.device) -> Graph:  # type: ignore[override]
+    def to(self, device):
         return Graph(self.nodes.to(device))
 
 
 class Encoding(UserDict[str, Any]):
     """Such as one of Hugging Face: a mapping whose own ``to`` changes it in place."""
 
-    def to(self, device: torch.device) -> Encoding:
+    def to(self, device):
         raise AssertionError("the host's batch would be changed")
 
 
 ONE = torch.ones(1)
-CONTAINERS: dict[str, tuple[Any, Callable[[Any], Tensor]]] = {
+CONTAINERS = {
     "tensor": (ONE, lambda moved: moved),
     "dict": ({"a": ONE}, lambda moved: moved["a"]),
     "ordered": (OrderedDict(a=ONE), lambda moved: moved["a"]),
@@ -106,7 +105,7 @@ CONTAINERS: dict[str, tuple[Any, Callable[[Any], Tensor]]] = {
 
 @pytest.mark.row("H4")
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_tensors_are_moved_in_whatever_holds_them(name: str) -> None:
+def test_tensors_are_moved_in_whatever_holds_them(name):
     batch, tensor_of = CONTAINERS[name]
     outer = {"batch": (batch, None)}
     (moved,) = to_device([outer], META)
@@ -122,13 +121,13 @@ def test_tensors_are_moved_in_whatever_holds_them(name: str) -> None:
 @pytest.mark.parametrize(
     "value", ["word", b"bytes", None, 3, 2.5, True, range(3), np.ones(2), {1, 2}, [1, "b"], Tensor]
 )
-def test_what_is_no_tensor_stays_what_it_is(value: Any) -> None:
+def test_what_is_no_tensor_stays_what_it_is(value):
     (moved,) = to_device([[value, torch.ones(1)]], META)
     assert moved[0] is value
 
 
-def test_a_tensor_is_asked_for_once_and_in_order() -> None:
-    asked: list[int] = []
+def test_a_tensor_is_asked_for_once_and_in_order():
+    asked = []
     batch = {"a": torch.tensor(1), "b": [torch.tensor(2), (torch.tensor(3),)]}
     mapped(batch, lambda tensor: asked.append(int(tensor)), lambda value: value)
     assert asked == [1, 2, 3]
@@ -137,11 +136,11 @@ def test_a_tensor_is_asked_for_once_and_in_order() -> None:
 class Watched:
     """A batch that says when it is moved, and can fail."""
 
-    def __init__(self, number: int, log: list[str], fails: bool = False) -> None:
+    def __init__(self, number, log, fails=False):
         self.number, self.log, self.fails = number, log, fails
         self.inputs = torch.ones(2, 3)
 
-    def to(self, device: torch.device) -> Watched:
+    def to(self, device):
         self.log.append(f"move {self.number}")
         if self.fails:
             raise RuntimeError("no such device")
@@ -153,35 +152,35 @@ class Watched:
 class Stream:
     """Batches that say when they are loaded; a plain iterable, whose position the trainer counts."""
 
-    def __init__(self, log: list[str], count: int = 5, fails_at: int | None = None) -> None:
+    def __init__(self, log, count=5, fails_at=None):
         self.log, self.count, self.fails_at = log, count, fails_at
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.count
 
-    def __iter__(self) -> Iterator[Watched]:
+    def __iter__(self):
         for number in range(self.count):
             self.log.append(f"load {number}")
             yield Watched(number, self.log, number == self.fails_at)
 
 
-def on_meta(log: list[str], accumulation_steps: int | None) -> Trainer:
+def on_meta(log, accumulation_steps):
     model = linear().to("meta")
 
-    def loss_fn(model: nn.Module, batch: Watched) -> Tensor:
+    def loss_fn(model, batch):
         log.append(f"compute {batch.number}")
         assert batch.inputs.device == META
-        loss: Tensor = model(batch.inputs).mean()
+        loss = model(batch.inputs).mean()
         return loss
 
     update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn)
-    update.run_ended = lambda engine: None  # type: ignore[method-assign]  # it reads the losses, which are none here
+    update.run_ended = lambda engine: None
     return Trainer(update, accumulation_steps)
 
 
 @pytest.mark.row("H4")
-def test_each_is_moved_before_the_one_before_it_is_computed_and_none_beyond_the_update() -> None:
-    log: list[str] = []
+def test_each_is_moved_before_the_one_before_it_is_computed_and_none_beyond_the_update():
+    log = []
     trainer = on_meta(log, 3)
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: log.append("step"))
     trainer.run(Stream(log))
@@ -195,8 +194,8 @@ def test_each_is_moved_before_the_one_before_it_is_computed_and_none_beyond_the_
     assert log == ["load 0", "move 0", "compute 0", "load 1", "move 1", "compute 1"]
 
 
-def test_a_stop_leaves_nothing_moved_that_was_not_computed() -> None:
-    log: list[str] = []
+def test_a_stop_leaves_nothing_moved_that_was_not_computed():
+    log = []
     trainer = on_meta(log, 2)
     trainer.add_event_handler(TrainingEvents.BACKWARD_COMPLETED(once=3), lambda: trainer.request_stop("test"))
     trainer.run(Stream(log, 9))
@@ -205,15 +204,15 @@ def test_a_stop_leaves_nothing_moved_that_was_not_computed() -> None:
     assert moved == computed == ["0", "1", "2", "3"]
 
 
-def test_an_error_while_it_is_moved_names_the_iteration() -> None:
-    log: list[str] = []
+def test_an_error_while_it_is_moved_names_the_iteration():
+    log = []
     with pytest.raises(RuntimeError, match="no such device") as caught:
         on_meta(log, 2).run(Stream(log, 6, fails_at=3))
     assert caught.value.__notes__ == ["Raised while micro-batch 2 of iteration 2 was moved to meta."]
 
 
-def test_evaluation_moves_each_batch_as_it_comes() -> None:
-    log: list[str] = []
+def test_evaluation_moves_each_batch_as_it_comes():
+    log = []
     model = linear().to("meta")
     evaluator = create_evaluator(model, lambda model, batch: log.append(f"compute {batch.number}"))
     evaluator.run(Stream(log, 2))
@@ -221,7 +220,7 @@ def test_evaluation_moves_each_batch_as_it_comes() -> None:
 
 
 @pytest.mark.cuda
-def test_on_cuda_copies_from_pinned_memory_are_whole_and_overlap() -> None:
+def test_on_cuda_copies_from_pinned_memory_are_whole_and_overlap():
     device = torch.device("cuda", torch.cuda.current_device())
     side = 64 if "Fake" in torch.cuda.get_device_name() else 4096  # whose copies are late without work beside them
     host = [
@@ -241,12 +240,12 @@ def test_on_cuda_copies_from_pinned_memory_are_whole_and_overlap() -> None:
 
 
 @pytest.mark.cuda
-def test_on_cuda_a_run_is_resumed_at_every_position_to_the_same_bits(tmp_path: Any) -> None:
+def test_on_cuda_a_run_is_resumed_at_every_position_to_the_same_bits(tmp_path):
     from ignite_engine.handlers import Checkpoint
 
     data = [(torch.randn(64, 3), torch.randn(64, 1)) for _ in range(7)]
 
-    def train(until: int, name: str) -> list[Tensor]:
+    def train(until, name):
         model = linear().cuda()
         trainer = Trainer(
             Update(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: (m(b[0]) - b[1]).square().mean()), 3
@@ -255,7 +254,7 @@ def test_on_cuda_a_run_is_resumed_at_every_position_to_the_same_bits(tmp_path: A
         checkpoint.attach(trainer, Events.ITERATION_COMPLETED)
         checkpoint.resume()
         samples = [(a, b) for inputs, targets in data for a, b in zip(inputs, targets, strict=True)]
-        trainer.run(loader(samples, 64, pin_memory=True), max_iters=until)  # type: ignore[arg-type]
+        trainer.run(loader(samples, 64, pin_memory=True), max_iters=until)
         return [each.detach().cpu() for each in model.parameters()]
 
     whole = train(6, "whole")
@@ -267,11 +266,11 @@ def test_on_cuda_a_run_is_resumed_at_every_position_to_the_same_bits(tmp_path: A
 class Device(TorchDispatchMode):
     """Makes ``meta`` a device without float64, and notes which copies to it were not waited for."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.non_blocking: list[bool] = []
+        self.non_blocking = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function is torch.ops.aten._to_copy.default and kwargs.get("device") == META:
             self.non_blocking.append(kwargs.get("non_blocking", False))
@@ -285,15 +284,15 @@ class Device(TorchDispatchMode):
 class Movable:
     """Not a tensor, and takes ``non_blocking``."""
 
-    def __init__(self) -> None:
-        self.non_blocking: bool | None = None
+    def __init__(self):
+        self.non_blocking = None
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> Movable:
+    def to(self, device, non_blocking=False):
         self.non_blocking = non_blocking
         return self
 
 
-def test_host_waits_for_a_copy_to_a_device_without_a_side_stream() -> None:
+def test_host_waits_for_a_copy_to_a_device_without_a_side_stream():
     """With one stream the copy may else be of what the loader writes there next."""
     movable = Movable()
     with Device() as device:
@@ -304,36 +303,36 @@ def test_host_waits_for_a_copy_to_a_device_without_a_side_stream() -> None:
 
 
 @contextmanager
-def without_float64() -> Iterator[None]:
+def without_float64():
     devices.widest_float.cache_clear()
     with Device():
         yield
     devices.widest_float.cache_clear()
 
 
-def test_widest_float_is_one_that_the_device_has() -> None:
+def test_widest_float_is_one_that_the_device_has():
     with without_float64():
         assert devices.widest_float(META) is torch.float32
     assert devices.widest_float(META) is devices.widest_float(torch.device("cpu")) is torch.float64
 
 
-def running_sum(values: list[Tensor]) -> None:
+def running_sum(values):
     running = Running("mean")
     running.add(values, [1, 2])
     running.add(values, [3, 5])
 
 
-def running_sum_of_different_types(values: list[Tensor]) -> None:
+def running_sum_of_different_types(values):
     Running("max").add([values[0], values[1].half()])
 
 
-def mean_loss_of_a_batch(values: list[Tensor]) -> None:
+def mean_loss_of_a_batch(values):
     for weight in (0, 2):
         predict, _ = mean_loss(lambda model, batch: values[0], lambda batch, weight=weight: weight)
         predict(nn.Identity(), values)
 
 
-def rank_invariant_values(values: list[Tensor]) -> None:
+def rank_invariant_values(values):
     sums = RankInvariance.__new__(RankInvariance)
     sums._names, sums._own, sums._scales, sums._device = ["loss"], range(2), [1.0, 0.5], META
     sums._products(values, [])
@@ -343,7 +342,7 @@ def rank_invariant_values(values: list[Tensor]) -> None:
 @pytest.mark.parametrize(
     "computed", [running_sum, running_sum_of_different_types, mean_loss_of_a_batch, rank_invariant_values]
 )
-def test_device_without_float64_is_asked_for_none(computed: Callable[[list[Tensor]], None]) -> None:
+def test_device_without_float64_is_asked_for_none(computed):
     values = [torch.ones((), device=META), torch.ones((), device=META)]
     with without_float64():
         computed(values)

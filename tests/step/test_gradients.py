@@ -1,10 +1,6 @@
 """Norm and clipping have the bits of torch's, and take the sparse and the sharded gradients that torch refuses."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +12,7 @@ from ignite_engine.step.gradients import clip_gradients, gradient_norm
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.float16)
 
 
-def parameters(dtypes: Sequence[torch.dtype], scale: float = 1.0, seed: int = 0) -> list[nn.Parameter]:
+def parameters(dtypes, scale=1.0, seed=0):
     generator, made = torch.Generator().manual_seed(seed), []
     for index, dtype in enumerate(dtypes):
         parameter = nn.Parameter(torch.zeros(7 + index, 3, dtype=dtype))
@@ -33,7 +29,7 @@ def parameters(dtypes: Sequence[torch.dtype], scale: float = 1.0, seed: int = 0)
 )
 @pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e3])
 @pytest.mark.parametrize("seed", range(4))
-def test_norm_and_clipping_have_the_bits_of_torchs(dtypes: list[torch.dtype], max_norm: float, seed: int) -> None:
+def test_norm_and_clipping_have_the_bits_of_torchs(dtypes, max_norm, seed):
     ours, theirs = parameters(dtypes, seed=seed), parameters(dtypes, seed=seed)
     assert torch.equal(
         gradient_norm([p.grad for p in ours if p.grad is not None]),
@@ -43,14 +39,14 @@ def test_norm_and_clipping_have_the_bits_of_torchs(dtypes: list[torch.dtype], ma
 
     assert norm.dtype == expected.dtype and torch.equal(norm, expected)
     for mine, other in zip(ours, theirs, strict=True):
-        assert torch.equal(mine.grad, other.grad)  # type: ignore[arg-type]
+        assert torch.equal(mine.grad, other.grad)
 
 
 @pytest.mark.parametrize(
     ("dtype", "max_norm"), [(torch.float32, 49000.00002), (torch.bfloat16, 0.19540000), (torch.float16, 49.0001)]
 )
-def test_a_limit_between_two_numbers_of_the_type_has_the_bits_of_torchs(dtype: torch.dtype, max_norm: float) -> None:
-    def one(share: float) -> nn.Parameter:
+def test_a_limit_between_two_numbers_of_the_type_has_the_bits_of_torchs(dtype, max_norm):
+    def one(share):
         parameter = nn.Parameter(torch.zeros(1, dtype=dtype))
         parameter.grad = torch.tensor([max_norm * share]).to(dtype)
         return parameter
@@ -60,12 +56,12 @@ def test_a_limit_between_two_numbers_of_the_type_has_the_bits_of_torchs(dtype: t
         mine, other = one(1 + step * eps / 4), one(1 + step * eps / 4)
         clip_gradients([mine], max_norm)
         nn.utils.clip_grad_norm_([other], max_norm)
-        assert torch.equal(mine.grad, other.grad)  # type: ignore[arg-type]
+        assert torch.equal(mine.grad, other.grad)
 
 
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3])
 @pytest.mark.parametrize("is_leaf", [True, False])
-def test_gradients_with_a_graph_are_clipped_without_it(max_norm: float, is_leaf: bool) -> None:
+def test_gradients_with_a_graph_are_clipped_without_it(max_norm, is_leaf):
     ours, theirs = parameters([torch.float32] * 2), parameters([torch.float32] * 2)
     for parameter in (*ours, *theirs):
         assert parameter.grad is not None
@@ -76,11 +72,11 @@ def test_gradients_with_a_graph_are_clipped_without_it(max_norm: float, is_leaf:
 
     assert not norm.requires_grad and torch.equal(norm, expected)
     for mine, other in zip(ours, theirs, strict=True):
-        assert torch.equal(mine.grad, other.grad)  # type: ignore[arg-type]
+        assert torch.equal(mine.grad, other.grad)
 
 
 @pytest.mark.parametrize("ulps", [-2, -1, 0, 1, 2])
-def test_a_norm_next_to_the_limit_has_the_bits_of_torchs(ulps: int) -> None:
+def test_a_norm_next_to_the_limit_has_the_bits_of_torchs(ulps):
     ours, theirs = parameters([torch.float32] * 3), parameters([torch.float32] * 3)
     limit = gradient_norm([p.grad for p in ours if p.grad is not None])
     for _ in range(abs(ulps)):
@@ -89,23 +85,23 @@ def test_a_norm_next_to_the_limit_has_the_bits_of_torchs(ulps: int) -> None:
     nn.utils.clip_grad_norm_(theirs, limit.item())
 
     for mine, other in zip(ours, theirs, strict=True):
-        assert torch.equal(mine.grad, other.grad)  # type: ignore[arg-type]
+        assert torch.equal(mine.grad, other.grad)
 
 
 class Operations(TorchDispatchMode):
     """The operations of torch under it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.names: list[str] = []
+        self.names = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.append(str(func.overloadpacket))
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3])
-def test_plain_gradients_are_multiplied_only_where_they_are_clipped(max_norm: float) -> None:
+def test_plain_gradients_are_multiplied_only_where_they_are_clipped(max_norm):
     made = parameters([torch.float32] * 4)
     with Operations() as operations:
         clip_gradients(made, max_norm)
@@ -116,19 +112,19 @@ def test_plain_gradients_are_multiplied_only_where_they_are_clipped(max_norm: fl
 
 
 @pytest.mark.parametrize("max_norm", [1e-30, 1e-3, 0.3, 1.0, 7.7])
-def test_clipped_gradients_have_the_bits_of_torchs_at_any_norm(max_norm: float) -> None:
+def test_clipped_gradients_have_the_bits_of_torchs_at_any_norm(max_norm):
     generator = torch.Generator().manual_seed(0)
     for scale in 10 ** torch.empty(200).uniform_(-6, 30, generator=generator):
         ours, theirs = parameters([torch.float32] * 2), parameters([torch.float32] * 2)
         for parameter in (*ours, *theirs):
-            parameter.grad = parameter.grad * scale  # type: ignore[operator]  # it has one
+            parameter.grad = parameter.grad * scale
         clip_gradients(ours, max_norm)
         nn.utils.clip_grad_norm_(theirs, max_norm)
         for one, other in zip(ours, theirs, strict=True):
-            assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]  # they have one
+            assert torch.equal(one.grad, other.grad)
 
 
-def test_what_is_below_the_limit_is_not_written_to() -> None:
+def test_what_is_below_the_limit_is_not_written_to():
     made = parameters([torch.float32] * 2, scale=1e-3)
     versions = [parameter.grad._version for parameter in made if parameter.grad is not None]
     clip_gradients(made, 1.0)
@@ -136,34 +132,34 @@ def test_what_is_below_the_limit_is_not_written_to() -> None:
     assert versions == [parameter.grad._version for parameter in made if parameter.grad is not None]
 
 
-def test_gradients_that_are_not_finite_are_as_torchs() -> None:
+def test_gradients_that_are_not_finite_are_as_torchs():
     for value in (float("nan"), float("inf")):
         ours, theirs = parameters([torch.float32] * 2), parameters([torch.float32] * 2)
         for each in (ours, theirs):
-            each[0].grad[0, 0] = value  # type: ignore[index]
+            each[0].grad[0, 0] = value
         clip_gradients(ours, 1.0)
         nn.utils.clip_grad_norm_(theirs, 1.0)
         for mine, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=0, equal_nan=True)
 
 
-def sparse(rows: list[int], dtype: torch.dtype = torch.float32) -> nn.Parameter:
+def sparse(rows, dtype=torch.float32):
     embedding = nn.Embedding(6, 2, sparse=True, dtype=dtype)
     (embedding(torch.tensor(rows)) * 3).sum().backward()
     return embedding.weight
 
 
-def test_a_row_that_is_looked_up_twice_counts_as_one() -> None:
-    assert gradient_norm([sparse([1, 1]).grad]).item() == pytest.approx((2 * 6.0**2) ** 0.5)  # type: ignore[list-item]
+def test_a_row_that_is_looked_up_twice_counts_as_one():
+    assert gradient_norm([sparse([1, 1]).grad]).item() == pytest.approx((2 * 6.0**2) ** 0.5)
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e3])
-def test_sparse_gradients_are_clipped_with_the_dense_ones(max_norm: float) -> None:
+def test_sparse_gradients_are_clipped_with_the_dense_ones(max_norm):
     embedding, dense = sparse([4, 4, 1]), parameters([torch.float32])[0]
     whole = nn.Parameter(torch.zeros(6, 2))
-    whole.grad = embedding.grad.to_dense()  # type: ignore[union-attr]
+    whole.grad = embedding.grad.to_dense()
     beside = copy.deepcopy(dense)
-    beside.grad = dense.grad.clone()  # type: ignore[union-attr]
+    beside.grad = dense.grad.clone()
     norm, expected = clip_gradients([embedding, dense], max_norm), nn.utils.clip_grad_norm_([whole, beside], max_norm)
 
     torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
@@ -172,17 +168,17 @@ def test_sparse_gradients_are_clipped_with_the_dense_ones(max_norm: float) -> No
     torch.testing.assert_close(dense.grad, beside.grad, rtol=1e-6, atol=0)
 
 
-def test_without_gradients_the_norm_is_zero() -> None:
+def test_without_gradients_the_norm_is_zero():
     assert gradient_norm([]).item() == clip_gradients([nn.Parameter(torch.ones(2))], 1.0).item() == 0.0
 
 
-def test_limit_must_be_positive() -> None:
+def test_limit_must_be_positive():
     with pytest.raises(ValueError, match="max_norm must be positive, got -1"):
         clip_gradients([], -1)
 
 
 @pytest.mark.parametrize("is_split", [True, False])
-def test_norm_of_sharded_gradients_is_that_of_the_whole_ones(tmp_path: Any, is_split: bool) -> None:
+def test_norm_of_sharded_gradients_is_that_of_the_whole_ones(tmp_path, is_split):
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -192,25 +188,25 @@ def test_norm_of_sharded_gradients_is_that_of_the_whole_ones(tmp_path: Any, is_s
     try:
         mesh = init_device_mesh("cpu", (1,))
         whole = parameters([torch.float32] * 3)
-        sharded: list[Tensor] = []
+        sharded = []
         for each in whole[:2]:
             parameter = nn.Parameter(distribute_tensor(each.detach(), mesh, placements))
-            parameter.grad = distribute_tensor(each.grad.clone(), mesh, placements)  # type: ignore[union-attr]
+            parameter.grad = distribute_tensor(each.grad.clone(), mesh, placements)
             sharded.append(parameter)
         sharded.append(copy.deepcopy(whole[2]))
-        sharded[2].grad = whole[2].grad.clone()  # type: ignore[union-attr]  # beside them one that is not sharded
+        sharded[2].grad = whole[2].grad.clone()
         norm, expected = clip_gradients(sharded, 0.5), nn.utils.clip_grad_norm_(whole, 0.5)
 
         assert type(norm) is Tensor
         torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
         for mine, other in zip(sharded, whole, strict=True):
-            full = mine.grad.full_tensor() if hasattr(mine.grad, "full_tensor") else mine.grad  # type: ignore
+            full = mine.grad.full_tensor() if hasattr(mine.grad, "full_tensor") else mine.grad
             torch.testing.assert_close(full, other.grad, rtol=1e-6, atol=1e-8)
     finally:
         dist.destroy_process_group()
 
 
-def test_norm_is_not_read_from_a_device() -> None:
+def test_norm_is_not_read_from_a_device():
     """Reading a tensor of the ``meta`` device is an error."""
     parameter = nn.Parameter(torch.ones(3, device="meta"))
     parameter.grad = torch.ones(3, device="meta")

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from ignite_engine import Trainer, Update
 from ignite_engine.step.losses import scalar, weighted, weighted_by_name
-from tests.builders import Numbers, linear, mse, one
+from tests.kit.tiny import Numbers, linear, mse, one
 
 
-def trained(loss_fn: Any, steps: int | None = 2, **options: Any) -> Any:
+def trained(loss_fn, steps=2, **options):
     model, data = linear(), Numbers(8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = [(data.inputs[start : start + 2], data.targets[start : start + 2]) for start in range(0, 8, 2)]
@@ -22,15 +22,15 @@ def trained(loss_fn: Any, steps: int | None = 2, **options: Any) -> Any:
     return one(model), state.output
 
 
-def beside(**values: Any) -> Any:
+def beside(**values):
     return lambda model, batch: (mse(model, batch), values)
 
 
-def test_errors_of_the_users_own_stay_as_they_are() -> None:
-    def failing(model: nn.Module, batch: Any) -> Tensor:
+def test_errors_of_the_users_own_stay_as_they_are():
+    def failing(model, batch):
         raise KeyError("mine")
 
-    def failing_in_backward(model: nn.Module, batch: Any) -> Tensor:
+    def failing_in_backward(model, batch):
         loss = mse(model, batch)
         loss.register_hook(failing)  # one argument is missing
         return loss
@@ -43,7 +43,7 @@ def test_errors_of_the_users_own_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("shape", [(1,), (1, 1)])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_loss_of_one_element_is_a_loss(shape: tuple[int, ...], precision: str) -> None:
+def test_a_loss_of_one_element_is_a_loss(shape, precision):
     weights, output = trained(lambda model, batch: mse(model, batch).reshape(shape), precision=precision)
     expected, same = trained(mse, precision=precision)
 
@@ -52,8 +52,8 @@ def test_a_loss_of_one_element_is_a_loss(shape: tuple[int, ...], precision: str)
 
 
 @pytest.mark.parametrize("steps", [None, 2])
-def test_reported_views_do_not_keep_the_whole_tensor(steps: int | None) -> None:
-    def loss_fn(model: nn.Module, batch: Any) -> Any:
+def test_reported_views_do_not_keep_the_whole_tensor(steps):
+    def loss_fn(model, batch):
         large = torch.zeros(1000) + mse(model, batch)
         return large[0], {"first": large.detach()[1], "last": large[-1:]}
 
@@ -63,13 +63,13 @@ def test_reported_views_do_not_keep_the_whole_tensor(steps: int | None) -> None:
     assert torch.equal(output["first"], output["loss"]) and output["last"].shape == ()
 
 
-def test_counts_are_averaged_too() -> None:
+def test_counts_are_averaged_too():
     output = trained(lambda model, batch: (mse(model, batch), {"right": (batch[1] > -9).sum()}), 4)[1]
 
     assert output["right"].item() == 2.0
 
 
-def test_what_is_a_scalar_of_its_own_is_not_copied() -> None:
+def test_what_is_a_scalar_of_its_own_is_not_copied():
     value = torch.ones((), requires_grad=True) * 2
 
     assert scalar(value).data_ptr() == value.data_ptr() and not scalar(value).requires_grad
@@ -79,12 +79,12 @@ def test_what_is_a_scalar_of_its_own_is_not_copied() -> None:
 class Tempered(nn.Module):
     """CLIP's logit scale, and a buffer of one element that each forward writes to."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.logit_scale = nn.Parameter(torch.ones(()))
         self.register_buffer("seen", torch.zeros(1))
 
-    def forward(self, batch: Tensor) -> Tensor:
+    def forward(self, batch):
         self.seen += 1
         return self.logit_scale * batch.mean()
 
@@ -102,10 +102,10 @@ REPORTED = {
 
 @pytest.mark.parametrize("steps", [None, 2])
 @pytest.mark.parametrize("name", REPORTED)
-def test_a_reported_value_keeps_its_number_when_the_model_changes(name: str, steps: int | None) -> None:
+def test_a_reported_value_keeps_its_number_when_the_model_changes(name, steps):
     model, outputs, at_once = Tempered(), list[Tensor](), list[float]()
 
-    def loss_fn(model: Any, batch: Tensor) -> Any:
+    def loss_fn(model, batch):
         loss, values = model(batch), REPORTED[name](model)
         at_once.append(values["value"].item())
         return loss, values
@@ -119,10 +119,10 @@ def test_a_reported_value_keeps_its_number_when_the_model_changes(name: str, ste
     assert len({output.item() for output in outputs}) == len(outputs)
 
 
-def test_a_loss_that_is_a_parameter_keeps_its_number() -> None:
+def test_a_loss_that_is_a_parameter_keeps_its_number():
     model, outputs = Tempered(), list[Any]()
 
-    def loss_fn(model: Any, batch: Tensor) -> Any:
+    def loss_fn(model, batch):
         return {"scale": model.logit_scale}
 
     trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.5), loss_fn))
@@ -132,7 +132,7 @@ def test_a_loss_that_is_a_parameter_keeps_its_number() -> None:
     assert [(each["loss"].item(), each["loss/scale"].item()) for each in outputs] == [(1, 1), (0.5, 0.5), (0, 0)]
 
 
-def test_weighted_sums_leave_out_what_weighs_nothing() -> None:
+def test_weighted_sums_leave_out_what_weighs_nothing():
     values = [torch.tensor(1.0), torch.tensor(float("nan")), torch.tensor(4.0)]
 
     assert weighted(values, [0.25, 0.0, 0.75]).item() == 3.25
@@ -147,11 +147,11 @@ class Parts(NamedTuple):
     size: Tensor
 
 
-def in_parts(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+def in_parts(model, batch):
     return {"fit": mse(model, batch), "size": 0.1 * one_of(model).square().sum().reshape(1)}
 
 
-def one_of(model: nn.Module) -> Tensor:
+def one_of(model):
     return next(iter(model.parameters()))
 
 
@@ -159,12 +159,12 @@ def one_of(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("steps", [None, 2])
 @pytest.mark.parametrize("form", ["dict", "named tuple", "with others"])
-def test_losses_by_name_are_summed_and_each_is_reported(form: str, steps: int | None, precision: str) -> None:
-    def summed(model: nn.Module, batch: Any) -> Tensor:
+def test_losses_by_name_are_summed_and_each_is_reported(form, steps, precision):
+    def summed(model, batch):
         fit, size = in_parts(model, batch).values()
         return fit + size.reshape(())
 
-    def loss_fn(model: nn.Module, batch: Any) -> Any:
+    def loss_fn(model, batch):
         losses = in_parts(model, batch)
         if form == "named tuple":
             return Parts(**losses)
@@ -180,9 +180,9 @@ def test_losses_by_name_are_summed_and_each_is_reported(form: str, steps: int | 
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_error_of_the_model_is_noted_with_the_shapes_of_its_batch(precision: Any) -> None:
-    def wrong(model: nn.Module, batch: Any) -> Tensor:
-        return model(batch["x"].T).mean()  # type: ignore[no-any-return]  # a tensor
+def test_error_of_the_model_is_noted_with_the_shapes_of_its_batch(precision):
+    def wrong(model, batch):
+        return model(batch["x"].T).mean()
 
     model = linear()
     update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), wrong, precision=precision)

@@ -1,9 +1,6 @@
 """The arithmetic of groups, and which backward reduces."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -12,12 +9,12 @@ from torch import nn
 
 from ignite_engine import Trainer, Update, accumulation_steps_for, every, gradient_sync
 from ignite_engine.step.micro_batches import micro_batch_scales, micro_batches_of
-from tests.builders import Numbers, linear, mse
+from tests.kit.tiny import Numbers, linear, mse
 
 
 @pytest.mark.row("B9")
 @pytest.mark.parametrize(("arguments", "steps"), [((64, 8, 2), 4), ((8, 8), 1), ((96, 4, 3), 8)])
-def test_steps_make_up_the_global_batch(arguments: tuple[int, ...], steps: int) -> None:
+def test_steps_make_up_the_global_batch(arguments, steps):
     assert accumulation_steps_for(*arguments) == steps
 
 
@@ -30,12 +27,12 @@ def test_steps_make_up_the_global_batch(arguments: tuple[int, ...], steps: int) 
         ((0, 8), "must be at least 1, got 0, 8, 1"),
     ],
 )
-def test_global_batch_that_does_not_divide_is_refused(arguments: tuple[int, ...], message: str) -> None:
+def test_global_batch_that_does_not_divide_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         accumulation_steps_for(*arguments)
 
 
-def test_scales_of_equal_and_weighted_micro_batches() -> None:
+def test_scales_of_equal_and_weighted_micro_batches():
     batches = ["a", "bbb", "", "cccc"]
 
     assert micro_batch_scales(batches) == [0.25] * 4
@@ -45,7 +42,7 @@ def test_scales_of_equal_and_weighted_micro_batches() -> None:
     assert micro_batch_scales(["", ""], weight_fn=len) is None
 
 
-def test_weights_beyond_the_largest_number_are_refused() -> None:
+def test_weights_beyond_the_largest_number_are_refused():
     with pytest.raises(ValueError, match=r"sum up to infinity, got \[1e\+308, 1e\+308\] here: return smaller ones"):
         micro_batch_scales(["a", "b"], weight_fn=lambda batch: 1e308)
 
@@ -53,7 +50,7 @@ def test_weights_beyond_the_largest_number_are_refused() -> None:
 class Wrapped(nn.Module):
     """Reduces like DDP, or like FSDP2, and writes down whether it would."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.reduces = True
         if kind == "no_sync":
@@ -61,11 +58,11 @@ class Wrapped(nn.Module):
         else:
             self.set_requires_gradient_sync = self._set
 
-    def _set(self, reduces: bool) -> None:
+    def _set(self, reduces):
         self.reduces = reduces
 
     @contextmanager
-    def _no_sync(self) -> Any:
+    def _no_sync(self):
         self.reduces = False
         try:
             yield
@@ -74,7 +71,7 @@ class Wrapped(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["no_sync", "set_requires_gradient_sync"])
-def test_only_the_last_backward_reduces(kind: str) -> None:
+def test_only_the_last_backward_reduces(kind):
     model, seen = Wrapped(kind), list[bool]()
     for last in (False, False, True):
         with gradient_sync(model, last=last):
@@ -87,12 +84,12 @@ def test_only_the_last_backward_reduces(kind: str) -> None:
 
 @pytest.mark.parametrize("steps", [None, 2])
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_a_batch_that_a_handler_assigns_is_counted_by_what_the_trainer_groups(kind: Any, steps: int | None) -> None:
+def test_a_batch_that_a_handler_assigns_is_counted_by_what_the_trainer_groups(kind, steps):
     """Mixup and cropping assign a plain list of micro-batches; without grouping a list is one batch."""
     model, counted = linear(), list[int]()
     trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse), steps)
 
-    def augment() -> None:
+    def augment():
         trainer.state.batch = kind(trainer.state.batch)
 
     trainer.add_event_handler(Events.GET_BATCH_COMPLETED, augment)

@@ -1,11 +1,6 @@
 """The step without torch's wrapper: whoever asked for the wrapper gets it, and torch's private names may go."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,19 +16,19 @@ from tests.faults.fork_server import ForkServer
 
 
 @pytest.fixture
-def optimizer() -> torch.optim.Optimizer:
+def optimizer():
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
     return torch.optim.AdamW([parameter], lr=0.1)
 
 
 @pytest.fixture
-def wrapped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def wrapped(monkeypatch):
     """Each call of torch's wrapper."""
-    calls: list[str] = []
+    calls = []
     enter = torch.autograd.profiler.record_function.__enter__
 
-    def counting(self: Any) -> Any:
+    def counting(self):
         calls.append(self.name)
         return enter(self)
 
@@ -41,14 +36,12 @@ def wrapped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def weights(optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    weight: torch.Tensor = optimizer.param_groups[0]["params"][0]
+def weights(optimizer):
+    weight = optimizer.param_groups[0]["params"][0]
     return weight
 
 
-def test_the_wrapper_is_left_out_and_the_weights_are_the_same(
-    optimizer: torch.optim.Optimizer, wrapped: list[str]
-) -> None:
+def test_the_wrapper_is_left_out_and_the_weights_are_the_same(optimizer, wrapped):
     step(optimizer)
     assert wrapped == []
     other = nn.Parameter(torch.ones(3))
@@ -58,9 +51,9 @@ def test_the_wrapper_is_left_out_and_the_weights_are_the_same(
     assert torch.equal(weights(optimizer), other)
 
 
-def test_hooks_that_come_later_are_called(optimizer: torch.optim.Optimizer) -> None:
+def test_hooks_that_come_later_are_called(optimizer):
     step(optimizer)
-    calls: list[str] = []
+    calls = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     step(optimizer)
@@ -70,8 +63,8 @@ def test_hooks_that_come_later_are_called(optimizer: torch.optim.Optimizer) -> N
 @pytest.mark.parametrize(
     "register", [torch_optimizer.register_optimizer_step_pre_hook, torch_optimizer.register_optimizer_step_post_hook]
 )
-def test_hooks_of_all_optimizers_are_called(optimizer: torch.optim.Optimizer, register: Callable[..., Any]) -> None:
-    calls: list[str] = []
+def test_hooks_of_all_optimizers_are_called(optimizer, register):
+    calls = []
     handle = register(lambda *_: calls.append("hook"))
     try:
         step(optimizer)
@@ -81,24 +74,24 @@ def test_hooks_of_all_optimizers_are_called(optimizer: torch.optim.Optimizer, re
     assert calls == ["hook"]
 
 
-def test_profiler_sees_the_step(optimizer: torch.optim.Optimizer) -> None:
+def test_profiler_sees_the_step(optimizer):
     with profile(activities=[ProfilerActivity.CPU]) as traced:
         step(optimizer)
     assert any("Optimizer.step#AdamW" in event.key for event in traced.key_averages())
 
 
-def test_torch_schedulers_see_the_step(optimizer: torch.optim.Optimizer, recwarn: pytest.WarningsRecorder) -> None:
+def test_torch_schedulers_see_the_step(optimizer, recwarn):
     scheduler = StepLR(optimizer, 1)
     step(optimizer)
     scheduler.step()
     assert not recwarn.list
 
 
-def test_step_of_a_users_own_is_called(optimizer: torch.optim.Optimizer) -> None:
-    calls: list[str] = []
+def test_step_of_a_users_own_is_called(optimizer):
+    calls = []
 
     class Own(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        def step(self, closure=None):
             calls.append("own")
             return super().step(closure)
 
@@ -107,12 +100,12 @@ def test_step_of_a_users_own_is_called(optimizer: torch.optim.Optimizer) -> None
     assert calls == ["own"]
 
 
-def test_decorated_step_of_a_users_own_is_called(optimizer: torch.optim.Optimizer) -> None:
-    calls: list[str] = []
+def test_decorated_step_of_a_users_own_is_called(optimizer):
+    calls = []
 
     class Own(torch.optim.AdamW):
         @functools.wraps(torch.optim.AdamW.step)  # copies torch's marks too
-        def step(self, closure: Any = None) -> Any:
+        def step(self, closure=None):
             calls.append("own")
 
     step(Own([weights(optimizer)], lr=0.1))
@@ -166,16 +159,14 @@ print(len(wrapped))
 
 
 @pytest.fixture(scope="module")
-def without_the_engine() -> Iterator[ForkServer]:
+def without_the_engine():
     with ForkServer(["torch", "ignite.handlers"]) as server:
         yield server
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REMOVALS)
-def test_without_a_private_name_of_torch_the_engine_imports_and_trains(
-    name: str, without_the_engine: ForkServer, tmp_path: Path
-) -> None:
+def test_without_a_private_name_of_torch_the_engine_imports_and_trains(name, without_the_engine, tmp_path):
     said = {"output": tmp_path / "output.txt", "errors": tmp_path / "errors.txt"}
     code = without_the_engine.start("builtins:exec", PROGRAM % REMOVALS[name], {}, **said).wait()
 
@@ -184,14 +175,14 @@ def test_without_a_private_name_of_torch_the_engine_imports_and_trains(
     assert int(said["output"].read_text()) == (0 if name == "nothing" else 2)
 
 
-def test_private_names_are_where_this_torch_has_them(optimizer: torch.optim.Optimizer) -> None:
+def test_private_names_are_where_this_torch_has_them(optimizer):
     assert optimizer_step._WRAPPER is type(optimizer).step.__code__
     assert torch.autograd.profiler._is_profiler_enabled is False
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
     assert torch_optimizer._global_optimizer_pre_hooks == torch_optimizer._global_optimizer_post_hooks == {}
 
 
-def test_lbfgs_alone_of_torchs_optimizers_needs_a_closure() -> None:
+def test_lbfgs_alone_of_torchs_optimizers_needs_a_closure():
     parameters = [nn.Parameter(torch.ones(2, 2))]
     needing = [
         name
@@ -199,13 +190,13 @@ def test_lbfgs_alone_of_torchs_optimizers_needs_a_closure() -> None:
         if isinstance(kind := getattr(torch.optim, name), type)
         and issubclass(kind, torch.optim.Optimizer)
         and kind is not torch.optim.Optimizer
-        and needs_closure(kind(parameters))  # type: ignore[call-arg]
+        and needs_closure(kind(parameters))
     ]
 
     assert needing == ["LBFGS"]
 
 
-def test_patched_steps_need_no_closure(optimizer: torch.optim.Optimizer) -> None:
+def test_patched_steps_need_no_closure(optimizer):
     StepLR(optimizer, 1)
 
     assert not needs_closure(optimizer)

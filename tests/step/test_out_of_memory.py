@@ -1,18 +1,12 @@
 """A micro-batch that does not fit into memory ends the run with its rank, its iteration and its shapes."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from ignite.engine import Engine
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import Trainer, Update, loader
-from tests.builders import Numbers, linear, mse
+from tests.kit.tiny import Numbers, linear, mse
 from tests.ranks.forkserver import on_ranks
 
 FULL = "CUDA out of memory. Tried to allocate 2 GiB.\nGPU 0 has more to say."
@@ -21,10 +15,10 @@ FULL = "CUDA out of memory. Tried to allocate 2 GiB.\nGPU 0 has more to say."
 class Full:
     """A loss function that runs out of memory in its third call; ``late``: in backward."""
 
-    def __init__(self, *, late: bool = False) -> None:
+    def __init__(self, *, late=False):
         self.late, self.calls = late, 0
 
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+    def __call__(self, model, batch):
         loss = mse(model, batch)
         self.calls += 1
         if self.calls == 3:
@@ -33,13 +27,13 @@ class Full:
             loss.register_hook(self._fail)
         return loss
 
-    def _fail(self, gradient: Tensor) -> None:
+    def _fail(self, gradient):
         raise torch.OutOfMemoryError(FULL)
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("kind", [Trainer, Engine])
-def test_the_error_names_rank_iteration_and_shapes(kind: Any, late: bool) -> None:
+def test_the_error_names_rank_iteration_and_shapes(kind, late):
     model = linear()
     engine = kind(Update(model, torch.optim.SGD(model.parameters(), lr=0.05), Full(late=late)))
     with pytest.raises(torch.OutOfMemoryError) as raised:
@@ -51,7 +45,7 @@ def test_the_error_names_rank_iteration_and_shapes(kind: Any, late: bool) -> Non
     )
 
 
-def test_of_a_group_it_is_the_micro_batch_that_did_not_fit() -> None:
+def test_of_a_group_it_is_the_micro_batch_that_did_not_fit():
     model, data = linear(), Numbers(20)
     batches = [(data.inputs[start:end], data.targets[start:end]) for start, end in ((0, 2), (2, 4), (4, 11), (11, 12))]
     trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.05), Full()), 2)
@@ -59,7 +53,7 @@ def test_of_a_group_it_is_the_micro_batch_that_did_not_fit() -> None:
         trainer.run(batches)
 
 
-def _one_of_two_ranks(rank: int, folder: str) -> None:
+def _one_of_two_ranks(rank, folder):
     model = DistributedDataParallel(linear())
     trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.05), Full()))
     error = ""
@@ -71,7 +65,7 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
 
 
 @pytest.mark.distributed
-def test_on_two_ranks_it_names_the_rank(tmp_path: Path) -> None:
+def test_on_two_ranks_it_names_the_rank(tmp_path):
     on_ranks(2, _one_of_two_ranks, tmp_path)
     for rank in range(2):
         assert torch.load(tmp_path / f"{rank}.pt").startswith(f"Out of memory on rank {rank} in iteration 3 with a mic")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,18 +12,18 @@ from torch import nn
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.step.precision import LossScaler, autocast, check_precision, loss_scaler
-from tests.builders import Numbers, mse, one
+from tests.kit.tiny import Numbers, mse, one
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )
-def test_a_precision_is_the_dtype_of_matrix_products(name: str, dtype: torch.dtype) -> None:
+def test_a_precision_is_the_dtype_of_matrix_products(name, dtype):
     with autocast(name, "cpu"):
         assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == dtype
 
 
-def test_unknown_precisions_and_options_without_effect_are_refused() -> None:
+def test_unknown_precisions_and_options_without_effect_are_refused():
     with pytest.raises(ValueError, match="precision must be one of fp32, bf16, fp16, got 'half'"):
         check_precision("half")
     with pytest.raises(ValueError, match="have no effect with precision 'fp32'"):
@@ -33,23 +31,23 @@ def test_unknown_precisions_and_options_without_effect_are_refused() -> None:
     assert loss_scaler("bf16", "cpu", None) is None and loss_scaler("fp32", "cpu", {}) is None
 
 
-def optimizer(gradient: float | None, scale: float = 1.0) -> torch.optim.Optimizer:
+def optimizer(gradient, scale=1.0):
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = None if gradient is None else torch.full((2,), gradient * scale)
     return torch.optim.SGD([parameter], lr=1.0)
 
 
-def scaler(**options: float) -> LossScaler:
-    made = LossScaler("cpu", init_scale=8.0, growth_interval=1, **options)  # type: ignore[arg-type]
+def scaler(**options):
+    made = LossScaler("cpu", init_scale=8.0, growth_interval=1, **options)
     made.scale(torch.ones(()))  # torch makes its tensors here
     return made
 
 
-def gradient(of: torch.optim.Optimizer) -> list[float]:
-    return of.param_groups[0]["params"][0].grad.tolist()  # type: ignore[no-any-return]
+def gradient(of):
+    return of.param_groups[0]["params"][0].grad.tolist()
 
 
-def test_finite_gradients_are_unscaled_and_the_scale_grows() -> None:
+def test_finite_gradients_are_unscaled_and_the_scale_grows():
     made, optimizers = scaler(), [optimizer(3.0, 8.0), optimizer(5.0, 8.0), optimizer(None)]
 
     assert made.unscale_all(optimizers)
@@ -60,7 +58,7 @@ def test_finite_gradients_are_unscaled_and_the_scale_grows() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_an_overflow_anywhere_is_one_for_all_and_the_scale_falls(place: int) -> None:
+def test_an_overflow_anywhere_is_one_for_all_and_the_scale_falls(place):
     made, optimizers = scaler(), [optimizer(3.0), optimizer(5.0)]
     optimizers[place] = optimizer(float("inf"))
 
@@ -70,7 +68,7 @@ def test_an_overflow_anywhere_is_one_for_all_and_the_scale_falls(place: int) -> 
     assert made.unscale_all([optimizer(3.0)])  # the next update begins with none
 
 
-def test_without_a_gradient_nothing_is_judged() -> None:
+def test_without_a_gradient_nothing_is_judged():
     made = scaler()
 
     assert made.unscale_all([optimizer(None)])
@@ -78,14 +76,14 @@ def test_without_a_gradient_nothing_is_judged() -> None:
     assert made.get_scale() == 8.0
 
 
-def test_a_parameter_of_two_optimizers_is_unscaled_once() -> None:
+def test_a_parameter_of_two_optimizers_is_unscaled_once():
     made, first = scaler(), optimizer(3.0, 8.0)
     second = torch.optim.SGD(first.param_groups[0]["params"], lr=1.0)
 
     assert made.unscale_all([first, second]) and gradient(first) == [3.0, 3.0]
 
 
-def test_a_scaler_that_is_switched_off_lets_everything_step() -> None:
+def test_a_scaler_that_is_switched_off_lets_everything_step():
     made = loss_scaler("fp16", "cpu", {"enabled": False})
 
     assert made is not None and made.unscale_all([optimizer(float("inf"))])
@@ -98,12 +96,12 @@ class Recipe:
     As with delayed scaling, a layer's scale is of the largest values seen before, and moves when the context is left.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.entered, self.is_open = 0, False
-        self.layers: list[Rounded] = []
+        self.layers = []
 
     @contextmanager
-    def __call__(self) -> Iterator[None]:
+    def __call__(self):
         self.entered, self.is_open = self.entered + 1, True
         yield
         self.is_open = False
@@ -117,13 +115,13 @@ class Rounded(nn.Linear):
 
     largest: torch.Tensor
 
-    def __init__(self, features: int, outputs: int, recipe: Recipe) -> None:
+    def __init__(self, features, outputs, recipe):
         super().__init__(features, outputs)
         self.register_buffer("largest", torch.ones(()))
         self.recipe, self.seen = recipe, torch.ones(())
         recipe.layers.append(self)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs):
         if not self.recipe.is_open:
             return super().forward(inputs)
         self.seen = inputs.detach().abs().amax()
@@ -133,7 +131,7 @@ class Rounded(nn.Linear):
         return super().forward(inputs + (rounded - inputs.detach()))  # the gradient passes it
 
 
-def in_eight_bits() -> tuple[nn.Module, torch.optim.Optimizer, Recipe]:
+def in_eight_bits():
     torch.manual_seed(3)
     recipe = Recipe()
     model = nn.Sequential(Rounded(3, 4, recipe), nn.Tanh(), Rounded(4, 1, recipe))
@@ -141,7 +139,7 @@ def in_eight_bits() -> tuple[nn.Module, torch.optim.Optimizer, Recipe]:
 
 
 @pytest.mark.row("B10")
-def test_an_fp8_library_plugs_in_by_its_layers_and_a_context_around_each_forward_pass(tmp_path: Path) -> None:
+def test_an_fp8_library_plugs_in_by_its_layers_and_a_context_around_each_forward_pass(tmp_path):
     by_hand, hand_optimizer, hand_recipe = in_eight_bits()
     data = Numbers(24)
     for first in range(0, 24, 8):
@@ -152,7 +150,7 @@ def test_an_fp8_library_plugs_in_by_its_layers_and_a_context_around_each_forward
         hand_optimizer.step()
         hand_optimizer.zero_grad()
 
-    def train(until: int) -> tuple[nn.Module, Recipe]:
+    def train(until):
         model, optimizer, recipe = in_eight_bits()
         trainer = Trainer(Update(model, optimizer, mse, precision=recipe), accumulation_steps=2)
         for event in (TrainingEvents.BACKWARD_COMPLETED, TrainingEvents.OPTIMIZER_STEP_STARTED):
@@ -163,7 +161,7 @@ def test_an_fp8_library_plugs_in_by_its_layers_and_a_context_around_each_forward
         trainer.run(loader(data, 4), max_iters=until)
         return model, recipe
 
-    closed: list[bool] = []
+    closed = []
     train(1)
     model, recipe = train(3)  # in another process: the scales are in the checkpoint
     assert recipe.entered == 4 and closed and all(closed)

@@ -1,16 +1,11 @@
 """The gated optimizer in one process: what it gates, what it counts, what it saves."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from ignite.engine import Engine, Events
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim import lr_scheduler as torch_schedulers
 
@@ -21,13 +16,13 @@ from ignite_engine.ext.accumulation import (
     initialize,
 )
 from ignite_engine.handlers import Checkpoint
-from tests.builders import linear, mse, numbers_loader, one
 from tests.ext.accumulation.loops import DOUBLE, by_hand, clear_first, clear_last, close, gradient, made, micro_batches
+from tests.kit.tiny import linear, mse, numbers_loader, one
 
 
 @pytest.mark.row("B4")
 @pytest.mark.parametrize("call", [clear_first, clear_last])
-def test_groups_of_three_are_updates_with_the_mean_of_three(call: Callable[..., None]) -> None:
+def test_groups_of_three_are_updates_with_the_mean_of_three(call):
     batches = micro_batches(12)
     model, optimizer, scheduler = made(3)
     seen = []
@@ -42,7 +37,7 @@ def test_groups_of_three_are_updates_with_the_mean_of_three(call: Callable[..., 
 
 
 @pytest.mark.row("B4")
-def test_boundary_is_where_the_last_micro_batch_completed_its_group() -> None:
+def test_boundary_is_where_the_last_micro_batch_completed_its_group():
     model, optimizer, _ = made(3)
     before, after_backward, after_step = list[bool](), list[bool](), list[bool]()
     for batch in micro_batches(7):
@@ -57,7 +52,7 @@ def test_boundary_is_where_the_last_micro_batch_completed_its_group() -> None:
     assert after_backward == after_step == [False, False, True, False, False, True, False]
 
 
-def test_zero_grad_keeps_the_gradients_of_an_open_group() -> None:
+def test_zero_grad_keeps_the_gradients_of_an_open_group():
     model, optimizer, _ = made(2)
     first, second = micro_batches(2)
     optimizer.backward(mse(model, first))
@@ -71,7 +66,7 @@ def test_zero_grad_keeps_the_gradients_of_an_open_group() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_two_losses_are_one_micro_batch() -> None:
+def test_two_losses_are_one_micro_batch():
     batches = micro_batches(8)
     model, optimizer, scheduler = made(2)
     for one_loss, other in zip(batches[::2], batches[1::2], strict=True):
@@ -91,7 +86,7 @@ def test_two_losses_are_one_micro_batch() -> None:
     assert close(one(model), one(summed)) and scheduler.get_last_lr() == summed_scheduler.get_last_lr()
 
 
-def test_two_losses_of_one_graph() -> None:
+def test_two_losses_of_one_graph():
     (batch,) = micro_batches(1)
     model, optimizer, _ = made(1)
     loss = mse(model, batch)
@@ -103,7 +98,7 @@ def test_two_losses_of_one_graph() -> None:
     assert close(gradient(model), gradient(other))
 
 
-def test_one_micro_batch_to_a_group_is_the_bare_optimizer_bit_for_bit() -> None:
+def test_one_micro_batch_to_a_group_is_the_bare_optimizer_bit_for_bit():
     batches = micro_batches(5)
     model, optimizer, scheduler = made(1)
     other = linear(dtype=DOUBLE)
@@ -123,7 +118,7 @@ def test_one_micro_batch_to_a_group_is_the_bare_optimizer_bit_for_bit() -> None:
         mse(net, batches[0]).backward()
         each.zero_grad()
 
-        def closure(net: nn.Module = net) -> Tensor:
+        def closure(net=net):
             loss = mse(net, batches[1])
             loss.backward()
             return loss
@@ -132,7 +127,7 @@ def test_one_micro_batch_to_a_group_is_the_bare_optimizer_bit_for_bit() -> None:
     assert torch.equal(one(model), one(other)) and losses[0] == losses[1] and not optimizer.flush()
 
 
-def test_tail_is_the_plain_mean_of_what_there_is() -> None:
+def test_tail_is_the_plain_mean_of_what_there_is():
     batches = micro_batches(7)
     model, optimizer, scheduler = made(3)
     for batch in batches:
@@ -149,7 +144,7 @@ def test_tail_is_the_plain_mean_of_what_there_is() -> None:
     assert optimizer.micro_batches == 1 and not optimizer.accumulation_boundary()
 
 
-def test_flush_counts_the_micro_batch_that_is_not_stepped_yet() -> None:
+def test_flush_counts_the_micro_batch_that_is_not_stepped_yet():
     batches = micro_batches(2)
     model, optimizer, scheduler = made(3)
     clear_last(model, optimizer, scheduler, batches[0])
@@ -159,7 +154,7 @@ def test_flush_counts_the_micro_batch_that_is_not_stepped_yet() -> None:
     assert close(one(model), by_hand([batches])[0])
 
 
-def test_flush_clips_the_mean() -> None:
+def test_flush_clips_the_mean():
     batches = micro_batches(2)
     model, other = linear(dtype=DOUBLE), linear(dtype=DOUBLE)
     optimizer = GradientAccumulationOptimizer(SGD(model.parameters(), lr=1.0), model, 4)
@@ -174,7 +169,7 @@ def test_flush_clips_the_mean() -> None:
     assert close(one(model), one(other))
 
 
-def test_clipping_is_at_the_boundary_and_sees_the_gradient_of_the_mean() -> None:
+def test_clipping_is_at_the_boundary_and_sees_the_gradient_of_the_mean():
     batches = micro_batches(2)
     model, other = linear(dtype=DOUBLE), linear(dtype=DOUBLE)
     optimizer = GradientAccumulationOptimizer(
@@ -193,12 +188,12 @@ def test_clipping_is_at_the_boundary_and_sees_the_gradient_of_the_mean() -> None
     assert close(one(model), one(other))
 
 
-def overflowing(batch: Any) -> Any:
+def overflowing(batch):
     return batch[0], torch.full_like(batch[1], float("inf"))
 
 
 @pytest.mark.parametrize("flushed", [False, True])
-def test_overflow_skips_optimizer_and_scheduler(flushed: bool) -> None:
+def test_overflow_skips_optimizer_and_scheduler(flushed):
     batches = [(inputs.float(), targets.float()) for inputs, targets in micro_batches(5)]
     model = linear()
     optimizer, scheduler = initialize(
@@ -227,7 +222,7 @@ def test_overflow_skips_optimizer_and_scheduler(flushed: bool) -> None:
     assert scheduler.get_last_lr() == [0.025] and optimizer.optimizer_steps == 2
 
 
-def test_states_go_to_and_from_the_bare_ones() -> None:
+def test_states_go_to_and_from_the_bare_ones():
     batches = micro_batches(4)
     model, optimizer, scheduler = made(2)
     for batch in batches:
@@ -248,7 +243,7 @@ def test_states_go_to_and_from_the_bare_ones() -> None:
     assert back_scheduler.last_epoch == 1 and set(fresh.state_dict()) == {"state", "param_groups"}
 
 
-def test_no_state_between_backward_and_step() -> None:
+def test_no_state_between_backward_and_step():
     model, optimizer, _ = made(4)
     optimizer.backward(mse(model, micro_batches(1)[0]))
 
@@ -256,7 +251,7 @@ def test_no_state_between_backward_and_step() -> None:
         optimizer.state_dict()
 
 
-def test_state_from_within_a_group_asks_for_the_same_group() -> None:
+def test_state_from_within_a_group_asks_for_the_same_group():
     model, optimizer, scheduler = made(4)
     clear_last(model, optimizer, scheduler, micro_batches(1)[0])
     state = optimizer.state_dict()
@@ -266,7 +261,7 @@ def test_state_from_within_a_group_asks_for_the_same_group() -> None:
         other.load_state_dict(state)
 
 
-def test_loading_drops_the_group_that_is_open() -> None:
+def test_loading_drops_the_group_that_is_open():
     batches = micro_batches(5)
     model, optimizer, scheduler = made(2)
     states = copy.deepcopy([each.state_dict() for each in (model, optimizer, scheduler)])
@@ -280,9 +275,9 @@ def test_loading_drops_the_group_that_is_open() -> None:
     assert close(one(model), by_hand([batches[3:]])[0]) and optimizer.optimizer_steps == 1
 
 
-def test_a_failing_step_leaves_the_next_group_whole() -> None:
+def test_a_failing_step_leaves_the_next_group_whole():
     class Failing(SGD):
-        def step(self, closure: Any = None) -> Any:
+        def step(self, closure=None):
             raise OSError("no step")
 
     model = linear(dtype=DOUBLE)
@@ -293,11 +288,11 @@ def test_a_failing_step_leaves_the_next_group_whole() -> None:
     assert optimizer.micro_batches == optimizer.optimizer_steps == 0
 
 
-def test_in_an_ignite_engine() -> None:
+def test_in_an_ignite_engine():
     batches = micro_batches(5)
     model, optimizer, scheduler = made(2)
 
-    def step(engine: Engine, batch: Any) -> float:
+    def step(engine, batch):
         loss = mse(model, batch)
         optimizer.backward(loss)
         optimizer.step()
@@ -314,13 +309,13 @@ def test_in_an_ignite_engine() -> None:
     assert (engine.state.iteration, optimizer.optimizer_steps) == (10, 6)
 
 
-def test_in_a_trainer_a_resume_within_a_group_is_exact(tmp_path: Path) -> None:
-    def run(folder: str, max_iters: int) -> Tensor:
+def test_in_a_trainer_a_resume_within_a_group_is_exact(tmp_path):
+    def run(folder, max_iters):
         model = linear()
         bare = AdamW(model.parameters(), lr=0.1)
         optimizer, scheduler = initialize(model, bare, torch_schedulers.ExponentialLR(bare, 0.9), 3)
 
-        def step(engine: Engine, batch: Any) -> Tensor:
+        def step(engine, batch):
             loss = mse(model, batch)
             optimizer.backward(loss)
             optimizer.step()
@@ -343,7 +338,7 @@ def test_in_a_trainer_a_resume_within_a_group_is_exact(tmp_path: Path) -> None:
     assert torch.equal(run("parts", 12), whole)
 
 
-def test_a_loss_that_was_not_given_to_it_is_refused() -> None:
+def test_a_loss_that_was_not_given_to_it_is_refused():
     model, optimizer, _ = made(2)
     mse(model, micro_batches(1)[0]).backward()
 
@@ -356,10 +351,10 @@ def test_a_loss_that_was_not_given_to_it_is_refused() -> None:
 
 
 class HoldsBackInAContext(nn.Linear):
-    def no_sync(self) -> None: ...
+    def no_sync(self): ...
 
 
-def bad_arguments() -> list[tuple[Callable[[], object], type[Exception], str]]:
+def bad_arguments():
     model = linear()
     bare = SGD(model.parameters(), lr=0.1)
     scheduler = torch_schedulers.ConstantLR(bare)
@@ -367,14 +362,14 @@ def bad_arguments() -> list[tuple[Callable[[], object], type[Exception], str]]:
     other = SGD(linear().parameters(), lr=0.1)
     context = HoldsBackInAContext(1, 1)
     static = linear()
-    static.require_backward_grad_sync = static.static_graph = True  # type: ignore[assignment]  # as DDP has them
+    static.require_backward_grad_sync = static.static_graph = True
     of = GradientAccumulationOptimizer
     over = GradientAccumulationLRScheduler
     return [
         (lambda: of(bare, model, 0), ValueError, "whole number of at least 1, got 0"),
-        (lambda: of(bare, model, 2.0), ValueError, "whole number of at least 1, got 2.0"),  # type: ignore[arg-type]
-        (lambda: of(model, bare, 2), TypeError, "optimizer must be .* got Sequential"),  # type: ignore[arg-type]
-        (lambda: of(bare, bare, 2), TypeError, "model must be .* got SGD"),  # type: ignore[arg-type]
+        (lambda: of(bare, model, 2.0), ValueError, "whole number of at least 1, got 2.0"),
+        (lambda: of(model, bare, 2), TypeError, "optimizer must be .* got Sequential"),
+        (lambda: of(bare, bare, 2), TypeError, "model must be .* got SGD"),
         (lambda: of(gated, model, 2), TypeError, "accumulates gradients already"),
         (lambda: of(other, model, 2), ValueError, "holds no parameter of model"),
         (lambda: of(bare, model, 2, precision="fp8"), ValueError, "fp32, bf16, fp16, got 'fp8'"),
@@ -391,7 +386,7 @@ def bad_arguments() -> list[tuple[Callable[[], object], type[Exception], str]]:
 
 
 @pytest.mark.parametrize("case", range(len(bad_arguments())))
-def test_a_wrong_argument_is_one_clear_sentence(case: int) -> None:
+def test_a_wrong_argument_is_one_clear_sentence(case):
     make, kind, message = bad_arguments()[case]
 
     with pytest.raises(kind, match=message) as error:

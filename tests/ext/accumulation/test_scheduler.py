@@ -1,17 +1,12 @@
 """The gated scheduler: when it steps, alone and with the optimizer, and what it saves."""
 
-from __future__ import annotations
-
 import copy
 import io
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 from torch.optim import lr_scheduler as torch_schedulers
 
 from ignite_engine.ext.accumulation import (
@@ -19,14 +14,14 @@ from ignite_engine.ext.accumulation import (
     initialize,
 )
 from ignite_engine.handlers import warmup_cosine
-from tests.builders import linear, mse, one
 from tests.ext.accumulation.loops import DOUBLE, clear_last, made, micro_batches
 from tests.faults.commands import program
+from tests.kit.tiny import linear, mse, one
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_scheduler_alone_counts_its_own_calls() -> None:
+def test_scheduler_alone_counts_its_own_calls():
     optimizer = SGD(linear().parameters(), lr=1.0)
     scheduler = GradientAccumulationLRScheduler(torch_schedulers.ExponentialLR(optimizer, 0.5), 3)
     optimizer.step()
@@ -37,7 +32,7 @@ def test_scheduler_alone_counts_its_own_calls() -> None:
     assert seen == [1.0, 1.0, 0.5, 0.5, 0.5, 0.25, 0.25]
 
 
-def test_state_of_a_scheduler_alone_says_how_far_its_group_is() -> None:
+def test_state_of_a_scheduler_alone_says_how_far_its_group_is():
     optimizer = SGD(linear().parameters(), lr=1.0)
     scheduler = GradientAccumulationLRScheduler(torch_schedulers.ExponentialLR(optimizer, 0.5), 3)
     optimizer.step()
@@ -51,7 +46,7 @@ def test_state_of_a_scheduler_alone_says_how_far_its_group_is() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # it sees this process only
-def test_state_that_was_saved_before_the_scheduler_moved_moves_it() -> None:
+def test_state_that_was_saved_before_the_scheduler_moved_moves_it():
     batches = micro_batches(4)
     model, optimizer, scheduler = made(2)
     for batch in batches[:2]:
@@ -70,14 +65,14 @@ def test_state_that_was_saved_before_the_scheduler_moved_moves_it() -> None:
     assert torch.equal(one(other), one(model)) and other_scheduler.get_last_lr() == scheduler.get_last_lr()
 
 
-def test_a_schedule_of_ours_sets_the_lr_of_the_first_update() -> None:
+def test_a_schedule_of_ours_sets_the_lr_of_the_first_update():
     bare = SGD((model := linear()).parameters(), lr=0.3)
     optimizer, scheduler = initialize(model, bare, warmup_cosine(bare, warmup=3, total=10), 2)
 
     assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == pytest.approx(0.1)
 
 
-def schedulers() -> dict[str, Callable[[Optimizer], Any]]:
+def schedulers():
     return {
         "lambda": lambda optimizer: torch_schedulers.LambdaLR(optimizer, lambda epoch: 1.0 / (epoch + 1)),
         "one_cycle": lambda optimizer: torch_schedulers.OneCycleLR(optimizer, max_lr=0.1, total_steps=20),
@@ -92,8 +87,8 @@ def schedulers() -> dict[str, Callable[[Optimizer], Any]]:
 
 @pytest.mark.parametrize("name", schedulers())
 @pytest.mark.parametrize("saved_after", [8, 9])  # at the edge of a group, and within one
-def test_state_that_was_saved_goes_on_exactly(name: str, saved_after: int) -> None:
-    def pair() -> tuple[nn.Module, Any, Any]:
+def test_state_that_was_saved_goes_on_exactly(name, saved_after):
+    def pair():
         model = linear(dtype=DOUBLE)
         optimizer = AdamW(model.parameters(), lr=0.1)
         return model, *initialize(model, optimizer, schedulers()[name](optimizer), 2)
@@ -141,8 +136,8 @@ print(scheduler.get_last_lr()[0], optimizer.optimizer_steps, optimizer.skipped_s
 
 
 @pytest.mark.slow
-def test_lr_goes_on_in_a_fresh_process(tmp_path: Path) -> None:
-    def lines(*arguments: str) -> list[str]:
+def test_lr_goes_on_in_a_fresh_process(tmp_path):
+    def lines(*arguments):
         process = program(tmp_path, IN_ANOTHER_PROCESS, *arguments)
         output, errors = process.communicate()
         assert process.returncode == 0, errors

@@ -1,11 +1,8 @@
 """An optimizer that wraps another one: everything that it does not override is that one's."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -14,11 +11,11 @@ from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as torch_schedulers
 
 from ignite_engine.ext.accumulation import GradientAccumulationLRScheduler, GradientAccumulationOptimizer, initialize
-from tests.builders import linear, mse, one
 from tests.ext.accumulation.loops import DOUBLE, clear_last, made, micro_batches
+from tests.kit.tiny import linear, mse, one
 
 
-def test_it_is_an_optimizer_and_everything_else_is_the_wrapped_ones() -> None:
+def test_it_is_an_optimizer_and_everything_else_is_the_wrapped_ones():
     model, optimizer, scheduler = made(2)
     bare, calls = optimizer.optimizer, list[str]()
     assert isinstance(optimizer, Optimizer) and isinstance(scheduler, torch_schedulers.LRScheduler)
@@ -38,7 +35,7 @@ def test_it_is_an_optimizer_and_everything_else_is_the_wrapped_ones() -> None:
         _ = optimizer.no_such_thing
 
 
-def test_torch_schedulers_may_be_made_over_it() -> None:
+def test_torch_schedulers_may_be_made_over_it():
     model = linear(dtype=DOUBLE)
     optimizer = GradientAccumulationOptimizer(SGD(model.parameters(), lr=1.0), model, 2)
     scheduler = torch_schedulers.ExponentialLR(optimizer, 0.5)
@@ -54,14 +51,14 @@ def test_torch_schedulers_may_be_made_over_it() -> None:
     assert optimizer.optimizer.param_groups[0]["lr"] == 0.25 and optimizer.optimizer_steps == 2
 
 
-def pickled(thing: Any) -> Any:
+def pickled(thing):
     return pickle.loads(pickle.dumps(thing))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("done", [0, 2])
-def test_a_copy_continues_with_the_same_bits(copied: Any, precision: str, done: int) -> None:
+def test_a_copy_continues_with_the_same_bits(copied, precision, done):
     batches, model = micro_batches(6), linear(dtype=DOUBLE)
     bare = torch.optim.AdamW(model.parameters(), lr=0.1)
     pair = initialize(model, bare, torch_schedulers.ExponentialLR(bare, 0.5), 2, precision=precision)
@@ -78,7 +75,7 @@ def test_a_copy_continues_with_the_same_bits(copied: Any, precision: str, done: 
     assert not torch.equal(one(model), one(linear(dtype=DOUBLE)))
 
 
-def test_no_copy_within_a_group() -> None:
+def test_no_copy_within_a_group():
     model = linear(dtype=DOUBLE)
     optimizer = GradientAccumulationOptimizer(SGD(model.parameters(), lr=0.1), model, 2)
     optimizer.backward(mse(model, micro_batches(1)[0]))

@@ -1,12 +1,8 @@
 """A captured update computes what the plain one computes up to rounding, and its runs resume bit for bit."""
 
-from __future__ import annotations
-
 import shutil
 from collections import UserDict
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +16,7 @@ from ignite_engine import Trainer, TrainingEvents, Update, loader, seed_everythi
 from ignite_engine.errors import NotExact, StateMismatch
 from ignite_engine.ext.capture import capture
 from ignite_engine.handlers import Checkpoint, LRSchedule, warmup_cosine
-from tests.builders import linear
+from tests.kit.tiny import linear
 from tests.ranks.forkserver import on_ranks
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, which torch.compile calls")
@@ -28,25 +24,25 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++
 EPOCH = 6  # iterations; the last has a smaller batch
 
 
-def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def loss_fn(model, batch):
     inputs, targets = batch
     predictions = model(inputs)
     return nn.functional.mse_loss(predictions, targets), {"error": (predictions - targets).abs().mean().detach()}
 
 
-def data() -> Any:
+def data():
     inputs = torch.randn(44, 8, generator=torch.Generator().manual_seed(0))
     return loader(TensorDataset(inputs, inputs[:, :1].sin()), batch_size=8, shuffle=True, seed=0)
 
 
 def trainer_of(
-    mode: bool,
+    mode,
     *,
-    optimizer: Any = torch.optim.AdamW,
-    dropout: float = 0.0,
-    steps: int | None = None,
-    **options: Any,
-) -> Trainer:
+    optimizer=torch.optim.AdamW,
+    dropout=0.0,
+    steps=None,
+    **options,
+):
     seed_everything(0)
     model = nn.Sequential(
         nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 1)
@@ -58,8 +54,8 @@ def trainer_of(
     return trainer
 
 
-def outputs_of(trainer: Trainer, epochs: int = 2) -> list[dict[str, float]]:
-    outputs: list[dict[str, float]] = []
+def outputs_of(trainer, epochs=2):
+    outputs = []
     trainer.add_event_handler(
         Events.ITERATION_COMPLETED,
         lambda: outputs.append({name: float(value) for name, value in trainer.state.output.items()}),
@@ -68,8 +64,8 @@ def outputs_of(trainer: Trainer, epochs: int = 2) -> list[dict[str, float]]:
     return outputs
 
 
-def state_of(trainer: Trainer) -> dict[str, Tensor]:
-    model, optimizer = trainer.update.model, trainer.update.optimizers["optimizer"]  # type: ignore[attr-defined]
+def state_of(trainer):
+    model, optimizer = trainer.update.model, trainer.update.optimizers["optimizer"]
     found = {name: value.detach().clone() for name, value in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         found |= {
@@ -80,7 +76,7 @@ def state_of(trainer: Trainer) -> dict[str, Tensor]:
     return found
 
 
-def momentum(parameters: Any, lr: float) -> torch.optim.SGD:
+def momentum(parameters, lr):
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9, nesterov=True, weight_decay=0.01)
 
 
@@ -95,7 +91,7 @@ def momentum(parameters: Any, lr: float) -> torch.optim.SGD:
     ids=["adamw", "sgd, accumulated", "a step that is not captured"],
 )
 @pytest.mark.slow  # compiles
-def test_its_losses_and_weights_are_those_of_the_plain_update(options: dict[str, Any], updates: int) -> None:
+def test_its_losses_and_weights_are_those_of_the_plain_update(options, updates):
     plain, captured = trainer_of(False, **options), trainer_of(True, **options)
 
     expected, found = outputs_of(plain), outputs_of(captured)
@@ -113,11 +109,11 @@ def test_its_losses_and_weights_are_those_of_the_plain_update(options: dict[str,
 
 @pytest.mark.row("N3")
 @pytest.mark.slow  # compiles
-def test_resumed_at_a_short_batch_it_ends_with_the_bits_of_the_whole_run(tmp_path: Path) -> None:
+def test_resumed_at_a_short_batch_it_ends_with_the_bits_of_the_whole_run(tmp_path):
     """With dropout, which draws from torch's generator, and a schedule, of which no LR is compiled."""
     whole = trainer_of(True, dropout=0.1)
     whole.run(data(), max_epochs=2)
-    graphs = len(whole.update._capture._step._graphs)  # type: ignore[attr-defined]
+    graphs = len(whole.update._capture._step._graphs)
 
     stopped = trainer_of(True, dropout=0.1)
     Checkpoint(tmp_path, strict=True).attach(stopped)
@@ -136,7 +132,7 @@ def test_resumed_at_a_short_batch_it_ends_with_the_bits_of_the_whole_run(tmp_pat
 
 
 @pytest.mark.slow  # compiles
-def test_events_of_micro_batches_come_and_see_the_gradients_so_far() -> None:
+def test_events_of_micro_batches_come_and_see_the_gradients_so_far():
     trainer, seen = trainer_of(True, steps=2), []
     for event in (
         TrainingEvents.FORWARD_STARTED,
@@ -145,8 +141,8 @@ def test_events_of_micro_batches_come_and_see_the_gradients_so_far() -> None:
         TrainingEvents.OPTIMIZER_STEP_STARTED,
     ):
         trainer.add_event_handler(event, lambda _, name=event.name: seen.append(name))
-    norms: list[float] = []
-    weight = trainer.update.model[0].weight  # type: ignore[attr-defined]
+    norms = []
+    weight = trainer.update.model[0].weight
     trainer.add_event_handler(TrainingEvents.BACKWARD_COMPLETED, lambda: norms.append(float(weight.grad.norm())))
     trainer.run(data(), max_iters=1)
 
@@ -156,12 +152,12 @@ def test_events_of_micro_batches_come_and_see_the_gradients_so_far() -> None:
 
 
 @pytest.mark.slow  # compiles
-def test_frozen_parameters_another_setting_and_another_shape_are_graphs_of_their_own() -> None:
+def test_frozen_parameters_another_setting_and_another_shape_are_graphs_of_their_own():
     """The same losses as the plain way's, each thing compiled once."""
 
-    def run(mode: bool) -> list[dict[str, float]]:
+    def run(mode):
         trainer = trainer_of(mode)
-        model, (optimizer,) = trainer.update.model, trainer.update.optimizers.values()  # type: ignore[attr-defined]
+        model, (optimizer,) = trainer.update.model, trainer.update.optimizers.values()
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: model[4].bias.requires_grad_(False))
         trainer.add_event_handler(
             Events.ITERATION_COMPLETED(once=3), lambda: optimizer.param_groups[0].update(weight_decay=0.2)
@@ -181,7 +177,7 @@ def test_frozen_parameters_another_setting_and_another_shape_are_graphs_of_their
         assert output == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
-def test_more_shapes_than_there_may_be_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_shapes_than_there_may_be_graphs_are_refused(monkeypatch):
     monkeypatch.setattr(capture, "MAX_GRAPHS", 0)
     with pytest.raises(ValueError, match="it would need more than 0 graphs: pad batches to fewer shapes"):
         outputs_of(trainer_of(True))
@@ -195,26 +191,26 @@ def test_more_shapes_than_there_may_be_graphs_are_refused(monkeypatch: pytest.Mo
         ({"loss_parallel": True}, "loss_parallel is on"),
     ],
 )
-def test_what_is_known_to_be_impossible_is_refused_at_once(options: dict[str, Any], message: str) -> None:
+def test_what_is_known_to_be_impossible_is_refused_at_once(options, message):
     model = linear()
     with pytest.raises(ValueError, match=message):
         Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, capture=True, **options)
 
 
-def ddp_is_refused(rank: int, folder: str) -> None:
+def ddp_is_refused(rank, folder):
     model = DistributedDataParallel(linear())
     with pytest.raises(ValueError, match="DistributedDataParallel reduces gradients over ranks; one process is cap"):
         Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, capture=True)
 
 
-def test_a_model_in_ddp_is_refused(tmp_path: Path) -> None:
+def test_a_model_in_ddp_is_refused(tmp_path):
     on_ranks(2, ddp_is_refused, tmp_path)
 
 
 @pytest.mark.slow  # compiles
-def test_a_hook_of_a_module_that_comes_within_a_run_is_refused() -> None:
+def test_a_hook_of_a_module_that_comes_within_a_run_is_refused():
     trainer = trainer_with(True, linear_of_8, loss_fn)
-    model = trainer.update.model  # type: ignore[attr-defined]
+    model = trainer.update.model
     trainer.add_event_handler(
         Events.ITERATION_COMPLETED(once=2), lambda: model.register_forward_hook(lambda module, inputs, output: output)
     )
@@ -224,7 +220,7 @@ def test_a_hook_of_a_module_that_comes_within_a_run_is_refused() -> None:
 
 
 @pytest.mark.slow  # compiles
-def test_a_run_that_was_captured_is_not_resumed_without_a_word(tmp_path: Path) -> None:
+def test_a_run_that_was_captured_is_not_resumed_without_a_word(tmp_path):
     saved = trainer_of(True)
     Checkpoint(tmp_path).attach(saved)
     saved.run(data(), max_epochs=1)
@@ -236,9 +232,9 @@ def test_a_run_that_was_captured_is_not_resumed_without_a_word(tmp_path: Path) -
         trainer.run(data(), max_epochs=2)
 
 
-def test_another_compiler_is_in_the_report(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_compiler_is_in_the_report(caplog):
     trainer = trainer_of(True)
-    captured = trainer.update._capture  # type: ignore[attr-defined]
+    captured = trainer.update._capture
     captured.load_state_dict(captured.state_dict())
     assert trainer.reproducibility() == []
 
@@ -250,7 +246,7 @@ def test_another_compiler_is_in_the_report(caplog: pytest.LogCaptureFixture) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_run_that_was_not_captured_is_not_resumed_captured_without_a_word(tmp_path: Path, strict: bool) -> None:
+def test_a_run_that_was_not_captured_is_not_resumed_captured_without_a_word(tmp_path, strict):
     saved = trainer_of(False)
     Checkpoint(tmp_path).attach(saved)
     saved.run(data(), max_epochs=1)
@@ -266,55 +262,55 @@ def test_a_run_that_was_not_captured_is_not_resumed_captured_without_a_word(tmp_
 class Odd(nn.Module):
     """Parameters whose gradient is the loss's own, one for both and for all elements of a third."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer, self.one, self.other = nn.Linear(8, 1), nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
         self.several = nn.Parameter(torch.zeros(3))
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        output: Tensor = self.layer(inputs)
+    def forward(self, inputs):
+        output = self.layer(inputs)
         return output
 
 
-def with_terms(model: Any, batch: Any) -> Tensor:
+def with_terms(model, batch):
     return loss_fn(model, batch)[0] + model.one + model.other + model.several.sum()
 
 
 class Centered(nn.Module):
     """A loss with a mean of what it has seen."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("center", torch.zeros(1))
 
-    def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, model, batch):
         output = model(batch[0])
         loss = nn.functional.mse_loss(output - self.center, batch[1])
         with torch.no_grad():
-            self.center.mul_(0.5).add_(output.mean(0), alpha=0.5)  # type: ignore[operator]
+            self.center.mul_(0.5).add_(output.mean(0), alpha=0.5)
         return loss
 
 
 class Reassigned(nn.Module):
     """Puts another tensor in the place of a buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer, self.dropout = nn.Linear(8, 1), nn.Dropout(0.1)
         self.register_buffer("mean", torch.zeros(8))
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         self.mean = 0.9 * self.mean + 0.1 * inputs.mean(0)
-        output: Tensor = self.layer(self.dropout(inputs - self.mean))
+        output = self.layer(self.dropout(inputs - self.mean))
         return output
 
 
-def writes_to_the_batch(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def writes_to_the_batch(model, batch):
     batch[0].mul_(0.5)
     return loss_fn(model, batch)[0]
 
 
-def trainer_with(mode: bool, kind: Any, loss: Any, *, steps: int | None = None, **options: Any) -> Trainer:
+def trainer_with(mode, kind, loss, *, steps=None, **options):
     """Of a model of its own, by RMSprop, whose step is not captured."""
     seed_everything(0)
     model = kind()
@@ -322,7 +318,7 @@ def trainer_with(mode: bool, kind: Any, loss: Any, *, steps: int | None = None, 
     return Trainer(update, accumulation_steps=steps)
 
 
-def assert_trains_alike(plain: Trainer, captured: Trainer) -> None:
+def assert_trains_alike(plain, captured):
     expected, found = outputs_of(plain), outputs_of(captured)
     torch.testing.assert_close(
         *([torch.tensor(list(output.values())) for output in outputs] for outputs in (found, expected)),
@@ -335,27 +331,27 @@ def assert_trains_alike(plain: Trainer, captured: Trainer) -> None:
 
 @pytest.mark.parametrize("options", [{"steps": 3}, {"clip_norm": 0.1}], ids=["accumulated", "clipped"])
 @pytest.mark.slow  # compiles
-def test_gradients_of_which_one_is_another_in_memory_are_written_to_one_by_one(options: dict[str, Any]) -> None:
+def test_gradients_of_which_one_is_another_in_memory_are_written_to_one_by_one(options):
     assert_trains_alike(trainer_with(False, Odd, with_terms, **options), trainer_with(True, Odd, with_terms, **options))
 
 
 @pytest.mark.slow  # compiles
-def test_to_compile_leaves_no_trace_in_the_batch() -> None:
-    def trainer(mode: bool) -> Trainer:
+def test_to_compile_leaves_no_trace_in_the_batch():
+    def trainer(mode):
         return trainer_with(mode, linear_of_8, writes_to_the_batch)
 
     assert_trains_alike(trainer(False), trainer(True))
 
 
-def linear_of_8() -> nn.Module:
+def linear_of_8():
     return nn.Linear(8, 1)
 
 
 @pytest.mark.slow  # compiles
-def test_to_compile_leaves_no_trace_in_buffers_of_the_loss(tmp_path: Path) -> None:
+def test_to_compile_leaves_no_trace_in_buffers_of_the_loss(tmp_path):
     """Also in a resumed run, whose buffers are no zeros any more, and which compiles anew."""
 
-    def trainer() -> tuple[Trainer, Centered]:
+    def trainer():
         loss = Centered()
         return trainer_with(True, linear_of_8, loss), loss
 
@@ -373,22 +369,22 @@ def test_to_compile_leaves_no_trace_in_buffers_of_the_loss(tmp_path: Path) -> No
 
 
 @pytest.mark.slow  # compiles
-def test_a_model_that_replaces_its_buffers_is_refused() -> None:
+def test_a_model_that_replaces_its_buffers_is_refused():
     with pytest.raises(ValueError, match="mean is another tensor after a forward"):
         outputs_of(trainer_with(True, Reassigned, lambda model, batch: loss_fn(model, batch)[0]))
 
 
-def other_loss_where_compiled(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def other_loss_where_compiled(model, batch):
     return loss_fn(model, batch)[0] + 0.01 * torch.compiler.is_compiling()
 
 
 @pytest.mark.slow  # compiles
-def test_a_loss_that_is_another_one_when_compiled_is_refused() -> None:
+def test_a_loss_that_is_another_one_when_compiled_is_refused():
     with pytest.raises(ValueError, match="the loss differs"):
         outputs_of(trainer_with(True, linear_of_8, other_loss_where_compiled))
 
 
-def test_a_batch_in_an_object_that_torch_does_not_look_into_is_refused() -> None:
+def test_a_batch_in_an_object_that_torch_does_not_look_into_is_refused():
     """Each would be another kind of batch, with a graph of its own."""
     trainer = trainer_with(True, linear_of_8, lambda model, batch: loss_fn(model, (batch["x"], batch["y"]))[0])
     batch = UserDict(x=torch.ones(4, 8), y=torch.ones(4, 1))
@@ -398,9 +394,9 @@ def test_a_batch_in_an_object_that_torch_does_not_look_into_is_refused() -> None
 
 
 @pytest.mark.slow  # compiles
-def test_a_hook_of_a_gradient_that_comes_within_a_run_is_refused() -> None:
+def test_a_hook_of_a_gradient_that_comes_within_a_run_is_refused():
     trainer = trainer_with(True, linear_of_8, loss_fn)
-    weight = trainer.update.model.weight  # type: ignore[attr-defined]
+    weight = trainer.update.model.weight
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: weight.register_hook(lambda value: value))
 
     with pytest.raises(ValueError, match="a parameter has hooks of its gradient"):

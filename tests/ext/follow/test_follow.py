@@ -1,13 +1,10 @@
 """A run and its follower, each in a process of its own: signals, kills, and a retention that keeps one checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,15 +24,15 @@ NOT_BY_ITSELF = ["evaluation.every=null", "evaluation.at_end=false"]
 BY_LOSS = ["checkpoint.best=val/accuracy", "checkpoint.mode=max", "checkpoint.keep_last=1", "checkpoint.every=1"]
 
 
-def command(folder: Path, *arguments: str, output: str) -> Run:
+def command(folder, *arguments, output):
     return Run(shared().start("tests.faults.commands:main", list(arguments), output=folder / output, folder=ROOT))
 
 
-def follower(config: Path, *arguments: str, output: str = "follower.txt") -> Run:
+def follower(config, *arguments, output="follower.txt"):
     return command(config.parent, "evaluate", str(config), "--follow", *arguments, output=output)
 
 
-def followed(folder: Path) -> dict[int, dict[str, float]]:
+def followed(folder):
     """What the follower has written to the run's log, by iteration."""
     path = RunDirectory(folder / "run").followed
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -44,19 +41,19 @@ def followed(folder: Path) -> dict[int, dict[str, float]]:
     return values
 
 
-def its_own(folder: Path) -> dict[int, dict[str, float]]:
+def its_own(folder):
     """What the run itself has measured, by iteration."""
     rows = {line["iteration"]: {key: line[key] for key in line if key.startswith("val/")} for line in lines(folder)}
     return {iteration: row for iteration, row in rows.items() if row}
 
 
-def printed(folder: Path, output: str = "follower.txt") -> list[int]:
+def printed(folder, output="follower.txt"):
     """The iterations that a follower has said to have evaluated."""
     rows = [line for line in (folder / output).read_text().splitlines() if line.startswith("{")]
     return [json.loads(row)["iteration"] for row in rows]
 
 
-def best_is_kept(folder: Path, metric: str = "val/accuracy") -> None:
+def best_is_kept(folder, metric="val/accuracy"):
     """Of all that was evaluated the best is on disk, and is found as such: whichever was saved meanwhile."""
     values = {iteration: row[metric] for iteration, row in followed(folder).items()}
     best = CheckpointStore(folder / "run" / "checkpoints").best(metric, "max")
@@ -66,7 +63,7 @@ def best_is_kept(folder: Path, metric: str = "val/accuracy") -> None:
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("name", SHIPPED)
-def test_values_have_the_bits_of_the_runs_own_evaluation(tmp_path: Path, name: str) -> None:
+def test_values_have_the_bits_of_the_runs_own_evaluation(tmp_path, name):
     config = str(ROOT / "configs" / f"{name}.yaml")
     settings = [*SHIPPED[name], f"run.directory={tmp_path / 'run'}", "run.max_iterations=8", "run.threads=1", *QUIET]
     settings += ["evaluation={every: 2, sanity_batches: 0, limit: 2}", "checkpoint.every=2", "checkpoint.keep_last=9"]
@@ -86,14 +83,14 @@ def test_values_have_the_bits_of_the_runs_own_evaluation(tmp_path: Path, name: s
 @pytest.mark.slow
 @pytest.mark.faults
 def test_a_run_that_does_not_evaluate_keeps_its_best_by_a_follower_that_is_killed_again_and_again(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """At one save an iteration, of which one is kept; in the end at full speed."""
     config = write_config(tmp_path, task_options={"slow_step_s": 0.1}, run={"max_epochs": 12})
     run = start(config, *BY_LOSS, *NOT_BY_ITSELF)
     for kill in range(3):
         beside, known = follower(config, output=f"follower_{kill}.txt"), len(followed(tmp_path))
-        wait_until(lambda known=known: len(followed(tmp_path)) > known + 1, beside)  # type: ignore[misc]  # binds it
+        wait_until(lambda known=known: len(followed(tmp_path)) > known + 1, beside)
         os.kill(beside.pid, signal.SIGKILL)
         beside.wait()
     assert run.poll() is None, "all of this was beside the run"
@@ -115,9 +112,7 @@ def test_a_run_that_does_not_evaluate_keeps_its_best_by_a_follower_that_is_kille
 @pytest.mark.faults
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("where", ["waiting", "evaluating"])
-def test_a_signal_ends_it_cleanly_and_the_run_does_not_notice(
-    tmp_path: Path, number: signal.Signals, code: int, where: str
-) -> None:
+def test_a_signal_ends_it_cleanly_and_the_run_does_not_notice(tmp_path, number, code, where):
     slow = {"slow_evaluation_s": 20.0} if where == "evaluating" else {}
     config = write_config(tmp_path, task_options={"slow_step_s": 0.1, **slow})
     run = start(config, *NOT_BY_ITSELF)
@@ -133,7 +128,7 @@ def test_a_signal_ends_it_cleanly_and_the_run_does_not_notice(
 
 @pytest.mark.slow
 @pytest.mark.faults
-def test_of_a_killed_run_it_waits_so_long_and_continues_with_it(tmp_path: Path) -> None:
+def test_of_a_killed_run_it_waits_so_long_and_continues_with_it(tmp_path):
     config = write_config(tmp_path, task_options={"slow_step_s": 0.05})
     beside = follower(config, "--wait", "0.1")  # not begun
     assert beside.wait() == 0 and "shows no sign of a run for 0.1 s" in (tmp_path / "follower.txt").read_text()
@@ -158,7 +153,7 @@ def test_of_a_killed_run_it_waits_so_long_and_continues_with_it(tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.distributed
-def test_two_ranks_follow_two_ranks(tmp_path: Path) -> None:
+def test_two_ranks_follow_two_ranks(tmp_path):
     config = write_config(
         tmp_path, run={"max_epochs": 2}, checkpoint={"every": 2, "keep_last": 9}, evaluation={"every": 2}
     )
@@ -174,11 +169,11 @@ def test_two_ranks_follow_two_ranks(tmp_path: Path) -> None:
     assert printed(tmp_path) == list(values)
 
 
-def test_options_that_belong_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_belong_together(tmp_path, capsys):
     from ignite_engine.cli import main
 
     config = str(write_config(tmp_path))
-    wrong: dict[str, Any] = {
+    wrong = {
         "--checkpoint: --follow evaluates all that the run saves; leave one of them out.": (
             "--follow",
             "--checkpoint",

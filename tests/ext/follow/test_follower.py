@@ -1,21 +1,16 @@
 """Which checkpoint is evaluated when, what is written where, and who reads it."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from ignite.engine import Events
 from ignite.metrics import Average
-from torch import Tensor, nn
 
-from ignite_engine import Trainer, create_evaluator, follow, rng
+from ignite_engine import create_evaluator, follow, rng
 from ignite_engine.checkpointing import CheckpointInfo, CheckpointStore, Retention, read_manifest
 from ignite_engine.checkpointing.in_use import in_use
 from ignite_engine.ext.follow.follow import Follower
@@ -24,28 +19,28 @@ from ignite_engine.ext.report import read_run
 from ignite_engine.handlers import EMA, Checkpoint, Evaluation, MetricLogger
 from ignite_engine.run_directory import RunDirectory
 from ignite_engine.runs.history import read_records
-from tests.builders import linear, numbers_loader, trainer_of
 from tests.checkpointing.states import save
+from tests.kit.tiny import linear, numbers_loader, trainer_of
 
 KEPT = Retention(keep_last=1, best="val/loss")
 
 
-def noisy(model: nn.Module, batch: Any) -> Tensor:
+def noisy(model, batch):
     """A prediction that draws random numbers of its own, and depends on the mode of the model."""
     return ((model(batch[0]) + torch.rand(())) - batch[1]).square().mean()
 
 
-def build() -> Trainer:
+def build():
     """The trainer of the run, and of its follower."""
     rng.seed_everything(4)
     trainer = trainer_of(linear(dropout=True))
     EMA(0.5).attach(trainer)
-    evaluator = create_evaluator(trainer.update.model, noisy, {"loss": Average()})  # type: ignore[attr-defined]
+    evaluator = create_evaluator(trainer.update.model, noisy, {"loss": Average()})
     Evaluation(evaluator, numbers_loader(8)).attach(trainer, Events.ITERATION_COMPLETED(every=2))
     return trainer
 
 
-def train(folder: Path) -> dict[int, float]:
+def train(folder):
     """A run of 6 iterations that saves each second one; its own values by iteration."""
     trainer = build()
     MetricLogger(folder, console=False).attach(trainer)
@@ -55,11 +50,11 @@ def train(folder: Path) -> dict[int, float]:
     return {row["iteration"]: row["val/loss"] for row in rows if "val/loss" in row}
 
 
-def followed(folder: Path, **options: Any) -> dict[int, float]:
+def followed(folder, **options):
     """What a follower announces, in its order."""
-    found: dict[int, float] = {}
+    found = {}
 
-    def announce(values: Mapping[str, Any]) -> None:
+    def announce(values):
         assert Path(values["checkpoint"]).is_dir()
         found[values["iteration"]] = values["val/loss"]
 
@@ -67,11 +62,11 @@ def followed(folder: Path, **options: Any) -> dict[int, float]:
     return found
 
 
-def infos(folder: Path) -> list[CheckpointInfo]:
+def infos(folder):
     return CheckpointStore(folder / "checkpoints").checkpoints()
 
 
-def saved_by_hand(folder: Path, *iterations: int) -> list[CheckpointInfo]:
+def saved_by_hand(folder, *iterations):
     """Checkpoints of a run that evaluates nothing, in the order in which they were saved."""
     store = CheckpointStore(folder / "checkpoints")
     best = {"metric": "val/loss", "mode": "min"}
@@ -80,7 +75,7 @@ def saved_by_hand(folder: Path, *iterations: int) -> list[CheckpointInfo]:
 
 
 @pytest.mark.row("M2")
-def test_with_random_numbers_dropout_and_an_average_the_values_have_the_bits_of_the_run(tmp_path: Path) -> None:
+def test_with_random_numbers_dropout_and_an_average_the_values_have_the_bits_of_the_run(tmp_path):
     its_own = train(tmp_path)
     torch.manual_seed(99)
     state = torch.get_rng_state()
@@ -91,18 +86,18 @@ def test_with_random_numbers_dropout_and_an_average_the_values_have_the_bits_of_
 
 
 @pytest.mark.row("M2")
-def test_without_waiting_what_is_there_is_evaluated(tmp_path: Path) -> None:
+def test_without_waiting_what_is_there_is_evaluated(tmp_path):
     train(tmp_path)
     assert follow(tmp_path, build, wait_s=0) == 3
 
 
-def test_the_newest_comes_first_and_what_is_pruned_meanwhile_is_left_out(tmp_path: Path) -> None:
+def test_the_newest_comes_first_and_what_is_pruned_meanwhile_is_left_out(tmp_path):
     train(tmp_path)
     assert list(followed(tmp_path)) == [6, 4, 2]
     train(tmp_path / "other")
     order = []
 
-    def announce(values: Mapping[str, Any]) -> None:
+    def announce(values):
         order.append(values["iteration"])
         CheckpointStore(tmp_path / "other" / "checkpoints").prune(Retention(keep_last=1))
 
@@ -110,11 +105,11 @@ def test_the_newest_comes_first_and_what_is_pruned_meanwhile_is_left_out(tmp_pat
     assert order == [6]
 
 
-def test_of_all_the_oldest_comes_first_and_none_is_pruned_before_it_was_evaluated(tmp_path: Path) -> None:
+def test_of_all_the_oldest_comes_first_and_none_is_pruned_before_it_was_evaluated(tmp_path):
     train(tmp_path)
     order, there = [], []
 
-    def announce(values: Mapping[str, Any]) -> None:
+    def announce(values):
         order.append(values["iteration"])
         CheckpointStore(tmp_path / "checkpoints").prune(Retention(keep_last=1))
         there.append([info.iteration for info in infos(tmp_path)])
@@ -123,7 +118,7 @@ def test_of_all_the_oldest_comes_first_and_none_is_pruned_before_it_was_evaluate
     assert order == [2, 4, 6] and there == [[4, 6], [6], [6]]
 
 
-def test_what_was_measured_is_in_the_log_the_manifest_and_whatever_reads_them(tmp_path: Path) -> None:
+def test_what_was_measured_is_in_the_log_the_manifest_and_whatever_reads_them(tmp_path):
     its_own = train(tmp_path)
     run = RunDirectory(tmp_path)
     whole = run.metrics.read_text()
@@ -147,7 +142,7 @@ def test_what_was_measured_is_in_the_log_the_manifest_and_whatever_reads_them(tm
 
 
 @pytest.mark.parametrize(("value", "stays"), [(0.5, True), (2.0, False)])
-def test_the_best_stays_though_its_value_comes_after_the_next_save(tmp_path: Path, value: float, stays: bool) -> None:
+def test_the_best_stays_though_its_value_comes_after_the_next_save(tmp_path, value, stays):
     (first,) = saved_by_hand(tmp_path, 1)
     store = CheckpointStore(tmp_path / "checkpoints")
     with in_use(first.path):  # it is evaluated
@@ -161,7 +156,7 @@ def test_the_best_stays_though_its_value_comes_after_the_next_save(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("value", "best"), [(0.5, 2), (2.0, 1)])
-def test_the_best_stays_where_its_value_comes_before_the_next_save(tmp_path: Path, value: float, best: int) -> None:
+def test_the_best_stays_where_its_value_comes_before_the_next_save(tmp_path, value, best):
     (first,) = saved_by_hand(tmp_path, 1)
     store = CheckpointStore(tmp_path / "checkpoints")
     store.annotate(first.path, metrics={"val/loss": 1.0})
@@ -173,7 +168,7 @@ def test_the_best_stays_where_its_value_comes_before_the_next_save(tmp_path: Pat
     assert found is not None and found.iteration == best
 
 
-def test_iterations_that_the_run_has_left_are_neither_evaluated_nor_logged(tmp_path: Path) -> None:
+def test_iterations_that_the_run_has_left_are_neither_evaluated_nor_logged(tmp_path):
     train(tmp_path)
     log = FollowedLog(RunDirectory(tmp_path).followed)
     assert list(followed(tmp_path, every_checkpoint=True)) == [2, 4, 6]
@@ -193,7 +188,7 @@ def test_iterations_that_the_run_has_left_are_neither_evaluated_nor_logged(tmp_p
     assert [info.iteration for info in follower._waiting()] == [1, 2]
 
 
-def test_lines_of_another_run_and_of_a_branch_that_was_left_go(tmp_path: Path) -> None:
+def test_lines_of_another_run_and_of_a_branch_that_was_left_go(tmp_path):
     log = FollowedLog(RunDirectory(tmp_path).followed)
     first, second, third = saved_by_hand(tmp_path, 1, 2, 3)
     for info in (third, first, second):  # the newest first
@@ -208,7 +203,7 @@ def test_lines_of_another_run_and_of_a_branch_that_was_left_go(tmp_path: Path) -
     assert [line["iteration"] for line in log.lines()] == [9]
 
 
-def test_what_somebody_has_written_into_its_file_is_left_out(tmp_path: Path) -> None:
+def test_what_somebody_has_written_into_its_file_is_left_out(tmp_path):
     its_own, run = train(tmp_path), RunDirectory(tmp_path)
     run.followed.parent.mkdir()
     run.followed.write_text('[1]\n{"iteration": [2], "checkpoint": {}}\n{"iteration": 4, "checkpoint": {}}\n{"iterat')
@@ -216,7 +211,7 @@ def test_what_somebody_has_written_into_its_file_is_left_out(tmp_path: Path) -> 
     assert list(followed(tmp_path)) == [6, 4, 2] and len(FollowedLog(run.followed).lines()) == 3
 
 
-def test_a_damaged_checkpoint_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_checkpoint_is_one_warning(tmp_path, caplog):
     train(tmp_path)
     (tmp_path / "checkpoints" / "iteration_00000004" / "shared.pt").write_bytes(b"nothing")
     with caplog.at_level(logging.WARNING):

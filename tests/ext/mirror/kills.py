@@ -3,8 +3,6 @@
 ``python -m tests.ext.mirror.kills 50`` is the long form.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
@@ -13,7 +11,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -29,7 +26,7 @@ SIZE = 12_000
 """Rows of 100 floats."""
 
 
-def child(work: Callable[[], object], kill_after_s: float) -> int | None:
+def child(work, kill_after_s):
     """Do ``work`` in a forked process, which is killed so many seconds later; its exit code, None if it was killed."""
     process = os.fork()
     if process == 0:
@@ -53,14 +50,14 @@ def child(work: Callable[[], object], kill_after_s: float) -> int | None:
     return None
 
 
-def seconds_of(work: Callable[[], object]) -> float:
+def seconds_of(work):
     """What ``work`` takes if it is not killed: on a busy machine so long that kills within a second prove nothing."""
     began = time.monotonic()
     assert child(work, 120) == 0
     return time.monotonic() - began
 
 
-def uploading(url: str, directory: Path) -> None:
+def uploading(url, directory):
     uploader = Uploader(Remote(url), directory, Retention(keep_last=2))
     for checkpoint in CheckpointStore(directory).checkpoints():
         uploader.offer(checkpoint.path)
@@ -70,7 +67,7 @@ def uploading(url: str, directory: Path) -> None:
     uploader.wait(30)
 
 
-def check_there(url: str) -> None:
+def check_there(url):
     """Each checkpoint of a mirror has the bits that were saved."""
     for attempt in range(3):
         try:
@@ -83,7 +80,7 @@ def check_there(url: str) -> None:
     assert problems == []
 
 
-def problems_there(remote: Remote) -> list[str]:
+def problems_there(remote):
     found = []
     for checkpoint in remote.checkpoints()[0]:
         for file, record in checkpoint.manifest.files.items():
@@ -95,14 +92,14 @@ def problems_there(remote: Remote) -> list[str]:
     return found
 
 
-def kill_uploads(port: int, folder: Path, times: int, seed: int = 0) -> int:
+def kill_uploads(port, folder, times, seed=0):
     """Kill an upload again and again; each time the mirror holds whole checkpoints alone. How many were killed."""
     draw = random.Random(seed)
     url = f"s3://uploads-{seed}-{os.getpid()}/run"
     make_bucket(port, url.removeprefix("s3://").partition("/")[0])
     directory, killed = folder / "uploads", 0
 
-    def save_two(turn: int) -> None:
+    def save_two(turn):
         for iteration in (100 * turn + 100, 100 * turn + 150):
             save(CheckpointStore(directory), iteration, size=SIZE, run_id="the run")
 
@@ -121,7 +118,7 @@ def kill_uploads(port: int, folder: Path, times: int, seed: int = 0) -> int:
     return killed
 
 
-def kill_fetches(port: int, folder: Path, times: int, seed: int = 0) -> int:
+def kill_fetches(port, folder, times, seed=0):
     """Kill a fetch again and again; the folder never holds a torn checkpoint, and the next fetch goes on."""
     draw = random.Random(seed)
     url = f"s3://fetches-{seed}-{os.getpid()}/run"
@@ -148,7 +145,7 @@ def kill_fetches(port: int, folder: Path, times: int, seed: int = 0) -> int:
     return killed
 
 
-def main(times: int) -> None:
+def main(times):
     with s3_server() as port, tempfile.TemporaryDirectory() as folder:
         os.environ.update(CREDENTIALS, AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}")
         for name, kill in (("uploads", kill_uploads), ("fetches", kill_fetches)):

@@ -1,13 +1,10 @@
 """Runs with a mirror, each in a process of its own or on ranks of one, started in a child of a fork server."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from ignite.engine import Events
@@ -16,33 +13,33 @@ from ignite_engine import Trainer, Update
 from ignite_engine.ext.mirror.remote import Remote
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.ranks import agreement
-from tests.builders import linear, mse, numbers_loader
+from tests.kit.sharded import gathered, in_layout
+from tests.kit.tiny import linear, mse, numbers_loader
 from tests.ranks.forked import on_ranks
-from tests.sharded import gathered, in_layout
 
 START = "tests.ext.mirror.runs:start"
 MODULES = ("tests.ext.mirror.runs", "s3fs")
 KILLED = -signal.SIGKILL
 
 
-def start(folder: str, mirror: Any, ranks: int, options: dict[str, Any]) -> int:
+def start(folder, mirror, ranks, options):
     """Train on so many ranks from the newest checkpoint of both places."""
     return on_ranks(Path(folder).parent, ranks, lambda rank: train(Path(folder), mirror, **options))
 
 
 def train(
-    folder: Path,
-    mirror: Any,
+    folder,
+    mirror,
     *,
-    iterations: int = 12,
-    kill_at: int | None = None,
-    invariant: bool = False,
-    layout: str = "plain",
-    **save: Any,
-) -> Trainer:
+    iterations=12,
+    kill_at=None,
+    invariant=False,
+    layout="plain",
+    **save,
+):
     """The run, to its end; rank 0 writes what it ends with."""
     torch.manual_seed(agreement.rank())
-    model, _ = in_layout(layout, linear(dropout=True))  # type: ignore[arg-type]  # a Sequential
+    model, _ = in_layout(layout, linear(dropout=True))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     trainer = Trainer(
         Update(model, optimizer, mse, rank_invariant=invariant), global_micro_batches=4 if invariant else None
@@ -63,7 +60,7 @@ def train(
     return trainer
 
 
-def kill(mirror: str) -> None:
+def kill(mirror):
     """The machine is gone, after more than its first checkpoint was uploaded."""
     while agreement.rank() == 0 and not any(there.iteration >= 4 for there in Remote(mirror).checkpoints()[0]):
         time.sleep(0.05)
@@ -71,6 +68,6 @@ def kill(mirror: str) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def end_of(folder: Path) -> dict[str, Any]:
-    end: dict[str, Any] = json.loads(folder.with_suffix(".json").read_text())
+def end_of(folder):
+    end = json.loads(folder.with_suffix(".json").read_text())
     return end

@@ -1,7 +1,5 @@
 """An S3 server of this machine, and a proxy before it that is slow, broken, cut short, silent or gone."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -9,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 
 from s3fs import S3FileSystem
 
@@ -26,7 +23,7 @@ CREDENTIALS = {
 
 
 @contextlib.contextmanager
-def s3_server(port: int | None = None) -> Iterator[int]:
+def s3_server(port=None):
     """moto's server in a process of its own; yields its port."""
     port = free_port() if port is None else port
     code = "import sys; from moto.server import main; main(sys.argv[1:])"
@@ -46,7 +43,7 @@ def s3_server(port: int | None = None) -> Iterator[int]:
             process.kill()
 
 
-def make_bucket(port: int, name: str) -> None:
+def make_bucket(port, name):
     """On the server itself, whatever lies before it."""
     store = S3FileSystem(
         key=CREDENTIALS["AWS_ACCESS_KEY_ID"],
@@ -65,20 +62,20 @@ class Proxy:
     taken.
     """
 
-    def __init__(self, to_port: int) -> None:
+    def __init__(self, to_port):
         self._to_port = to_port
         self.mode = "open"
-        self.bytes_per_s: float | None = None
+        self.bytes_per_s = None
         self.cut_bytes = 2000
         self.requests = 0
         self._server = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port = int(self._server.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def close(self) -> None:
+    def close(self):
         self._server.close()
 
-    def _accept(self) -> None:
+    def _accept(self):
         while True:
             try:
                 client, _ = self._server.accept()
@@ -86,7 +83,7 @@ class Proxy:
                 return
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
-    def _serve(self, client: socket.socket) -> None:
+    def _serve(self, client):
         self.requests += 1
         with client, contextlib.suppress(OSError):
             if self.mode == "gone":
@@ -104,7 +101,7 @@ class Proxy:
                 sending.start()
                 self._pump(server, client)
 
-    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+    def _pump(self, source, target):
         moved = 0
         with contextlib.suppress(OSError):
             while piece := source.recv(1 << 12 if self.bytes_per_s else 1 << 16):
@@ -123,6 +120,6 @@ class Proxy:
                 end.shutdown(socket.SHUT_RDWR)
 
 
-def environment(port: int) -> dict[str, str]:
+def environment(port):
     """What a program needs to use the server."""
     return {**os.environ, **CREDENTIALS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}

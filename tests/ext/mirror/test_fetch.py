@@ -1,14 +1,11 @@
 """Which checkpoint a resume brings from a mirror, and what it does with one that is damaged."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
@@ -18,11 +15,10 @@ from ignite_engine.ext.mirror.fetch import bring
 from ignite_engine.ext.mirror.remote import Remote
 from ignite_engine.ext.mirror.upload import upload
 from tests.checkpointing.states import holds, save
-from tests.ext.mirror.servers import Proxy
 
 
 @pytest.fixture
-def there(tmp_path: Path) -> CheckpointStore:
+def there(tmp_path):
     """A mirror with the checkpoints 100 and 200 of one run."""
     store = CheckpointStore(tmp_path / "mirror")
     for iteration in (100, 200):
@@ -30,32 +26,30 @@ def there(tmp_path: Path) -> CheckpointStore:
     return store
 
 
-def brought(tmp_path: Path) -> CheckpointStore:
+def brought(tmp_path):
     bring(Remote(str(tmp_path / "mirror")), tmp_path / "here", Retention())
     return CheckpointStore(tmp_path / "here")
 
 
-def flip(file: Path) -> None:
+def flip(file):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
-def cut(file: Path) -> None:
+def cut(file):
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def forge(file: Path) -> None:
+def forge(file):
     """Another file's content, with a manifest that knows nothing of it."""
     shutil.copy(file.parent.parent / "iteration_00000100" / file.name, file)
 
 
 @pytest.mark.parametrize("damage", [flip, cut, forge, Path.unlink])
 @pytest.mark.parametrize("name", ["shared.pt", "rank_0.pt"])
-def test_a_damaged_one_is_skipped_in_one_line_and_the_one_before_is_taken(
-    tmp_path: Path, there: CheckpointStore, damage: object, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    damage(there.directory / "iteration_00000200" / name)  # type: ignore[operator]
+def test_a_damaged_one_is_skipped_in_one_line_and_the_one_before_is_taken(tmp_path, there, damage, name, caplog):
+    damage(there.directory / "iteration_00000200" / name)
 
     here = brought(tmp_path)
 
@@ -66,9 +60,7 @@ def test_a_damaged_one_is_skipped_in_one_line_and_the_one_before_is_taken(
 
 
 @pytest.mark.parametrize("text", [b"{", b"", b'{"format_version": 6}'])
-def test_a_damaged_manifest_is_skipped_in_one_line(
-    tmp_path: Path, there: CheckpointStore, text: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_manifest_is_skipped_in_one_line(tmp_path, there, text, caplog):
     (there.directory / "iteration_00000200" / MANIFEST_NAME).write_bytes(text)
 
     newest = brought(tmp_path).latest().checkpoint
@@ -77,9 +69,7 @@ def test_a_damaged_manifest_is_skipped_in_one_line(
     assert sum("iteration_00000200" in record.message for record in caplog.records) == 1
 
 
-def test_one_without_a_manifest_does_not_exist(
-    tmp_path: Path, there: CheckpointStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_without_a_manifest_does_not_exist(tmp_path, there, caplog):
     (there.directory / "iteration_00000200" / MANIFEST_NAME).unlink()
 
     newest = brought(tmp_path).latest().checkpoint
@@ -87,7 +77,7 @@ def test_one_without_a_manifest_does_not_exist(
     assert newest is not None and newest.iteration == 100 and "iteration_00000200" not in caplog.text
 
 
-def test_an_empty_folder_is_refused_where_none_is_valid(tmp_path: Path, there: CheckpointStore) -> None:
+def test_an_empty_folder_is_refused_where_none_is_valid(tmp_path, there):
     for checkpoint in there.checkpoints():
         flip(checkpoint.path / "shared.pt")
 
@@ -95,7 +85,7 @@ def test_an_empty_folder_is_refused_where_none_is_valid(tmp_path: Path, there: C
         brought(tmp_path)
 
 
-def test_names_in_a_forged_manifest_lead_nowhere(tmp_path: Path, there: CheckpointStore) -> None:
+def test_names_in_a_forged_manifest_lead_nowhere(tmp_path, there):
     path = there.directory / "iteration_00000200" / MANIFEST_NAME
     path.write_text(path.read_text().replace("shared.pt", "../../x.pt"))
 
@@ -104,7 +94,7 @@ def test_names_in_a_forged_manifest_lead_nowhere(tmp_path: Path, there: Checkpoi
     assert newest is not None and newest.iteration == 100 and not (tmp_path / "x.pt").exists()
 
 
-def test_a_newer_one_is_fetched_beside_those_that_are_there(tmp_path: Path, there: CheckpointStore) -> None:
+def test_a_newer_one_is_fetched_beside_those_that_are_there(tmp_path, there):
     shutil.copytree(there.directory / "iteration_00000100", tmp_path / "here" / "iteration_00000100")
 
     here = brought(tmp_path)
@@ -114,7 +104,7 @@ def test_a_newer_one_is_fetched_beside_those_that_are_there(tmp_path: Path, ther
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
-def test_the_best_one_is_fetched_with_the_newest(tmp_path: Path, mode: Literal["min", "max"]) -> None:
+def test_the_best_one_is_fetched_with_the_newest(tmp_path, mode):
     store = CheckpointStore(tmp_path / "mirror")
     for iteration, loss in ((100, 0.5), (200, 0.1), (300, 0.9), (400, 0.3)):
         save(store, iteration, run_id="the run", metrics={"loss": loss})
@@ -127,7 +117,7 @@ def test_the_best_one_is_fetched_with_the_newest(tmp_path: Path, mode: Literal["
     assert [one.iteration for one in here] == [200 if mode == "min" else 300, 500]
 
 
-def test_a_best_one_that_is_here_is_not_fetched_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_best_one_that_is_here_is_not_fetched_again(tmp_path, caplog):
     store = CheckpointStore(tmp_path / "mirror")
     save(store, 100, run_id="the run", metrics={"loss": 0.1})
     shutil.copytree(store.directory, tmp_path / "here")
@@ -138,13 +128,13 @@ def test_a_best_one_that_is_here_is_not_fetched_again(tmp_path: Path, caplog: py
     assert [line.partition(" from ")[0] for line in caplog.messages] == ["Fetched iteration_00000200"]
 
 
-def test_a_newer_one_of_another_run_is_not_taken(tmp_path: Path, there: CheckpointStore) -> None:
+def test_a_newer_one_of_another_run_is_not_taken(tmp_path, there):
     save(CheckpointStore(tmp_path / "here"), 10, run_id="another run")
 
     assert [one.iteration for one in brought(tmp_path).checkpoints()] == [10]
 
 
-def test_one_that_is_damaged_here_is_fetched_again(tmp_path: Path, there: CheckpointStore) -> None:
+def test_one_that_is_damaged_here_is_fetched_again(tmp_path, there):
     shutil.copytree(there.directory, tmp_path / "here")
     flip(tmp_path / "here" / "iteration_00000200" / "rank_0.pt")
 
@@ -157,18 +147,16 @@ def test_one_that_is_damaged_here_is_fetched_again(tmp_path: Path, there: Checkp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["error", "cut", "gone"])
-def test_a_store_that_fails_in_the_middle_is_a_refusal_and_then_goes_on(
-    tmp_path: Path, there: CheckpointStore, s3: str, proxy: Proxy, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_fails_in_the_middle_is_a_refusal_and_then_goes_on(tmp_path, there, s3, proxy, mode, monkeypatch):
     remote = Remote(s3)
     for checkpoint in there.checkpoints():
         upload(remote, checkpoint.path)
     get = Remote.get
 
-    def get_and_fail(self: Remote, name: str, *arguments: object) -> None:
+    def get_and_fail(self, name, *arguments):
         if name.endswith("shared.pt"):
             proxy.mode = mode
-        get(self, name, *arguments)  # type: ignore[arg-type]
+        get(self, name, *arguments)
 
     monkeypatch.setattr(Remote, "get", get_and_fail)
     with pytest.raises(CheckpointError, match="so the run would start over") as raised:
@@ -182,7 +170,7 @@ def test_a_store_that_fails_in_the_middle_is_a_refusal_and_then_goes_on(
     assert newest is not None and newest.iteration == 200
 
 
-def test_no_clock_says_which_one_of_a_run_is_the_newest(tmp_path: Path, there: CheckpointStore) -> None:
+def test_no_clock_says_which_one_of_a_run_is_the_newest(tmp_path, there):
     first, second = (info.path for info in there.checkpoints())
     for path, years in ((first, 10), (second, -10)):  # saved on machines whose clocks are wrong, to a store of a third
         manifest = read_manifest(path)

@@ -1,7 +1,5 @@
 """The machine is gone: the same command on an empty folder ends with the bits of the undisturbed run."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -9,28 +7,25 @@ import shutil
 import signal
 import threading
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from ignite.engine import Events
 
-from ignite_engine import Trainer
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore
 from ignite_engine.checkpointing.filesystem import LOCK_NAME
 from ignite_engine.ext.mirror.remote import Remote
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.handlers.checkpoint import mirroring
-from tests.builders import numbers_loader, trainer_of, weights
-from tests.checkpointing.file_faults import can_mount, in_child, mount_small_file_system
 from tests.ext.mirror.kills import problems_there
 from tests.ext.mirror.runs import KILLED, MODULES, START, end_of
-from tests.ext.mirror.servers import CREDENTIALS, Proxy
+from tests.ext.mirror.servers import CREDENTIALS
 from tests.faults.fork_server import shared
+from tests.kit.faults import can_mount, in_child, mount_small_file_system
+from tests.kit.tiny import numbers_loader, trainer_of, weights
 
 
-def train(directory: Path, mirror: Any, iterations: int, **options: Any) -> tuple[Trainer, Path | None]:
+def train(directory, mirror, iterations, **options):
     trainer = trainer_of()
     checkpoint = Checkpoint(directory, mirror=mirror, **options)
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
@@ -40,13 +35,13 @@ def train(directory: Path, mirror: Any, iterations: int, **options: Any) -> tupl
 
 
 @pytest.fixture(params=["directory", "memory", "s3"])
-def mirror(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def mirror(request, tmp_path):
     places = {"directory": str(tmp_path / "mirror"), "memory": f"memory://{tmp_path.name}/mirror"}
     return places.get(request.param) or str(request.getfixturevalue("s3"))
 
 
 @pytest.mark.slow
-def test_a_run_whose_folder_is_gone_ends_with_the_bits_of_the_undisturbed_one(tmp_path: Path, mirror: str) -> None:
+def test_a_run_whose_folder_is_gone_ends_with_the_bits_of_the_undisturbed_one(tmp_path, mirror):
     whole, _ = train(tmp_path / "whole", None, 12)
     train(tmp_path / "run", mirror, 7)
     shutil.rmtree(tmp_path / "run")
@@ -71,12 +66,10 @@ def test_a_run_whose_folder_is_gone_ends_with_the_bits_of_the_undisturbed_one(tm
     ],
     ids=["same ranks", "fewer ranks", "more ranks", "sharded"],
 )
-def test_ranks_whose_folder_is_gone_end_with_the_bits_of_the_undisturbed_run(
-    tmp_path: Path, s3: str, options: dict[str, Any], ranks: tuple[int, int]
-) -> None:
+def test_ranks_whose_folder_is_gone_end_with_the_bits_of_the_undisturbed_run(tmp_path, s3, options, ranks):
     server = shared(MODULES)
 
-    def run(name: str, mirror: Any, count: int, **more: Any) -> int:
+    def run(name, mirror, count, **more):
         arguments = (str(tmp_path / name), mirror, count, options | more)
         return server.call(START, *arguments, output=tmp_path / f"{name}.txt")
 
@@ -91,9 +84,7 @@ def test_ranks_whose_folder_is_gone_end_with_the_bits_of_the_undisturbed_run(
 
 
 @pytest.mark.slow
-def test_a_mirror_that_is_gone_never_stops_training_and_is_one_line(
-    tmp_path: Path, s3: str, proxy: Proxy, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_mirror_that_is_gone_never_stops_training_and_is_one_line(tmp_path, s3, proxy, caplog):
     train(tmp_path / "run", s3, 4)
     proxy.mode = "gone"
     whole, _ = train(tmp_path / "whole", None, 12)
@@ -111,7 +102,7 @@ def test_a_mirror_that_is_gone_never_stops_training_and_is_one_line(
         assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in line and CREDENTIALS["AWS_ACCESS_KEY_ID"] not in line
 
 
-def test_an_empty_folder_and_a_mirror_that_is_gone_is_refused(tmp_path: Path, s3: str, proxy: Proxy) -> None:
+def test_an_empty_folder_and_a_mirror_that_is_gone_is_refused(tmp_path, s3, proxy):
     train(tmp_path / "run", s3, 4)
     shutil.rmtree(tmp_path / "run")
     proxy.mode = "gone"
@@ -126,18 +117,16 @@ def test_an_empty_folder_and_a_mirror_that_is_gone_is_refused(tmp_path: Path, s3
 
 
 @pytest.mark.parametrize("mode", ["error", pytest.param("cut", marks=pytest.mark.slow)])
-def test_a_mirror_that_fails_for_a_while_gets_what_is_saved_then(
-    tmp_path: Path, s3: str, proxy: Proxy, mode: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_mirror_that_fails_for_a_while_gets_what_is_saved_then(tmp_path, s3, proxy, mode, caplog):
     trainer = trainer_of()
     checkpoint = Checkpoint(tmp_path / "run", mirror=s3)
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
     checkpoint.resume()
 
-    def fail() -> None:
+    def fail():
         proxy.mode = mode
 
-    def recover() -> None:
+    def recover():
         deadline = time.monotonic() + 30
         while "was not uploaded" not in caplog.text:  # the fault has happened
             assert time.monotonic() < deadline
@@ -155,9 +144,7 @@ def test_a_mirror_that_fails_for_a_while_gets_what_is_saved_then(
 
 
 @pytest.mark.slow
-def test_ctrl_c_gives_up_the_last_upload_and_names_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_gives_up_the_last_upload_and_names_it(tmp_path, caplog, monkeypatch):
     """Until then no other process may begin to save there."""
     goes_on = threading.Event()
     monkeypatch.setattr(Remote, "put", lambda *arguments: goes_on.wait(60))
@@ -175,18 +162,16 @@ def test_ctrl_c_gives_up_the_last_upload_and_names_it(
     goes_on.set()
 
 
-def test_a_run_that_has_failed_waits_for_its_last_upload_for_a_few_seconds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_has_failed_waits_for_its_last_upload_for_a_few_seconds(tmp_path, monkeypatch, caplog):
     goes_on = threading.Event()
     monkeypatch.setattr(Remote, "put", lambda *arguments: goes_on.wait(60))
     monkeypatch.setattr(mirroring, "_OF_A_FAILED_RUN_S", 1.0)
     trainer = trainer_of()
     Checkpoint(tmp_path / "run", mirror=str(tmp_path / "mirror")).attach(trainer, Events.ITERATION_COMPLETED(every=2))
-    times: list[float] = []
+    times = []
 
     @trainer.on(Events.ITERATION_COMPLETED(once=3))
-    def fail() -> None:
+    def fail():
         times.append(time.monotonic())
         raise RuntimeError("a mistake")
 
@@ -197,31 +182,29 @@ def test_a_run_that_has_failed_waits_for_its_last_upload_for_a_few_seconds(
     goes_on.set()
 
 
-def test_a_mirror_with_checkpoints_is_refused_where_a_run_must_be_new(tmp_path: Path) -> None:
+def test_a_mirror_with_checkpoints_is_refused_where_a_run_must_be_new(tmp_path):
     train(tmp_path / "first", str(tmp_path / "mirror"), 4)
 
     with pytest.raises(CheckpointError, match="but must_be_new was given"):
         train(tmp_path / "second", str(tmp_path / "mirror"), 4, must_be_new=True)
 
 
-def test_a_roll_back_does_not_wait_for_uploads(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_roll_back_does_not_wait_for_uploads(tmp_path, caplog, monkeypatch):
     put, goes_on = Remote.put, threading.Event()
     monkeypatch.setattr(Remote, "put", lambda *arguments: goes_on.wait(60) and put(*arguments))
     trainer = trainer_of(non_finite="rollback")
     checkpoint = Checkpoint(tmp_path / "run", mirror=str(tmp_path / "mirror"))
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
-    damaged: list[int] = []
+    damaged = []
 
     @trainer.on(Events.ITERATION_STARTED)
-    def damage() -> None:
+    def damage():
         if trainer.state.iteration == 5 and not damaged:
             damaged.append(5)
             trainer.state.batch[0].fill_(torch.nan)
 
     @trainer.on(Events.ITERATION_COMPLETED(once=6))
-    def let_it_go() -> None:
+    def let_it_go():
         assert "goes back to a checkpoint" in caplog.text and "Uploading" not in caplog.text
         goes_on.set()
 
@@ -231,16 +214,16 @@ def test_a_roll_back_does_not_wait_for_uploads(
     assert CheckpointStore(tmp_path / "mirror").checkpoints()[-1].iteration == 8
 
 
-def train_with_a_mirror_that_is_full_for_a_while(folder: Path) -> dict[str, Any]:
+def train_with_a_mirror_that_is_full_for_a_while(folder):
     mirror, said = folder / "mirror", list[str]()
     mirror.mkdir()
     mount_small_file_system(mirror, 256)
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("ignite_engine").addHandler(handler)
-    found: dict[str, Any] = {}
+    found = {}
 
-    def note(name: str) -> None:
+    def note(name):
         store = CheckpointStore(mirror)
         there = {one.path.name: store.verify(one.path) for one in store.checkpoints()}
         found[name] = {"there": there, "said": [line for line in said if str(mirror) in line]}
@@ -262,7 +245,7 @@ def train_with_a_mirror_that_is_full_for_a_while(folder: Path) -> dict[str, Any]
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.skipif(not can_mount(), reason="a file system cannot be mounted here")
-def test_a_full_disk_is_one_line_and_what_is_missing_is_named_and_what_is_there_stays_whole(tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line_and_what_is_missing_is_named_and_what_is_there_stays_whole(tmp_path):
     code, found = in_child(lambda: train_with_a_mirror_that_is_full_for_a_while(tmp_path))
 
     assert code == 0 and found["iteration"] == 12

@@ -1,12 +1,8 @@
 """What is uploaded, in which order, what is deleted there, and what becomes of a store that is slow or silent."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,40 +14,38 @@ from ignite_engine.ext.mirror.fetch import bring
 from ignite_engine.ext.mirror.remote import Remote
 from ignite_engine.ext.mirror.upload import Uploader
 from tests.checkpointing.states import holds, save
-from tests.ext.mirror.servers import CREDENTIALS, Proxy
+from tests.ext.mirror.servers import CREDENTIALS
 
 
-def uploader_to(url: str, folder: Path, keep_last: int = 9) -> Uploader:
+def uploader_to(url, folder, keep_last=9):
     return Uploader(Remote(url), folder / "run", Retention(keep_last=keep_last))
 
 
-def until(condition: Any, seconds: float = 30.0) -> None:
+def until(condition, seconds=30.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def names(url: str) -> list[str]:
+def names(url):
     return [checkpoint.path.name for checkpoint in Remote(url).checkpoints()[0]]
 
 
-def ended(uploader: Uploader) -> bool:
+def ended(uploader):
     uploader.end()
     return uploader.wait(30)
 
 
 @pytest.mark.row("M1")
-def test_the_manifest_is_the_last_file_to_come_and_the_first_to_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[tuple[str, str]] = []
+def test_the_manifest_is_the_last_file_to_come_and_the_first_to_go(tmp_path, monkeypatch):
+    seen = []
     store, uploader = CheckpointStore(tmp_path / "run"), uploader_to(str(tmp_path / "mirror"), tmp_path, keep_last=1)
 
-    def note(owner: Any, name: str) -> None:
+    def note(owner, name):
         method = getattr(owner, name)
 
-        def call(*arguments: Any) -> Any:
+        def call(*arguments):
             path = next(value for value in arguments if isinstance(value, str))
             seen.append((name, "/".join(path.split("/")[-2:])))
             return method(*arguments)
@@ -77,12 +71,10 @@ def test_the_manifest_is_the_last_file_to_come_and_the_first_to_go(
     assert names(str(tmp_path / "mirror")) == ["iteration_00000200"]
 
 
-def test_training_does_not_wait_for_a_slow_store_and_the_newest_comes_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_does_not_wait_for_a_slow_store_and_the_newest_comes_next(tmp_path, monkeypatch):
     put, began, may_go_on = Remote.put, threading.Event(), threading.Event()
 
-    def slow(*arguments: Any) -> None:
+    def slow(*arguments):
         began.set()
         assert may_go_on.wait(30)
         put(*arguments)
@@ -106,7 +98,7 @@ def test_training_does_not_wait_for_a_slow_store_and_the_newest_comes_next(
     assert [path.name for path in store.prune(Retention(keep_last=1))] == ["iteration_00000100"]
 
 
-def test_an_iteration_that_is_saved_again_replaces_what_is_there(tmp_path: Path, s3: str) -> None:
+def test_an_iteration_that_is_saved_again_replaces_what_is_there(tmp_path, s3):
     store, uploader = CheckpointStore(tmp_path / "run"), uploader_to(s3, tmp_path)
     uploader.offer(save(store, 100, run_id="the run", labels=["first"]))
     until(lambda: not uploader.missing)
@@ -121,7 +113,7 @@ def test_an_iteration_that_is_saved_again_replaces_what_is_there(tmp_path: Path,
     assert CheckpointStore(tmp_path / "here").load(newest.checkpoint.path).shared == {"model": {"x": 1}}
 
 
-def test_what_a_killed_process_has_left_there_is_replaced_or_deleted(tmp_path: Path) -> None:
+def test_what_a_killed_process_has_left_there_is_replaced_or_deleted(tmp_path):
     store, mirror = CheckpointStore(tmp_path / "run"), tmp_path / "mirror"
     for name in ("iteration_00000100", "iteration_00000050"):
         (mirror / name).mkdir(parents=True)
@@ -135,7 +127,7 @@ def test_what_a_killed_process_has_left_there_is_replaced_or_deleted(tmp_path: P
     assert holds(there, mirror / "iteration_00000100", 100)
 
 
-def test_checkpoints_of_another_run_stay(tmp_path: Path) -> None:
+def test_checkpoints_of_another_run_stay(tmp_path):
     store, mirror = CheckpointStore(tmp_path / "run"), tmp_path / "mirror"
     save(CheckpointStore(mirror), 150, run_id="another run")
     uploader = uploader_to(str(mirror), tmp_path, keep_last=1)
@@ -147,7 +139,7 @@ def test_checkpoints_of_another_run_stay(tmp_path: Path) -> None:
     assert sorted(names(str(mirror))) == ["iteration_00000150", "iteration_00000200"]
 
 
-def test_a_damaged_file_here_is_not_uploaded_as_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file_here_is_not_uploaded_as_a_checkpoint(tmp_path, caplog):
     store, uploader = CheckpointStore(tmp_path / "run"), uploader_to(str(tmp_path / "mirror"), tmp_path)
     path = save(store, 100, run_id="the run")
     content = bytearray((path / "shared.pt").read_bytes())
@@ -160,13 +152,11 @@ def test_a_damaged_file_here_is_not_uploaded_as_a_checkpoint(tmp_path: Path, cap
 
 
 @pytest.mark.row("M1")
-def test_a_store_that_refuses_is_tried_again_after_twice_the_time_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paused: list[float] = []
+def test_a_store_that_refuses_is_tried_again_after_twice_the_time_before(tmp_path, monkeypatch):
+    paused = []
     failures, put = iter(range(11)), Remote.put
 
-    def refuses(*arguments: Any) -> Any:
+    def refuses(*arguments):
         if next(failures, None) is not None:
             raise OSError("busy")
         return put(*arguments)
@@ -183,12 +173,12 @@ def test_a_store_that_refuses_is_tried_again_after_twice_the_time_before(
 
 
 def test_at_the_end_a_store_that_refuses_is_given_up_after_a_few_tries_and_a_run_that_goes_on_begins_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tries: list[str] = []
+    tmp_path, monkeypatch
+):
+    tries = []
     put = Remote.put
 
-    def refuses(self: Remote, source: Path, name: str, record: Any) -> None:
+    def refuses(self, source, name, record):
         tries.append(name)
         raise OSError("busy")
 
@@ -205,9 +195,7 @@ def test_at_the_end_a_store_that_refuses_is_given_up_after_a_few_tries_and_a_run
     assert names(str(tmp_path / "mirror")) == ["iteration_00000100"]
 
 
-def test_a_silent_store_is_given_up_at_the_end(
-    tmp_path: Path, s3: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_store_is_given_up_at_the_end(tmp_path, s3, proxy, monkeypatch):
     monkeypatch.setattr(remote_files, "_SILENT_S", 1.0)
     proxy.mode = "silent"
     uploader = uploader_to(s3, tmp_path)
@@ -219,10 +207,8 @@ def test_a_silent_store_is_given_up_at_the_end(
     assert time.monotonic() - began < 10 and uploader.missing == "iteration_00000100"
 
 
-def test_what_a_store_says_is_one_line_without_credentials(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def denied(self: Remote) -> list[str]:
+def test_what_a_store_says_is_one_line_without_credentials(tmp_path, caplog, monkeypatch):
+    def denied(self):
         raise PermissionError("Forbidden: https://the-key:the-secret@host/x?Signature=the-secret")
 
     monkeypatch.setattr(Remote, "names", denied)
@@ -235,9 +221,7 @@ def test_what_a_store_says_is_one_line_without_credentials(
     assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in caplog.text
 
 
-def test_values_measured_after_a_save_come_to_the_mirror(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_measured_after_a_save_come_to_the_mirror(tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     store, url = CheckpointStore(tmp_path / "run"), str(tmp_path / "mirror")
     uploader = uploader_to(url, tmp_path)

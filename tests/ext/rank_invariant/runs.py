@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import signal
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,17 +48,17 @@ class Case:
 class Ragged(Dataset[Any]):
     """Sequences of 0 to 9 tokens, padded with -1; each is perturbed at random."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         generator = torch.Generator().manual_seed(count)
         lengths = torch.randint(0, 10, (count,), generator=generator)
         self.tokens = torch.randint(0, 17, (count, 10), generator=generator)
         self.tokens[torch.arange(10) >= lengths[:, None]] = -1
         self.tokens[: count // 4] = -1  # whole micro-batches without a token, where they are not shuffled
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.tokens)
 
-    def __getitem__(self, index: int) -> Tensor:
+    def __getitem__(self, index):
         tokens = self.tokens[index]
         return torch.where(tokens >= 0, (tokens + torch.randint(0, 3, (1,))) % 17, tokens)
 
@@ -67,39 +66,39 @@ class Ragged(Dataset[Any]):
 class Net(nn.Module):
     """Some parameters get a gradient in a few micro-batches only, in one case of -0.0, and one in none."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(17, 24)
         self.body = nn.Sequential(nn.Linear(24, 33), nn.LayerNorm(33), nn.GELU(), nn.Dropout(0.3), nn.Linear(33, 24))
         self.head, self.rare = nn.Linear(24, 17), nn.Linear(24, 17)
         self.unused, self.negative_zero = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         hidden = self.body(self.embedding(tokens.clamp_min(0)))
-        logits: Tensor = self.head(hidden)
+        logits = self.head(hidden)
         if int(tokens.sum()) % 3 == 0:
             logits = logits - 0.0 * self.negative_zero.sum()
         return logits + self.rare(hidden) if int(tokens.sum()) % 5 == 0 else logits
 
 
-def loss_fn(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def loss_fn(model, batch):
     logits = model(batch[:, :-1])
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), ignore_index=-1, reduction="sum")
     loss = loss / count_tokens(batch) if count_tokens(batch) else loss
     return loss, {"largest": logits.detach().abs().max()}
 
 
-def count_tokens(batch: Tensor) -> int:
+def count_tokens(batch):
     return int((batch[:, 1:] >= 0).sum())
 
 
-def predict(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+def predict(model, batch):
     """Logits that are perturbed at random, and targets."""
     logits = model(batch[:, :-1])
     return logits.flatten(0, 1).double() + torch.rand(()), batch[:, 1:].flatten().clamp_min(0)
 
 
-def metrics() -> dict[str, Any]:
+def metrics():
     """Counts, sums of floats, and what is computed from such."""
     precision, recall = Precision(average=False), Recall(average=False)
     return {
@@ -111,7 +110,7 @@ def metrics() -> dict[str, Any]:
     }
 
 
-def start(folder: str, ranks: int, case: dict[str, Any], kill_at: int | None) -> int:
+def start(folder, ranks, case, kill_at):
     """Train on so many ranks, each a process, from the newest checkpoint in ``folder``.
 
     Args:
@@ -120,10 +119,10 @@ def start(folder: str, ranks: int, case: dict[str, Any], kill_at: int | None) ->
     return on_ranks(Path(folder), ranks, lambda rank: train(Path(folder), Case(**case), kill_at))
 
 
-def train(folder: Path, case: Case, kill_at: int | None = None) -> None:
+def train(folder, case, kill_at=None):
     """The run, to its end; rank 0 writes what it ends with."""
     torch.manual_seed(11 + agreement.rank())  # other weights and random numbers on each rank
-    model: nn.Module = Net()
+    model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     wrapped = model
     if agreement.world_size() > 1 and (not case.invariant or case.tokens):  # DDP's own module may be given
@@ -152,7 +151,7 @@ def train(folder: Path, case: Case, kill_at: int | None = None) -> None:
     gradients = hashlib.sha256()
 
     @trainer.on(Events.ITERATION_COMPLETED)
-    def note() -> None:
+    def note():
         gradients.update(digest([each.grad for each in model.parameters()]).encode())
 
     data = loader(Ragged(case.samples), case.batch_size, shuffle=True, seed=3, num_workers=case.workers)
@@ -163,16 +162,16 @@ def train(folder: Path, case: Case, kill_at: int | None = None) -> None:
         (folder / "end.json").write_text(json.dumps(held))
 
 
-def _kill() -> None:
+def _kill():
     agreement.wait_for_all()
     os.killpg(0, signal.SIGKILL)
 
 
-def digest(value: Any) -> str:
+def digest(value):
     """SHA-256 of the names and bytes of nested states."""
     found = hashlib.sha256()
 
-    def add(name: str, leaf: Any) -> None:
+    def add(name, leaf):
         if isinstance(leaf, dict):
             for key, each in leaf.items():
                 add(f"{name}/{key}", each)
@@ -187,20 +186,20 @@ def digest(value: Any) -> str:
     return found.hexdigest()
 
 
-def end_of(folder: Path) -> dict[str, Any]:
+def end_of(folder):
     """What a completed run ends with: digests, and every line of its log."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    held: dict[str, Any] = json.loads((folder / "end.json").read_text())
+    held = json.loads((folder / "end.json").read_text())
     return held | {"lines": lines}
 
 
-def arguments(folder: Path, ranks: int, case: Case, kill_at: int | None = None) -> Sequence[Any]:
+def arguments(folder, ranks, case, kill_at=None):
     """What ``START`` takes."""
     folder.mkdir(parents=True, exist_ok=True)
     return str(folder), ranks, asdict(case), kill_at
 
 
-def matrix() -> Iterator[Case]:
+def matrix():
     """Every combination of what the promise names; each also has dropout, augmentation, evaluations and short tails."""
     for precision, tokens, clip_norm, micro_batches in itertools.product(
         ("fp32", "bf16", "fp16"), (False, True), (None, 0.5), (4, 6, 8)

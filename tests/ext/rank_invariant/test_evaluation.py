@@ -1,19 +1,16 @@
 """Evaluations of a rank-invariant run on one process; tests/ranks compares them over ranks."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import ignite.metrics as ignite_metrics
 import pytest
 import torch
-from ignite.metrics import Loss, Metric
+from ignite.metrics import Loss
 
 from ignite_engine import Trainer, Update, create_evaluator, loader
 from ignite_engine.handlers import Evaluation
 from ignite_engine.handlers.evaluation.invariant import SUMMED, _nothing, dealing_of
-from tests.builders import Numbers, linear, mse
+from tests.kit.tiny import Numbers, linear, mse
 
 GENERATOR = torch.Generator().manual_seed(0)
 SAMPLES = [(torch.rand(3, generator=GENERATOR), torch.randint(3, (), generator=GENERATOR)) for _ in range(23)]
@@ -28,9 +25,9 @@ SAME_SHAPE = {
 ALONE = {"Average", "GeometricAverage"}
 
 
-def made(kind: type[Metric]) -> Metric:
+def made(kind):
     """The metric over rows of three numbers and their class, given what it wants to compare."""
-    options: dict[str, Any] = {
+    options = {
         "ConfusionMatrix": {"num_classes": 3},
         "Loss": {"loss_fn": torch.nn.functional.cross_entropy},
         "PSNR": {"data_range": 1.0},
@@ -43,7 +40,7 @@ def made(kind: type[Metric]) -> Metric:
     return kind(**options)
 
 
-def evaluated(metrics: dict[str, Metric], *, invariant: bool, limit: int | None = None) -> dict[str, Any]:
+def evaluated(metrics, *, invariant, limit=None):
     model = linear()
     update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, rank_invariant=invariant)
     trainer = Trainer(update, global_micro_batches=2)
@@ -55,7 +52,7 @@ def evaluated(metrics: dict[str, Metric], *, invariant: bool, limit: int | None 
 @pytest.mark.row("D17")
 @pytest.mark.parametrize("kind", SUMMED, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("limit", [None, 3])
-def test_each_metric_is_what_ignite_computes(kind: type[Metric], limit: int | None) -> None:
+def test_each_metric_is_what_ignite_computes(kind, limit):
     expected = evaluated({"metric": made(kind)}, invariant=False, limit=limit)["metric"]
     found = evaluated({"metric": made(kind)}, invariant=True, limit=limit)["metric"]
 
@@ -65,7 +62,7 @@ def test_each_metric_is_what_ignite_computes(kind: type[Metric], limit: int | No
 
 
 @pytest.mark.parametrize("value", [torch.tensor([math.inf, 1.0]), torch.tensor(math.nan), math.inf, 3])
-def test_ranks_without_a_part_add_zero_to_a_sum_that_is_infinite(value: Any) -> None:
+def test_ranks_without_a_part_add_zero_to_a_sum_that_is_infinite(value):
     """``value * 0`` is NaN: one process would report inf, and two NaN."""
     nothing = _nothing(value)
 
@@ -73,8 +70,8 @@ def test_ranks_without_a_part_add_zero_to_a_sum_that_is_infinite(value: Any) -> 
     assert not torch.as_tensor(nothing).any()
 
 
-def test_metric_that_is_used_twice_is_summed_once() -> None:
-    def metrics() -> dict[str, Metric]:
+def test_metric_that_is_used_twice_is_summed_once():
+    def metrics():
         loss = Loss(torch.nn.functional.cross_entropy)
         return {"loss": loss, "perplexity": ignite_metrics.MetricsLambda(torch.tensor, loss).exp()}
 
@@ -83,7 +80,7 @@ def test_metric_that_is_used_twice_is_summed_once() -> None:
     assert float(found["perplexity"]) == pytest.approx(float(expected["perplexity"]), abs=1e-6)
 
 
-def test_shares_are_contiguous_and_complete() -> None:
+def test_shares_are_contiguous_and_complete():
     dealing = dealing_of(loader(Numbers(23), 4), 5)
 
     assert dealing is not None

@@ -1,25 +1,20 @@
 """What ranks exchange sums up to the tree over all micro-batches."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
 from ignite_engine.ext.rank_invariant.exchange import Exchange
 from ignite_engine.ext.rank_invariant.gradient_buffers import GradientBuffers
 from ignite_engine.ext.rank_invariant.tree_sum import nodes_of
-from tests.builders import on_two_ranks
+from tests.kit.tiny import on_two_ranks
 
 SUBTREES = [[2.0**24, 1.0], [1.0]]
 """Of the leaves 0 to 2 and 3; from the left, the ones would be lost."""
 
 
 @pytest.mark.distributed
-def test_each_rank_has_the_sum_in_the_order_of_the_tree(tmp_path: Path) -> None:
-    def case(rank: int) -> dict[str, Any]:
+def test_each_rank_has_the_sum_in_the_order_of_the_tree(tmp_path):
+    def case(rank):
         buffers = GradientBuffers([torch.ones(5)], ranks=2)
         own = [buffers.take() for _ in SUBTREES[rank]]
         for taken, value in zip(own, SUBTREES[rank], strict=True):

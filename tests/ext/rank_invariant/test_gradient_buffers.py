@@ -1,10 +1,8 @@
 """Memory for sums of gradients: laid out as autograd lays out gradients, and used again."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ignite_engine.ext.rank_invariant.gradient_buffers import GradientBuffers
 
@@ -20,7 +18,7 @@ PARAMETERS = {
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_views_have_the_strides_of_gradients(name: str) -> None:
+def test_views_have_the_strides_of_gradients(name):
     """A norm over other strides could have other bits."""
     others = [torch.ones(7), torch.ones(3)]
     parameter = PARAMETERS[name].detach().requires_grad_()
@@ -36,7 +34,7 @@ def test_views_have_the_strides_of_gradients(name: str) -> None:
     assert torch.equal(view.copy_(gradient), gradient)
 
 
-def test_views_do_not_overlap_and_chunks_are_equal() -> None:
+def test_views_do_not_overlap_and_chunks_are_equal():
     parameters = [nn.Parameter(torch.ones(size)) for size in (1, 17, 3, 40)] + [torch.ones(3, dtype=torch.bfloat16)]
     buffers = GradientBuffers(parameters, ranks=3)
     taken = buffers.take()
@@ -48,13 +46,13 @@ def test_views_do_not_overlap_and_chunks_are_equal() -> None:
     assert [bucket.dtype for bucket in buffers.buckets] == [torch.float32, torch.bfloat16]
 
 
-def test_large_parameters_are_in_buckets_of_their_own() -> None:
+def test_large_parameters_are_in_buckets_of_their_own():
     parameters = [torch.ones(2**21 + 1), torch.ones(5), torch.ones(2**20), torch.ones(2**20)]
 
     assert [bucket.places for bucket in GradientBuffers(parameters, 2).buckets] == [[0], [1, 2], [3]]
 
 
-def test_memory_is_used_again_and_what_is_absent_adds_nothing() -> None:
+def test_memory_is_used_again_and_what_is_absent_adds_nothing():
     parameters = [torch.ones(3), torch.ones(2)]
     buffers = GradientBuffers(parameters, ranks=1)
     first, second = buffers.take(), buffers.take()
@@ -71,5 +69,5 @@ def test_memory_is_used_again_and_what_is_absent_adds_nothing() -> None:
     _is_negative_zero(taken[0].flats[0])
 
 
-def _is_negative_zero(values: Tensor) -> None:
+def _is_negative_zero(values):
     assert values.tolist() == [0.0] * len(values) and values.signbit().all()

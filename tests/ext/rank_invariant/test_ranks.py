@@ -1,14 +1,11 @@
 """Weights, optimizer state and every line of the log have the same bits on 1, 2, 3 and 4 ranks."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
 from tests.ext.rank_invariant.runs import KILLED, MODULES, START, Case, arguments, end_of
-from tests.faults.fork_server import ForkServer, shared
+from tests.faults.fork_server import shared
 
 pytestmark = pytest.mark.distributed
 
@@ -21,11 +18,11 @@ PAIRS = (
 
 
 @pytest.fixture(scope="module")
-def server() -> ForkServer:
+def server():
     return shared(MODULES)
 
 
-def train(server: ForkServer, folder: Path, ranks: int, case: Case, kill_at: int | None = None) -> int:
+def train(server, folder, ranks, case, kill_at=None):
     code = server.call(START, *arguments(folder, ranks, case, kill_at), output=folder.with_suffix(".txt"))
     assert code == (0 if kill_at is None else KILLED), folder.with_suffix(".txt").read_text()
     return code
@@ -42,9 +39,7 @@ def train(server: ForkServer, folder: Path, ranks: int, case: Case, kill_at: int
         (PAIRS[3], (2,)),
     ],
 )
-def test_bits_do_not_depend_on_the_number_of_ranks(
-    server: ForkServer, tmp_path: Path, case: Case, others: tuple[int, ...]
-) -> None:
+def test_bits_do_not_depend_on_the_number_of_ranks(server, tmp_path, case, others):
     for ranks in (1, *others):
         train(server, tmp_path / f"{ranks}", ranks, case)
 
@@ -63,9 +58,7 @@ def test_bits_do_not_depend_on_the_number_of_ranks(
     ],
     ids=["2 to 4 to 1 to 3", "1 to 2 before a tail"],
 )
-def test_run_killed_and_restarted_on_other_ranks_ends_with_the_same_bits(
-    server: ForkServer, tmp_path: Path, case: Case, starts: tuple[tuple[int, int | None], ...]
-) -> None:
+def test_run_killed_and_restarted_on_other_ranks_ends_with_the_same_bits(server, tmp_path, case, starts):
     train(server, tmp_path / "whole", 1, case)
     for ranks, kill_at in starts:
         train(server, tmp_path / "restarted", ranks, case, kill_at)
@@ -75,7 +68,7 @@ def test_run_killed_and_restarted_on_other_ranks_ends_with_the_same_bits(
 
 
 @pytest.mark.slow
-def test_usual_reduction_has_other_bits(server: ForkServer, tmp_path: Path) -> None:
+def test_usual_reduction_has_other_bits(server, tmp_path):
     """Else the comparisons above would prove nothing."""
     case = Case(invariant=False)
     for ranks in (1, 2):

@@ -6,12 +6,9 @@ Options: ``directory``: of the test's files; ``step_s``: seconds of an iteration
 process id in the file ``pid_RANK``, and its newest iteration in ``at_RANK``.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,40 +18,40 @@ from ignite.engine import Events
 from torch import nn
 from torch.utils.data import Dataset
 
-from ignite_engine import Task, Trainer
+from ignite_engine import Task
 
 SAMPLES = 160
 
 
 class Points(Dataset[Any]):
-    def __init__(self) -> None:
+    def __init__(self):
         generator = torch.Generator().manual_seed(7)
         self.x = torch.randn(SAMPLES, 8, generator=generator)
         self.y = torch.randint(0, 3, (SAMPLES,), generator=generator)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return SAMPLES
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return self.x[index] + 0.1 * torch.randn(8), self.y[index]
 
 
 class Deaths:
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options):
         self.folder, self.step_s = Path(options["directory"]), options.get("step_s", 0.0)
         self.deaths = options.get("deaths", [])
 
-    def attach(self, trainer: Trainer) -> None:
+    def attach(self, trainer):
         trainer.add_event_handler(Events.ITERATION_STARTED, self)
 
-    def __call__(self, trainer: Trainer) -> None:
+    def __call__(self, trainer):
         at = os.open(self.folder / f"at_{idist.get_rank()}", os.O_WRONLY | os.O_CREAT, 0o644)
         os.pwrite(at, b"%8d" % trainer.state.iteration, 0)  # a file that is emptied first would be so at many kills
         os.close(at)
         time.sleep(self.step_s)
         self.at(trainer.state.iteration)
 
-    def at(self, moment: int) -> None:
+    def at(self, moment):
         for number, death in enumerate(self.deaths):
             if death["at"] == moment and death.get("rank", 0) == int(os.environ.get("LOCAL_RANK", "0")):
                 died = self.folder / f"died_{number}"
@@ -70,13 +67,13 @@ class Deaths:
                     os.kill(os.getpid(), getattr(signal, death["how"]))
 
 
-def build(options: Mapping[str, Any]) -> Task:
+def build(options):
     deaths = Deaths(options)
     (deaths.folder / f"pid_{idist.get_rank()}").write_text(str(os.getpid()))
     deaths.at(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
 
-    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+    def loss_fn(model, batch):
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
     return Task(model=model, loss_fn=loss_fn, train_set=Points(), handlers=[deaths])

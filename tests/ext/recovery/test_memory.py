@@ -1,7 +1,5 @@
 """A run that was killed goes on from the copy of its state in memory, to the bits of one that was not."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -9,9 +7,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -32,8 +28,8 @@ from ignite_engine.handlers.checkpoint.saver import Saver
 from ignite_engine.handlers.sinks import LogFile
 from ignite_engine.ranks import agreement
 from ignite_engine.runs.recipe import build_run
-from tests.builders import linear, numbers_loader, trainer_of, weights
-from tests.checkpointing.file_faults import (
+from tests.ext.replay.runs import settings
+from tests.kit.faults import (
     FileOperations,
     in_child,
     kill_this_process,
@@ -41,7 +37,7 @@ from tests.checkpointing.file_faults import (
     start_child,
     wait_for,
 )
-from tests.ext.replay.runs import settings
+from tests.kit.tiny import linear, numbers_loader, trainer_of, weights
 
 EPOCHS, ITERATIONS = 2, 24
 KILLED = -signal.SIGKILL
@@ -49,7 +45,7 @@ Prepare = Callable[[Trainer, Checkpoint], object]
 
 
 @pytest.fixture(autouse=True)
-def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def shared_memory(tmp_path, monkeypatch):
     """Each test has its own; forked processes inherit it."""
     root = tmp_path / "shm"
     root.mkdir()
@@ -58,16 +54,16 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
 
 
 def train(
-    directory: Path,
-    prepare: Prepare = lambda trainer, checkpoint: None,
+    directory,
+    prepare=lambda trainer, checkpoint: None,
     *,
-    memory: Any = 1,
-    save_every: int = 8,
-    seed: int = 0,
-    resume: bool = True,
-    model: Any = None,
-    **options: Any,
-) -> dict[str, Any]:
+    memory=1,
+    save_every=8,
+    seed=0,
+    resume=True,
+    model=None,
+    **options,
+):
     """A run to its end from wherever it was; what it says is what the process answers."""
     trainer, said = trainer_of(linear(dropout=True) if model is None else model), Said()
     torch.manual_seed(seed + dist_rank())
@@ -102,36 +98,36 @@ def train(
 class Said(logging.Handler):
     """Collects what is logged."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.lines: list[str] = []
-        self.warnings: list[str] = []
+        self.lines = []
+        self.warnings = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         self.lines.append(record.getMessage())
         if record.levelno >= logging.WARNING:
             self.warnings.append(record.getMessage())
 
 
-def dist_rank() -> int:
+def dist_rank():
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def killed_at(iteration: int, event: Any = Events.ITERATION_COMPLETED) -> Prepare:
+def killed_at(iteration, event=Events.ITERATION_COMPLETED):
     return lambda trainer, checkpoint: trainer.add_event_handler(event(once=iteration), kill_this_process)
 
 
-def ends(result: dict[str, Any]) -> tuple[Any, ...]:
+def ends(result):
     return result["weights"], result["log"], result["checkpoints"]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def undisturbed(tmp_path_factory):
     """In this process, so that the forked ones have imported what it needs."""
     return train(tmp_path_factory.mktemp("undisturbed"), memory=None)
 
 
-def said_in(result: dict[str, Any], words: str) -> bool:
+def said_in(result, words):
     return any(words in line for line in result["said"])
 
 
@@ -139,12 +135,10 @@ def said_in(result: dict[str, Any], words: str) -> bool:
 
 
 @pytest.mark.row("K1", "K3")
-def test_killed_again_and_again_one_iteration_is_lost_each_time_and_no_bit(
-    tmp_path: Path, shared_memory: Path, undisturbed: dict[str, Any]
-) -> None:
+def test_killed_again_and_again_one_iteration_is_lost_each_time_and_no_bit(tmp_path, shared_memory, undisturbed):
     lost = []
     for at in (2, 3, 7, 8, 12, 13, 24):
-        assert in_child(lambda at=at: train(tmp_path, killed_at(at)))[0] == KILLED  # type: ignore[misc]  # binds it
+        assert in_child(lambda at=at: train(tmp_path, killed_at(at)))[0] == KILLED
         lost.append(at)
     code, result = in_child(lambda: train(tmp_path))
 
@@ -158,9 +152,7 @@ def test_killed_again_and_again_one_iteration_is_lost_each_time_and_no_bit(
 
 @pytest.mark.row("K1", "K3")
 @pytest.mark.parametrize("at", [7, 8, 9, 11, 12, 13])
-def test_killed_at_any_boundary_the_copy_before_it_is_resumed(
-    at: int, tmp_path: Path, undisturbed: dict[str, Any]
-) -> None:
+def test_killed_at_any_boundary_the_copy_before_it_is_resumed(at, tmp_path, undisturbed):
     """Before the save and the copy of that boundary; 12 is an epoch's last iteration, which has two boundaries."""
     assert in_child(lambda: train(tmp_path, killed_at(at)))[0] == KILLED
     _, result = in_child(lambda: train(tmp_path))
@@ -169,28 +161,26 @@ def test_killed_at_any_boundary_the_copy_before_it_is_resumed(
     assert ends(result) == ends(undisturbed)
 
 
-def kills_at_write(number: int) -> Prepare:
+def kills_at_write(number):
     """In the middle of a copy: half of the content is written."""
 
-    def prepare(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    def prepare(trainer, checkpoint):
         whole, calls = Packed.write, [0]
 
-        def write(self: Packed, room: memoryview) -> None:
+        def write(self, room):
             calls[0] += 1
             whole(self, room)
             if calls[0] == number:
                 room[self.bytes // 2 :] = bytes(len(room) - self.bytes // 2)
                 kill_this_process()
 
-        Packed.write = write  # type: ignore[method-assign]
+        Packed.write = write
 
     return prepare
 
 
 @pytest.mark.parametrize("number", [1, 2, 9])
-def test_killed_within_a_copy_the_other_slot_is_valid(
-    number: int, tmp_path: Path, shared_memory: Path, undisturbed: dict[str, Any]
-) -> None:
+def test_killed_within_a_copy_the_other_slot_is_valid(number, tmp_path, shared_memory, undisturbed):
     assert in_child(lambda: train(tmp_path, kills_at_write(number)))[0] == KILLED
     assert [slots.Slot(path).header is None for path in slot_files(shared_memory)].count(True) == 1
     _, result = in_child(lambda: train(tmp_path))
@@ -201,23 +191,21 @@ def test_killed_within_a_copy_the_other_slot_is_valid(
 
 @pytest.mark.parametrize("operation", ["mkdir", "fsync", "rename", "unlink"])
 @pytest.mark.parametrize("background", [False, True])
-def test_killed_within_a_save_the_copy_is_resumed(
-    operation: str, background: bool, tmp_path: Path, undisturbed: dict[str, Any]
-) -> None:
+def test_killed_within_a_save_the_copy_is_resumed(operation, background, tmp_path, undisturbed):
     path = {"mkdir": "iteration_00000016", "fsync": "manifest.json", "unlink": "shared.pt"}
     name = path.get(operation, "iteration_00000016 -> .tmp-iteration_00000016")
 
-    def work() -> None:
+    def work():
         checkpoints = tmp_path / "checkpoints"
         names = {"rename": "iteration_00000016"}
         at = (operation, names.get(operation, name))
 
         class FromTheSecondSave(FileOperations):
-            def _is_meant(self, number: int) -> bool:
+            def _is_meant(self, number):
                 operation, path = self.seen[number]
                 return self.acted == 0 and operation == at[0] and at[1] in path and self.seen_saves() > 1
 
-            def seen_saves(self) -> int:
+            def seen_saves(self):
                 return len({path for operation, path in self.seen if operation == "mkdir" and "iteration" in path})
 
         with FromTheSecondSave(checkpoints, at=at, action=kill_this_process):
@@ -232,12 +220,10 @@ def test_killed_within_a_save_the_copy_is_resumed(
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["iteration_00000024"]
 
 
-def test_killed_before_its_first_copy_a_resumed_run_still_has_the_one_that_it_came_from(
-    tmp_path: Path, undisturbed: dict[str, Any]
-) -> None:
+def test_killed_before_its_first_copy_a_resumed_run_still_has_the_one_that_it_came_from(tmp_path, undisturbed):
     assert in_child(lambda: train(tmp_path, killed_at(6)))[0] == KILLED
     for event in (Events.STARTED, Events.ITERATION_STARTED):
-        died = in_child(lambda event=event: train(tmp_path, killed_at(6 if event.name[0] == "I" else 1, event)))  # type: ignore[misc]  # binds it
+        died = in_child(lambda event=event: train(tmp_path, killed_at(6 if event.name[0] == "I" else 1, event)))
         assert died[0] == KILLED, event
     _, result = in_child(lambda: train(tmp_path))
 
@@ -245,7 +231,7 @@ def test_killed_before_its_first_copy_a_resumed_run_still_has_the_one_that_it_ca
     assert ends(result) == ends(undisturbed)
 
 
-def test_other_iterations_are_copied_where_it_is_asked(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+def test_other_iterations_are_copied_where_it_is_asked(tmp_path, undisturbed):
     assert in_child(lambda: train(tmp_path, killed_at(7), memory=4))[0] == KILLED
     _, result = in_child(lambda: train(tmp_path, memory=4))
 
@@ -253,7 +239,7 @@ def test_other_iterations_are_copied_where_it_is_asked(tmp_path: Path, undisturb
     assert ends(result) == ends(undisturbed)
 
 
-def test_auto_says_once_how_often_it_copies(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+def test_auto_says_once_how_often_it_copies(tmp_path, undisturbed):
     _, result = in_child(lambda: train(tmp_path, memory="auto"))
 
     lines = [line for line in result["said"] if line.startswith("The state is copied into memory every")]
@@ -261,11 +247,11 @@ def test_auto_says_once_how_often_it_copies(tmp_path: Path, undisturbed: dict[st
     assert ends(result) == ends(undisturbed)
 
 
-def copies_of(directory: Path, **options: Any) -> MemoryCopies:
+def copies_of(directory, **options):
     return MemoryCopies(Saver(directory, SaveOptions(**options)), lambda trainer: None)
 
 
-def test_auto_takes_as_few_iterations_as_keep_the_share(tmp_path: Path) -> None:
+def test_auto_takes_as_few_iterations_as_keep_the_share(tmp_path):
     copies = copies_of(tmp_path, memory="auto")
     copies._costs, copies._steps = [0.010, 0.003, 0.003], [0.1, 0.1, 0.1]
 
@@ -274,9 +260,7 @@ def test_auto_takes_as_few_iterations_as_keep_the_share(tmp_path: Path) -> None:
     assert copies._every == 3
 
 
-def test_auto_goes_by_the_slowest_copy_and_the_shortest_iteration_of_all_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_goes_by_the_slowest_copy_and_the_shortest_iteration_of_all_ranks(tmp_path, monkeypatch):
     copies = copies_of(tmp_path, memory="auto")
     copies._costs, copies._steps = [0.003], [0.2]
     monkeypatch.setattr(agreement, "gather_floats", lambda mine: [mine, [0.010, 0.1]])
@@ -286,11 +270,11 @@ def test_auto_goes_by_the_slowest_copy_and_the_shortest_iteration_of_all_ranks(
     assert copies._every == 10
 
 
-def test_times_are_kept_only_until_it_is_known_how_often_to_copy(tmp_path: Path) -> None:
+def test_times_are_kept_only_until_it_is_known_how_often_to_copy(tmp_path):
     """A run of many iterations would fill the memory with them."""
-    places: list[Any] = []
+    places = []
 
-    def prepare(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    def prepare(trainer, checkpoint):
         places.extend(checkpoint.places)
 
     train(tmp_path / "one", prepare)
@@ -302,7 +286,7 @@ def test_times_are_kept_only_until_it_is_known_how_often_to_copy(tmp_path: Path)
 # -- what is not used ------------------------------------------------------------------------------------------------
 
 
-def killed_then(tmp_path: Path, between: Callable[[], object], **options: Any) -> dict[str, Any]:
+def killed_then(tmp_path, between, **options):
     assert in_child(lambda: train(tmp_path, killed_at(13)))[0] == KILLED
     between()
     code, result = in_child(lambda: train(tmp_path, **options))
@@ -310,11 +294,11 @@ def killed_then(tmp_path: Path, between: Callable[[], object], **options: Any) -
     return result
 
 
-def slot_files(root: Path) -> list[Path]:
+def slot_files(root):
     return sorted(root.glob("ignite-engine-*/rank_*"))
 
 
-def damage(path: Path, offset: int) -> None:
+def damage(path, offset):
     with path.open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)
@@ -322,9 +306,7 @@ def damage(path: Path, offset: int) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
-def test_a_damaged_slot_is_named_and_the_older_one_is_taken(
-    tmp_path: Path, shared_memory: Path, undisturbed: dict[str, Any]
-) -> None:
+def test_a_damaged_slot_is_named_and_the_older_one_is_taken(tmp_path, shared_memory, undisturbed):
     result = killed_then(tmp_path, lambda: damage(slot_files(shared_memory)[0], 9000))  # the newest: 12 is even
 
     assert result["resumed_at"] == 11
@@ -333,9 +315,7 @@ def test_a_damaged_slot_is_named_and_the_older_one_is_taken(
 
 
 @pytest.mark.parametrize("offset", [30, 9000])
-def test_with_both_slots_damaged_the_disk_is_taken(
-    offset: int, tmp_path: Path, shared_memory: Path, undisturbed: dict[str, Any]
-) -> None:
+def test_with_both_slots_damaged_the_disk_is_taken(offset, tmp_path, shared_memory, undisturbed):
     result = killed_then(tmp_path, lambda: [damage(path, offset) for path in slot_files(shared_memory)])
 
     assert result["resumed_at"] == 8
@@ -344,10 +324,8 @@ def test_with_both_slots_damaged_the_disk_is_taken(
     assert list(shared_memory.iterdir()) == []
 
 
-def test_copies_of_another_version_of_the_engine_are_not_used(
-    tmp_path: Path, shared_memory: Path, undisturbed: dict[str, Any]
-) -> None:
-    def write_as_another_version() -> None:
+def test_copies_of_another_version_of_the_engine_are_not_used(tmp_path, shared_memory, undisturbed):
+    def write_as_another_version():
         for path in slot_files(shared_memory):
             with path.open("r+b") as file:
                 line = file.read(4096).rstrip(b"\0").rpartition(b"\n")[0]
@@ -363,7 +341,7 @@ def test_copies_of_another_version_of_the_engine_are_not_used(
     assert ends(result) == ends(undisturbed)
 
 
-def test_a_copy_of_other_settings_is_not_used(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+def test_a_copy_of_other_settings_is_not_used(tmp_path, undisturbed):
     assert in_child(lambda: train(tmp_path, killed_at(13), config={"lr": 0.1}))[0] == KILLED
     _, result = in_child(lambda: train(tmp_path, config={"lr": 0.2}))
 
@@ -372,7 +350,7 @@ def test_a_copy_of_other_settings_is_not_used(tmp_path: Path, undisturbed: dict[
     assert ends(result) == ends(undisturbed)
 
 
-def test_a_moved_folder_finds_its_copies(tmp_path: Path, shared_memory: Path, undisturbed: dict[str, Any]) -> None:
+def test_a_moved_folder_finds_its_copies(tmp_path, shared_memory, undisturbed):
     old, new = tmp_path / "old", tmp_path / "new"
     assert in_child(lambda: train(old, killed_at(13)))[0] == KILLED
     old.rename(new)
@@ -383,9 +361,7 @@ def test_a_moved_folder_finds_its_copies(tmp_path: Path, shared_memory: Path, un
     assert list(shared_memory.iterdir()) == []
 
 
-def test_a_copied_folder_does_not_take_the_copies_of_the_original(
-    tmp_path: Path, shared_memory: Path, undisturbed: dict[str, Any]
-) -> None:
+def test_a_copied_folder_does_not_take_the_copies_of_the_original(tmp_path, shared_memory, undisturbed):
     """Nor does it disturb them while the original runs."""
     old, new = tmp_path / "old", tmp_path / "new"
     assert in_child(lambda: train(old, killed_at(13)))[0] == KILLED
@@ -401,14 +377,14 @@ def test_a_copied_folder_does_not_take_the_copies_of_the_original(
     assert list(shared_memory.iterdir()) == []
 
 
-def test_a_deleted_folder_forgets(tmp_path: Path, shared_memory: Path) -> None:
+def test_a_deleted_folder_forgets(tmp_path, shared_memory):
     result = killed_then(tmp_path, lambda: shutil.rmtree(tmp_path / "checkpoints"))
 
     assert result["resumed_at"] == 0
     assert list(shared_memory.iterdir()) == []
 
 
-def test_without_the_checkpoint_that_it_knew_a_copy_is_not_used(tmp_path: Path) -> None:
+def test_without_the_checkpoint_that_it_knew_a_copy_is_not_used(tmp_path):
     """Who deletes the newest checkpoints wants to go back."""
     assert in_child(lambda: train(tmp_path, killed_at(21), keep_last=2))[0] == KILLED
     shutil.rmtree(tmp_path / "checkpoints" / "iteration_00000016")
@@ -418,7 +394,7 @@ def test_without_the_checkpoint_that_it_knew_a_copy_is_not_used(tmp_path: Path) 
     assert said_in(result, "The state in memory is not used: the newest checkpoint that it knew is gone.")
 
 
-def test_a_copy_that_was_older_than_a_checkpoint_is_gone_with_the_start_that_saw_it(tmp_path: Path) -> None:
+def test_a_copy_that_was_older_than_a_checkpoint_is_gone_with_the_start_that_saw_it(tmp_path):
     assert in_child(lambda: train(tmp_path, killed_at(10), memory=7))[0] == KILLED
     assert in_child(lambda: train(tmp_path, killed_at(1, Events.STARTED), memory=7))[0] == KILLED
     shutil.rmtree(tmp_path / "checkpoints" / "iteration_00000008")
@@ -427,7 +403,7 @@ def test_a_copy_that_was_older_than_a_checkpoint_is_gone_with_the_start_that_saw
     assert result["resumed_at"] == 0
 
 
-def test_a_start_without_memory_makes_the_copies_stale(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+def test_a_start_without_memory_makes_the_copies_stale(tmp_path, undisturbed):
     assert in_child(lambda: train(tmp_path, killed_at(13)))[0] == KILLED
     assert in_child(lambda: train(tmp_path, killed_at(10), memory=None))[0] == KILLED
     _, result = in_child(lambda: train(tmp_path))
@@ -436,7 +412,7 @@ def test_a_start_without_memory_makes_the_copies_stale(tmp_path: Path, undisturb
     assert ends(result) == ends(undisturbed)
 
 
-def test_a_fresh_start_forgets_what_an_earlier_run_has_copied(tmp_path: Path) -> None:
+def test_a_fresh_start_forgets_what_an_earlier_run_has_copied(tmp_path):
     assert in_child(lambda: train(tmp_path, killed_at(5), seed=1))[0] == KILLED
     assert in_child(lambda: train(tmp_path, killed_at(1), resume=False))[0] == KILLED
     _, result = in_child(lambda: train(tmp_path))
@@ -444,7 +420,7 @@ def test_a_fresh_start_forgets_what_an_earlier_run_has_copied(tmp_path: Path) ->
     assert result["resumed_at"] == 0
 
 
-def test_must_be_new_refuses_a_folder_with_a_copy(tmp_path: Path) -> None:
+def test_must_be_new_refuses_a_folder_with_a_copy(tmp_path):
     assert in_child(lambda: train(tmp_path, killed_at(5)))[0] == KILLED
 
     with pytest.raises(CheckpointError, match="must_be_new"):
@@ -454,11 +430,11 @@ def test_must_be_new_refuses_a_folder_with_a_copy(tmp_path: Path) -> None:
 # -- what is left, and where there is no room --------------------------------------------------------------------------
 
 
-def test_nothing_is_left_by_a_run_that_fails_or_stops(tmp_path: Path, shared_memory: Path) -> None:
-    def fails(trainer: Trainer, checkpoint: Checkpoint) -> None:
+def test_nothing_is_left_by_a_run_that_fails_or_stops(tmp_path, shared_memory):
+    def fails(trainer, checkpoint):
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=5), lambda: 1 / 0)
 
-    def stops(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    def stops(trainer, checkpoint):
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=10), lambda: trainer.request_stop("enough"))
 
     with pytest.raises(ZeroDivisionError):
@@ -469,17 +445,15 @@ def test_nothing_is_left_by_a_run_that_fails_or_stops(tmp_path: Path, shared_mem
     assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith(".")] == []
 
 
-def test_a_run_whose_folder_in_memory_a_peer_has_removed_ends_as_ever(
-    tmp_path: Path, shared_memory: Path, undisturbed: dict[str, Any]
-) -> None:
-    def prepare(trainer: Trainer, checkpoint: Checkpoint) -> None:
+def test_a_run_whose_folder_in_memory_a_peer_has_removed_ends_as_ever(tmp_path, shared_memory, undisturbed):
+    def prepare(trainer, checkpoint):
         trainer.add_event_handler(Events.COMPLETED, lambda: shutil.rmtree(next(shared_memory.iterdir())))
 
     assert ends(train(tmp_path, prepare)) == ends(undisturbed)
     assert list(shared_memory.iterdir()) == []
 
 
-def test_the_next_start_clears_what_nobody_can_go_on_from_and_nothing_else(tmp_path: Path, shared_memory: Path) -> None:
+def test_the_next_start_clears_what_nobody_can_go_on_from_and_nothing_else(tmp_path, shared_memory):
     dead, alive = tmp_path / "dead", tmp_path / "alive"
     assert in_child(lambda: train(dead, killed_at(3)))[0] == KILLED
     shutil.rmtree(dead)
@@ -491,7 +465,7 @@ def test_the_next_start_clears_what_nobody_can_go_on_from_and_nothing_else(tmp_p
     (other[0] / "rank_0.0").touch()
     ready = tmp_path / "ready"
 
-    def waits(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    def waits(trainer, checkpoint):
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda: (ready.touch(), time.sleep(60)))
 
     living = start_child(lambda: train(alive, waits))
@@ -508,11 +482,11 @@ def test_the_next_start_clears_what_nobody_can_go_on_from_and_nothing_else(tmp_p
 
 
 def test_of_two_runs_that_were_killed_together_both_go_on_whichever_is_started_first(
-    tmp_path: Path, shared_memory: Path, undisturbed: dict[str, Any]
-) -> None:
+    tmp_path, shared_memory, undisturbed
+):
     for name, at in (("one", 5), ("two", 13)):
-        assert in_child(lambda name=name, at=at: train(tmp_path / name, killed_at(at)))[0] == KILLED  # type: ignore[misc]  # binds them
-    results = [in_child(lambda name=name: train(tmp_path / name))[1] for name in ("two", "one")]  # type: ignore[misc]
+        assert in_child(lambda name=name, at=at: train(tmp_path / name, killed_at(at)))[0] == KILLED
+    results = [in_child(lambda name=name: train(tmp_path / name))[1] for name in ("two", "one")]
 
     assert [result["resumed_at"] for result in results] == [12, 4]
     assert [ends(result) for result in results] == 2 * [ends(undisturbed)]
@@ -520,7 +494,7 @@ def test_of_two_runs_that_were_killed_together_both_go_on_whichever_is_started_f
 
 
 @pytest.mark.parametrize("why", ["a day ago", "started without memory", "its folder is elsewhere"])
-def test_copies_of_a_run_that_was_given_up_are_cleared(why: str, tmp_path: Path, shared_memory: Path) -> None:
+def test_copies_of_a_run_that_was_given_up_are_cleared(why, tmp_path, shared_memory):
     assert in_child(lambda: train(tmp_path / "dead", killed_at(13)))[0] == KILLED
     assert slots.clear() == []
     if why == "a day ago":
@@ -535,9 +509,9 @@ def test_copies_of_a_run_that_was_given_up_are_cleared(why: str, tmp_path: Path,
     assert list(shared_memory.iterdir()) == []
 
 
-def test_a_copy_is_as_old_as_its_last_iteration(tmp_path: Path, shared_memory: Path) -> None:
-    def prepare(trainer: Trainer, checkpoint: Checkpoint) -> None:
-        def age() -> None:
+def test_a_copy_is_as_old_as_its_last_iteration(tmp_path, shared_memory):
+    def prepare(trainer, checkpoint):
+        def age():
             for path in slot_files(shared_memory):
                 os.utime(path, (0, 0))
 
@@ -547,9 +521,7 @@ def test_a_copy_is_as_old_as_its_last_iteration(tmp_path: Path, shared_memory: P
     assert slots.clear() == []
 
 
-def test_a_folder_of_another_user_is_neither_used_nor_cleared(
-    tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_another_user_is_neither_used_nor_cleared(tmp_path, shared_memory, monkeypatch):
     assert in_child(lambda: train(tmp_path, killed_at(13)))[0] == KILLED
     before = slot_files(shared_memory)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
@@ -560,7 +532,7 @@ def test_a_folder_of_another_user_is_neither_used_nor_cleared(
     assert slot_files(shared_memory) == before != []
 
 
-def test_only_the_user_may_read_a_copy(tmp_path: Path, shared_memory: Path) -> None:
+def test_only_the_user_may_read_a_copy(tmp_path, shared_memory):
     assert in_child(lambda: train(tmp_path, killed_at(3)))[0] == KILLED
 
     (folder,) = shared_memory.iterdir()
@@ -569,10 +541,8 @@ def test_only_the_user_may_read_a_copy(tmp_path: Path, shared_memory: Path) -> N
 
 
 @pytest.mark.parametrize("size_kib", [16, 40, 64])
-def test_a_full_shared_memory_is_one_warning_and_training_goes_on(
-    size_kib: int, tmp_path: Path, shared_memory: Path, undisturbed: dict[str, Any]
-) -> None:
-    def work() -> dict[str, Any]:
+def test_a_full_shared_memory_is_one_warning_and_training_goes_on(size_kib, tmp_path, shared_memory, undisturbed):
+    def work():
         mount_small_file_system(shared_memory, size_kib)
         return train(tmp_path) | {"left": os.listdir(shared_memory)}
 
@@ -587,17 +557,17 @@ def test_a_full_shared_memory_is_one_warning_and_training_goes_on(
     assert result["left"] == []
 
 
-def test_where_a_state_cannot_be_had_training_goes_on(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+def test_where_a_state_cannot_be_had_training_goes_on(tmp_path, undisturbed):
     class Fails:
-        def __init__(self, trainer: Trainer) -> None:
+        def __init__(self, trainer):
             self.state = trainer.state
 
-        def state_dict(self) -> dict[str, int]:
+        def state_dict(self):
             if self.state.iteration == 5:
                 raise RuntimeError("not now")
             return {"number": 1}
 
-        def load_state_dict(self, state: Any) -> None:
+        def load_state_dict(self, state):
             pass
 
     _, result = in_child(lambda: train(tmp_path, lambda trainer, _: trainer.register("fails", Fails(trainer))))
@@ -607,8 +577,8 @@ def test_where_a_state_cannot_be_had_training_goes_on(tmp_path: Path, undisturbe
     assert ends(result) == ends(undisturbed)
 
 
-def test_off_it_imports_nothing_and_subscribes_to_nothing(tmp_path: Path) -> None:
-    def work() -> list[str]:
+def test_off_it_imports_nothing_and_subscribes_to_nothing(tmp_path):
+    def work():
         for name in [name for name in sys.modules if name.startswith("ignite_engine.ext.recovery")]:
             del sys.modules[name]
         trainer = trainer_of()
@@ -622,8 +592,8 @@ def test_off_it_imports_nothing_and_subscribes_to_nothing(tmp_path: Path) -> Non
 # -- beside other parts of the engine --------------------------------------------------------------------------------
 
 
-def test_what_was_copied_before_a_roll_back_is_not_resumed(tmp_path: Path) -> None:
-    def work(directory: Path) -> Any:
+def test_what_was_copied_before_a_roll_back_is_not_resumed(tmp_path):
+    def work(directory):
         trainer = trainer_of(linear(dropout=True), non_finite="rollback")
         torch.manual_seed(1)
         checkpoint = Checkpoint(directory, memory=1)
@@ -634,7 +604,7 @@ def test_what_was_copied_before_a_roll_back_is_not_resumed(tmp_path: Path) -> No
         checkpoint.resume()
         resumed_at = trainer.state.iteration
         trainer.run(data, max_epochs=1)
-        return [resumed_at, weights(trainer).tolist(), len(trainer.update.non_finite.journal)]  # type: ignore[attr-defined]
+        return [resumed_at, weights(trainer).tolist(), len(trainer.update.non_finite.journal)]
 
     undisturbed = work(tmp_path / "undisturbed")
     assert in_child(started_twice(lambda: work(tmp_path / "killed")))[0] == KILLED
@@ -644,44 +614,44 @@ def test_what_was_copied_before_a_roll_back_is_not_resumed(tmp_path: Path) -> No
     assert result[1:] == undisturbed[1:]
 
 
-def started_twice(work: Callable[[], Any]) -> Callable[[], Any]:
+def started_twice(work):
     """``work``, killed where a run starts the second time."""
 
-    def killed() -> Any:
+    def killed():
         whole, calls = MemoryCopies.begin, [0]
 
-        def begin(self: MemoryCopies, *arguments: Any) -> None:
+        def begin(self, *arguments):
             calls[0] += 1
             whole(self, *arguments)
             if calls[0] == 2:
                 kill_this_process()
 
-        MemoryCopies.begin = begin  # type: ignore[method-assign]
+        MemoryCopies.begin = begin
         return work()
 
     return killed
 
 
-def test_of_a_best_one_that_was_being_written_the_next_better_than_on_disk_is_saved(tmp_path: Path) -> None:
+def test_of_a_best_one_that_was_being_written_the_next_better_than_on_disk_is_saved(tmp_path):
     scores = {4: 1.0, 8: 0.5, 12: 0.7, 16: 0.9, 20: 0.8, 24: 0.9}
 
-    def measures(trainer: Trainer, checkpoint: Checkpoint) -> None:
-        def write() -> None:
+    def measures(trainer, checkpoint):
+        def write():
             trainer.state.metrics["score"] = scores[trainer.state.iteration]
 
         trainer.add_event_handler(Events.ITERATION_COMPLETED(every=4), write)
 
-    options: dict[str, Any] = {"best": "score", "mode": "min", "background": True, "save_every": 100}
+    options = {"best": "score", "mode": "min", "background": True, "save_every": 100}
 
-    def killed_later() -> None:
+    def killed_later():
         time.sleep(0.5)
         kill_this_process()
 
-    def work() -> None:
+    def work():
         with FileOperations(tmp_path / "checkpoints", at=("mkdir", "iteration_00000008"), action=killed_later):
             train(tmp_path, lambda *parts: (measures(*parts), slow(*parts)), **options)
 
-    def slow(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    def slow(trainer, checkpoint):
         trainer.add_event_handler(Events.ITERATION_STARTED, lambda: time.sleep(0.3 * (trainer.state.iteration > 9)))
 
     assert in_child(work)[0] == KILLED
@@ -692,11 +662,11 @@ def test_of_a_best_one_that_was_being_written_the_next_better_than_on_disk_is_sa
     assert "iteration_00000012" in kept
 
 
-def test_a_replay_leaves_the_copies_of_a_run_alone(tmp_path: Path, shared_memory: Path) -> None:
+def test_a_replay_leaves_the_copies_of_a_run_alone(tmp_path, shared_memory):
     directory = tmp_path / "run"
     values = settings(directory, 20, {"checkpoint": {"every": {"iterations": 5}, "memory": 1}})
 
-    def train_config(die_at: int | None) -> str:
+    def train_config(die_at):
         run = build_run(config_from_dict(values))
         if die_at is not None:
             run.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=die_at), kill_this_process)
@@ -711,20 +681,18 @@ def test_a_replay_leaves_the_copies_of_a_run_alone(tmp_path: Path, shared_memory
     assert in_child(lambda: train_config(None)) == (0, slots.MEMORY_TOKEN)
 
 
-def test_a_run_that_is_moved_with_its_config_finds_its_copies(tmp_path: Path) -> None:
-    def settings_of(directory: str, seed: int) -> str:
+def test_a_run_that_is_moved_with_its_config_finds_its_copies(tmp_path):
+    def settings_of(directory, seed):
         config = {"run": {"directory": directory, "seed": seed}}
         return copies_of(tmp_path, memory=1, config=config)._memory._settings
 
     assert settings_of("a", 1) == settings_of("b", 1) != settings_of("a", 2)
 
 
-def test_files_of_sinks_are_flushed_to_disk_for_a_checkpoint_and_not_for_a_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flushed: list[int] = []
+def test_files_of_sinks_are_flushed_to_disk_for_a_checkpoint_and_not_for_a_copy(tmp_path, monkeypatch):
+    flushed = []
 
-    def prepare(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    def prepare(trainer, checkpoint):
         monkeypatch.setattr(LogFile, "sync", lambda self: flushed.append(trainer.state.iteration))
 
     train(tmp_path, prepare)

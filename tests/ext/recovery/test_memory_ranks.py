@@ -1,7 +1,5 @@
 """Copies in memory on two ranks: an iteration that both hold is resumed, whoever was killed and when."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil
@@ -9,27 +7,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 from ignite.engine import Events
 from torch import nn
 
-from ignite_engine import Trainer
 from ignite_engine.ext.recovery import slots
 from ignite_engine.ext.recovery.packing import Packed
-from ignite_engine.handlers import Checkpoint
 from ignite_engine.ranks import watch
-from ignite_engine.ranks.heartbeats import Failure
-from tests.builders import linear
-from tests.checkpointing.file_faults import kill_this_process, start_child, wait_for
-from tests.ext.recovery.test_memory import Prepare, ends, said_in, train
+from tests.ext.recovery.test_memory import ends, said_in, train
 from tests.faults import processes
 from tests.faults.processes import free_port, write_config
+from tests.kit.faults import kill_this_process, start_child, wait_for
+from tests.kit.tiny import linear
 from tests.ranks.test_launch import ROOT, environment, rank_pids
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]
@@ -38,18 +30,18 @@ meetings = itertools.count()
 
 
 @pytest.fixture(autouse=True)
-def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def shared_memory(tmp_path, monkeypatch):
     root = tmp_path / "shm"
     root.mkdir()
     monkeypatch.setattr(slots, "ROOT", root)
     yield root
 
 
-def start(world_size: int, directory: Path, prepare: Callable[[int], Prepare], **options: Any) -> list[Any]:
+def start(world_size, directory, prepare, **options):
     """The processes of a run on several ranks, forked."""
     meeting_point = directory.parent / f"meeting_{next(meetings)}"
 
-    def one_rank(rank: int) -> Any:
+    def one_rank(rank):
         dist.init_process_group(
             "gloo",
             init_method=f"file://{meeting_point}",
@@ -63,26 +55,24 @@ def start(world_size: int, directory: Path, prepare: Callable[[int], Prepare], *
         dist.destroy_process_group()
         return result
 
-    return [start_child(lambda rank=rank: one_rank(rank)) for rank in range(world_size)]  # type: ignore[misc]  # binds it
+    return [start_child(lambda rank=rank: one_rank(rank)) for rank in range(world_size)]
 
 
-def run(
-    world_size: int, directory: Path, prepare: Callable[[int], Prepare] | None = None, **options: Any
-) -> list[tuple[int, Any]]:
+def run(world_size, directory, prepare=None, **options):
     """How each rank ended, and what it answered."""
     ranks = start(world_size, directory, prepare or (lambda rank: lambda trainer, checkpoint: None), **options)
     return [wait_for(rank, timeout_s=120) for rank in ranks]
 
 
-def finished(world_size: int, directory: Path, **options: Any) -> list[dict[str, Any]]:
+def finished(world_size, directory, **options):
     results = run(world_size, directory, **options)
     assert [code for code, _ in results] == world_size * [0]
     return [answer for _, answer in results]
 
 
-def killed(ranks: tuple[int, ...], at: int, event: Any = Events.ITERATION_COMPLETED) -> Callable[[int], Prepare]:
-    def prepare_on(rank: int) -> Prepare:
-        def prepare(trainer: Trainer, checkpoint: Checkpoint) -> None:
+def killed(ranks, at, event=Events.ITERATION_COMPLETED):
+    def prepare_on(rank):
+        def prepare(trainer, checkpoint):
             if rank in ranks:
                 trainer.add_event_handler(event(once=at), kill_this_process)
 
@@ -92,15 +82,13 @@ def killed(ranks: tuple[int, ...], at: int, event: Any = Events.ITERATION_COMPLE
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def undisturbed(tmp_path_factory):
     train(tmp_path_factory.mktemp("imports"), memory=None)  # here, so that the forked processes need not
     return finished(2, tmp_path_factory.mktemp("undisturbed") / "run", memory=None)
 
 
 @pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
-def test_killed_one_iteration_is_lost_and_no_bit(
-    ranks: tuple[int, ...], tmp_path: Path, shared_memory: Path, undisturbed: list[dict[str, Any]]
-) -> None:
+def test_killed_one_iteration_is_lost_and_no_bit(ranks, tmp_path, shared_memory, undisturbed):
     directory = tmp_path / "run"
     codes = [code for code, _ in run(2, directory, killed(ranks, 7))]
     assert all(codes[rank] == KILLED for rank in ranks) and 0 not in codes
@@ -112,19 +100,17 @@ def test_killed_one_iteration_is_lost_and_no_bit(
     assert list(shared_memory.iterdir()) == []
 
 
-def test_where_a_rank_does_not_learn_which_peer_was_lost_it_keeps_its_copies(
-    tmp_path: Path, undisturbed: list[dict[str, Any]]
-) -> None:
+def test_where_a_rank_does_not_learn_which_peer_was_lost_it_keeps_its_copies(tmp_path, undisturbed):
     """On a machine that is too busy for the watch to answer in time."""
     directory, learn = tmp_path / "run", watch.Watch._learn
 
-    def of_itself(self: watch.Watch, failure: Failure) -> None:
+    def of_itself(self, failure):
         if self.rank in failure.ranks:
             learn(self, failure)
 
-    def prepare_on(rank: int) -> Prepare:
+    def prepare_on(rank):
         watch._VERDICT_S = 0.0
-        watch.Watch._learn = of_itself  # type: ignore[method-assign]
+        watch.Watch._learn = of_itself
         return killed((1,), 7)(rank)
 
     assert [code for code, _ in run(2, directory, prepare_on)] == [1, KILLED]
@@ -134,23 +120,21 @@ def test_where_a_rank_does_not_learn_which_peer_was_lost_it_keeps_its_copies(
     assert [ends(result) for result in results] == [ends(result) for result in undisturbed]
 
 
-def test_killed_within_a_copy_that_the_peer_has_made_both_take_the_one_before(
-    tmp_path: Path, undisturbed: list[dict[str, Any]]
-) -> None:
+def test_killed_within_a_copy_that_the_peer_has_made_both_take_the_one_before(tmp_path, undisturbed):
     directory, whole = tmp_path / "run", Packed.write
 
-    def prepare_on(rank: int) -> Prepare:
+    def prepare_on(rank):
         calls = itertools.count(1)
 
-        def write(self: Packed, room: memoryview) -> None:
+        def write(self, room):
             whole(self, room)
             if next(calls) == 6:
                 (directory / f"wrote_{rank}").touch()
                 if rank == 1:
                     kill_this_process()
 
-        def prepare(trainer: Trainer, checkpoint: Checkpoint) -> None:
-            Packed.write = write  # type: ignore[method-assign]
+        def prepare(trainer, checkpoint):
+            Packed.write = write
 
         return prepare
 
@@ -162,17 +146,15 @@ def test_killed_within_a_copy_that_the_peer_has_made_both_take_the_one_before(
     assert [ends(result) for result in results] == [ends(result) for result in undisturbed]
 
 
-def test_a_copy_that_the_peer_lacks_is_not_taken_for_a_later_one_of_its_number(
-    tmp_path: Path, undisturbed: list[dict[str, Any]]
-) -> None:
+def test_a_copy_that_the_peer_lacks_is_not_taken_for_a_later_one_of_its_number(tmp_path, undisturbed):
     """The sixth copy is made by rank 0 in the first start alone, and by rank 1 in the second."""
     directory, whole = tmp_path / "run", slots.Slot.write
 
-    def dies_at_the_sixth(killed: int) -> Callable[[int], Prepare]:
+    def dies_at_the_sixth(killed):
         """``killed`` before it makes that copy, when the peer has made it."""
 
-        def prepare_on(rank: int) -> Prepare:
-            def write(self: slots.Slot, header: slots.Header, packed: Packed) -> None:
+        def prepare_on(rank):
+            def write(self, header, packed):
                 if header.number == 6 and rank == killed:
                     while not (directory / f"wrote_{1 - killed}").exists():
                         time.sleep(0.01)
@@ -181,8 +163,8 @@ def test_a_copy_that_the_peer_lacks_is_not_taken_for_a_later_one_of_its_number(
                 if header.number == 6:
                     (directory / f"wrote_{rank}").touch()
 
-            def prepare(trainer: Trainer, checkpoint: Checkpoint) -> None:
-                slots.Slot.write = write  # type: ignore[method-assign]
+            def prepare(trainer, checkpoint):
+                slots.Slot.write = write
 
             return prepare
 
@@ -196,9 +178,9 @@ def test_a_copy_that_the_peer_lacks_is_not_taken_for_a_later_one_of_its_number(
     assert [ends(result) for result in results] == [ends(result) for result in undisturbed]
 
 
-def test_an_exception_of_one_rank_leaves_nothing(tmp_path: Path, shared_memory: Path) -> None:
-    def fails(rank: int) -> Prepare:
-        def prepare(trainer: Trainer, checkpoint: Checkpoint) -> None:
+def test_an_exception_of_one_rank_leaves_nothing(tmp_path, shared_memory):
+    def fails(rank):
+        def prepare(trainer, checkpoint):
             if rank == 1:
                 trainer.add_event_handler(Events.ITERATION_COMPLETED(once=5), lambda: 1 / 0)
 
@@ -208,13 +190,11 @@ def test_an_exception_of_one_rank_leaves_nothing(tmp_path: Path, shared_memory: 
     assert list(shared_memory.iterdir()) == []
 
 
-def test_a_rank_that_was_stopped_and_then_killed_loses_no_more(
-    tmp_path: Path, undisturbed: list[dict[str, Any]]
-) -> None:
+def test_a_rank_that_was_stopped_and_then_killed_loses_no_more(tmp_path, undisturbed):
     directory = tmp_path / "run"
 
-    def stops(rank: int) -> Prepare:
-        def prepare(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    def stops(rank):
+        def prepare(trainer, checkpoint):
             if rank == 1:
                 trainer.add_event_handler(
                     Events.ITERATION_COMPLETED(once=7), lambda: os.kill(os.getpid(), signal.SIGSTOP)
@@ -234,9 +214,7 @@ def test_a_rank_that_was_stopped_and_then_killed_loses_no_more(
 
 
 @pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2)])
-def test_on_another_number_of_ranks_it_goes_on_as_from_disk(
-    before: int, now: int, tmp_path: Path, shared_memory: Path
-) -> None:
+def test_on_another_number_of_ranks_it_goes_on_as_from_disk(before, now, tmp_path, shared_memory):
     """One copy is resumed from memory, one checkpoint of the same iteration from disk."""
     memory, disk = tmp_path / "memory", tmp_path / "disk"
     assert {code for code, _ in run(before, memory, killed((0, 1), 5))} == {KILLED}
@@ -253,9 +231,7 @@ def test_on_another_number_of_ranks_it_goes_on_as_from_disk(
     assert list(shared_memory.iterdir()) == []
 
 
-def test_killed_on_fewer_ranks_before_a_copy_all_ranks_still_have_theirs(
-    tmp_path: Path, shared_memory: Path, undisturbed: list[dict[str, Any]]
-) -> None:
+def test_killed_on_fewer_ranks_before_a_copy_all_ranks_still_have_theirs(tmp_path, shared_memory, undisturbed):
     directory = tmp_path / "run"
     assert {code for code, _ in run(2, directory, killed((0, 1), 7))} == {KILLED}
     assert run(1, directory, killed((0,), 7, Events.ITERATION_STARTED))[0][0] == KILLED
@@ -266,7 +242,7 @@ def test_killed_on_fewer_ranks_before_a_copy_all_ranks_still_have_theirs(
     assert list(shared_memory.iterdir()) == []
 
 
-def test_slots_of_ranks_that_are_no_more_go_with_the_second_copy(tmp_path: Path, shared_memory: Path) -> None:
+def test_slots_of_ranks_that_are_no_more_go_with_the_second_copy(tmp_path, shared_memory):
     directory, slots_of = tmp_path / "run", ["rank_0.0", "rank_0.1", "rank_1.0", "rank_1.1"]
     run(2, directory, killed((0, 1), 5))
     for at, names in ((6, slots_of), (8, slots_of[:2])):
@@ -274,7 +250,7 @@ def test_slots_of_ranks_that_are_no_more_go_with_the_second_copy(tmp_path: Path,
         assert sorted(path.name for path in shared_memory.glob("*/rank_*")) == names
 
 
-def test_a_rank_without_its_slots_sends_all_to_the_disk(tmp_path: Path, shared_memory: Path) -> None:
+def test_a_rank_without_its_slots_sends_all_to_the_disk(tmp_path, shared_memory):
     directory = tmp_path / "run"
     run(2, directory, killed((0, 1), 10))
     for path in shared_memory.glob("*/rank_1.*"):
@@ -285,10 +261,10 @@ def test_a_rank_without_its_slots_sends_all_to_the_disk(tmp_path: Path, shared_m
     assert said_in(results[0], "The state in memory is not used: the ranks do not hold the same iteration.")
 
 
-def test_where_one_rank_has_no_room_no_rank_copies(tmp_path: Path, shared_memory: Path) -> None:
-    def prepare_on(rank: int) -> Prepare:
-        def prepare(trainer: Trainer, checkpoint: Checkpoint) -> None:
-            def full(descriptor: int, offset: int, size: int) -> None:
+def test_where_one_rank_has_no_room_no_rank_copies(tmp_path, shared_memory):
+    def prepare_on(rank):
+        def prepare(trainer, checkpoint):
+            def full(descriptor, offset, size):
                 raise OSError(28, "No space left on device")
 
             if rank == 1:
@@ -304,7 +280,7 @@ def test_where_one_rank_has_no_room_no_rank_copies(tmp_path: Path, shared_memory
 
 
 @pytest.mark.long  # each rank imports torch
-def test_ranks_that_torchrun_starts_again_go_on_from_memory(tmp_path: Path) -> None:
+def test_ranks_that_torchrun_starts_again_go_on_from_memory(tmp_path):
     """In this machine's shared memory, of which nothing is left."""
     digests, name = [], None
     for how in ("whole", "killed"):
@@ -317,7 +293,7 @@ def test_ranks_that_torchrun_starts_again_go_on_from_memory(tmp_path: Path) -> N
         with (tmp_path / how / "output.txt").open("w") as output:
             process = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=output, stderr=output)
         if how == "killed":
-            processes.wait_until(lambda: len(processes.lines(tmp_path / "killed")) >= 3, process)  # type: ignore[arg-type]  # it has poll(), too
+            processes.wait_until(lambda: len(processes.lines(tmp_path / "killed")) >= 3, process)
             name = slots.folder_name(tmp_path / how / "run" / "checkpoints", create=False)
             assert name in os.listdir("/dev/shm")
             os.kill(rank_pids(tmp_path / how)[1], signal.SIGKILL)

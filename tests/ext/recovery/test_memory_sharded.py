@@ -1,14 +1,9 @@
 """Sharded models go on from the copies of all ranks, in the layout they had or in another one."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import warnings
-from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,28 +11,26 @@ import torch.distributed as dist
 from ignite.engine import Events
 
 from ignite_engine.ext.recovery import slots
-from tests.checkpointing.file_faults import kill_this_process, start_child, wait_for
-from tests.sharded import train, trainer_in
+from tests.kit.faults import kill_this_process, start_child, wait_for
+from tests.kit.sharded import train, trainer_in
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]
 KILLED = -signal.SIGKILL
 
 
 @pytest.fixture(autouse=True)
-def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def shared_memory(tmp_path, monkeypatch):
     root = tmp_path / "shm"
     root.mkdir()
     monkeypatch.setattr(slots, "ROOT", root)
     yield root
 
 
-def run(
-    world_size: int, layout: str, folder: Path, killed: tuple[int, ...] = (), **options: Any
-) -> list[tuple[int, Any]]:
+def run(world_size, layout, folder, killed=(), **options):
     """How each rank ended that trains 8 iterations, and what it has come to; ``killed`` die at the 6th."""
     number = len(list(folder.parent.glob("meeting_*")))
 
-    def one_rank(rank: int) -> Any:
+    def one_rank(rank):
         torch.set_num_threads(1)
         logging.getLogger("torch").setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
@@ -53,20 +46,18 @@ def run(
         dist.destroy_process_group()
         return answer
 
-    children = [start_child(lambda rank=rank: one_rank(rank)) for rank in range(world_size)]  # type: ignore[misc]  # binds it
+    children = [start_child(lambda rank=rank: one_rank(rank)) for rank in range(world_size)]
     return [wait_for(child, timeout_s=120) for child in children]
 
 
-def answers(ended: list[tuple[int, Any]]) -> list[dict[str, Any]]:
+def answers(ended):
     assert [code for code, _ in ended] == [0] * len(ended)
     return [answer for _, answer in ended]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "killed"), [("fsdp", (1,)), ("tp", (0, 1))])
-def test_killed_one_iteration_is_lost_and_no_bit(
-    layout: str, killed: tuple[int, ...], tmp_path: Path, shared_memory: Path
-) -> None:
+def test_killed_one_iteration_is_lost_and_no_bit(layout, killed, tmp_path, shared_memory):
     undisturbed = answers(run(2, layout, tmp_path / "whole"))
     codes = [code for code, _ in run(2, layout, tmp_path / "run", killed, memory=1)]
     assert all(codes[rank] == KILLED for rank in killed) and 0 not in codes
@@ -81,7 +72,7 @@ def test_killed_one_iteration_is_lost_and_no_bit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "now"), [((2, "fsdp"), (1, "plain")), ((2, "ddp"), (2, "fsdp"))])
-def test_in_another_layout_it_goes_on_as_from_disk(before: Any, now: Any, tmp_path: Path, shared_memory: Path) -> None:
+def test_in_another_layout_it_goes_on_as_from_disk(before, now, tmp_path, shared_memory):
     """The fifth iteration from memory, the fourth from disk."""
     results = {}
     for place, options in (("memory", {"memory": 1}), ("disk", {})):
@@ -96,7 +87,7 @@ def test_in_another_layout_it_goes_on_as_from_disk(before: Any, now: Any, tmp_pa
 
 
 @pytest.mark.slow
-def test_without_the_pieces_of_a_rank_the_disk_is_taken(tmp_path: Path, shared_memory: Path) -> None:
+def test_without_the_pieces_of_a_rank_the_disk_is_taken(tmp_path, shared_memory):
     run(2, "fsdp", tmp_path / "run", (0, 1), memory=1)
     for path in shared_memory.glob("*/rank_1.*"):
         path.unlink()
@@ -106,7 +97,7 @@ def test_without_the_pieces_of_a_rank_the_disk_is_taken(tmp_path: Path, shared_m
 
 
 @pytest.mark.slow
-def test_with_a_torn_slot_of_one_rank_all_take_the_copy_before(tmp_path: Path, shared_memory: Path) -> None:
+def test_with_a_torn_slot_of_one_rank_all_take_the_copy_before(tmp_path, shared_memory):
     undisturbed = answers(run(2, "fsdp", tmp_path / "whole"))
     run(2, "fsdp", tmp_path / "run", (0, 1), memory=1)
     of_rank_1 = [slots.Slot(path) for path in shared_memory.glob("*/rank_1.*")]
@@ -121,7 +112,7 @@ def test_with_a_torn_slot_of_one_rank_all_take_the_copy_before(tmp_path: Path, s
 
 
 @pytest.mark.slow
-def test_memory_auto_copies_shards(tmp_path: Path, shared_memory: Path) -> None:
+def test_memory_auto_copies_shards(tmp_path, shared_memory):
     """The first five iterations are copied, by which it measures."""
     undisturbed = answers(run(2, "fsdp", tmp_path / "whole"))
     run(2, "fsdp", tmp_path / "run", (1,), memory="auto")

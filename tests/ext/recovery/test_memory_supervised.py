@@ -1,17 +1,14 @@
 """Ranks that ``--restarts`` forks again go on from their copies in memory."""
 
-from __future__ import annotations
-
 import os
 import signal
-from pathlib import Path
 
 import psutil
 import pytest
 
 from ignite_engine.ext.recovery import slots
 from tests.ext.recovery.test_supervisor import finish, iteration, output, ranks_of, supervised
-from tests.faults.processes import Run, group_is_gone, wait_until
+from tests.faults.processes import group_is_gone, wait_until
 
 pytestmark = [pytest.mark.faults, pytest.mark.distributed, pytest.mark.slow]
 MEMORY_ALONE = {"every": 1000, "memory": 1}
@@ -19,7 +16,7 @@ INVARIANT = {"update": {"rank_invariant": True, "global_micro_batches": 2, "clip
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_ranks_that_are_forked_again_lose_one_iteration(ranks: int, tmp_path: Path) -> None:
+def test_ranks_that_are_forked_again_lose_one_iteration(ranks, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
     expected = finish(whole, supervised(whole, "--traceback", ranks=ranks))["weights_sha256"]
@@ -34,7 +31,7 @@ def test_ranks_that_are_forked_again_lose_one_iteration(ranks: int, tmp_path: Pa
     assert not (killed / "run" / "checkpoints" / slots.MEMORY_TOKEN).exists()
 
 
-def kill_everything(process: Run) -> None:
+def kill_everything(process):
     children = ranks_of(process)
     for number in (process.pid, *(child.pid for child in children)):
         os.kill(number, signal.SIGKILL)
@@ -42,15 +39,15 @@ def kill_everything(process: Run) -> None:
     psutil.wait_procs(children, timeout=10)
 
 
-def name_of_copies(folder: Path) -> str | None:
+def name_of_copies(folder):
     return slots.folder_name(folder / "run" / "checkpoints", create=False)
 
 
-def log_of(folder: Path) -> str:
+def log_of(folder):
     return (folder / "run" / "logs" / "rank_0.log").read_text()
 
 
-def test_where_the_parent_is_killed_too_the_next_start_goes_on_from_memory(tmp_path: Path) -> None:
+def test_where_the_parent_is_killed_too_the_next_start_goes_on_from_memory(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
     expected = finish(whole, supervised(whole, "--traceback"))["weights_sha256"]
@@ -68,7 +65,7 @@ def test_where_the_parent_is_killed_too_the_next_start_goes_on_from_memory(tmp_p
 
 
 @pytest.mark.long
-def test_on_one_rank_two_and_one_again_a_rank_invariant_run_has_one_sha256(tmp_path: Path) -> None:
+def test_on_one_rank_two_and_one_again_a_rank_invariant_run_has_one_sha256(tmp_path):
     whole, folder = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
     expected = finish(whole, supervised(whole, "--traceback", **INVARIANT))["weights_sha256"]
@@ -76,7 +73,7 @@ def test_on_one_rank_two_and_one_again_a_rank_invariant_run_has_one_sha256(tmp_p
     sections = {"task_options": {"step_s": 0.02}, "checkpoint": MEMORY_ALONE, **INVARIANT}
     for ranks, at in ((1, 8), (2, 25)):
         process = supervised(folder, ranks=ranks, **sections)
-        wait_until(lambda at=at: iteration(folder) >= at, process)  # type: ignore[misc]  # binds it
+        wait_until(lambda at=at: iteration(folder) >= at, process)
         kill_everything(process)
     name = name_of_copies(folder)
     assert name in os.listdir(slots.ROOT)
@@ -89,7 +86,7 @@ def test_on_one_rank_two_and_one_again_a_rank_invariant_run_has_one_sha256(tmp_p
 
 
 @pytest.mark.parametrize("how", ["a rank is stopped", "the parent is killed", "another config", "the folder is moved"])
-def test_whatever_happens_nothing_is_left(how: str, tmp_path: Path) -> None:
+def test_whatever_happens_nothing_is_left(how, tmp_path):
     """In this machine's shared memory, and of processes."""
     folder = tmp_path / "folder"
     folder.mkdir()

@@ -1,15 +1,10 @@
 """A state that was packed into memory comes back as one that was written to disk does."""
 
-from __future__ import annotations
-
 import io
 import mmap
 import pickle
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,22 +13,22 @@ from torch import Tensor, nn
 from ignite_engine.checkpointing import CheckpointError
 from ignite_engine.checkpointing.part_file import read_parts, write_parts
 from ignite_engine.ext.recovery.packing import Packed, unpack
-from tests.builders import linear
+from tests.kit.tiny import linear
 
 
-def through_memory(parts: dict[str, Any], facts: dict[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+def through_memory(parts, facts=None):
     packed = Packed(facts or {}, parts)
     room = memoryview(mmap.mmap(-1, packed.bytes + 100))
     packed.write(room)
     return unpack(room)
 
 
-def through_disk(parts: dict[str, Any], path: Path) -> dict[str, Any]:
+def through_disk(parts, path):
     path.unlink(missing_ok=True)
     return read_parts(path, write_parts(path, parts))
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one, other):
     """Type, structure and bits."""
     if type(one) is not type(other):
         return False
@@ -56,14 +51,14 @@ def same(one: Any, other: Any) -> bool:
     return one == other or (one != one and other != other)
 
 
-def memories_of(parts: Any) -> list[int]:
+def memories_of(parts):
     """For each tensor, in order, the first one with the same memory."""
     addresses = [value.untyped_storage().data_ptr() for value in parts.values()]
     return [addresses.index(address) for address in addresses]
 
 
 BASE = torch.arange(24.0).reshape(4, 6)
-VALUES: dict[str, Callable[[], Any]] = {
+VALUES = {
     "transposed": lambda: BASE.t(),
     "strided": lambda: BASE[::2, 1::3],
     "one element": lambda: torch.tensor(3.5),
@@ -95,7 +90,7 @@ VALUES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_value_comes_back_as_from_disk(name: str, tmp_path: Path) -> None:
+def test_a_value_comes_back_as_from_disk(name, tmp_path):
     parts = {"part": {"value": VALUES[name]()}}
 
     _, found = through_memory(parts)
@@ -104,7 +99,7 @@ def test_a_value_comes_back_as_from_disk(name: str, tmp_path: Path) -> None:
     assert same(found, parts) or name in ("strided", "expanded", "conjugate", "negative bit")  # which are compacted
 
 
-def drawn(rng: random.Random, depth: int = 0) -> Any:
+def drawn(rng, depth=0):
     kind = rng.randrange(6 if depth < 3 else 3)
     if kind == 0:
         return rng.choice([None, True, rng.random(), rng.getrandbits(70), "text", b"bytes"])
@@ -117,7 +112,7 @@ def drawn(rng: random.Random, depth: int = 0) -> Any:
     return {rng.choice(["a", 1, "b", (2, 3)]): drawn(rng, depth + 1) for _ in range(rng.randrange(4))}
 
 
-def test_drawn_states_come_back_as_from_disk(tmp_path: Path) -> None:
+def test_drawn_states_come_back_as_from_disk(tmp_path):
     for seed in range(60):
         rng = random.Random(seed)
         parts = {"one": drawn(rng), "two": {"deep": drawn(rng)}}
@@ -127,7 +122,7 @@ def test_drawn_states_come_back_as_from_disk(tmp_path: Path) -> None:
         assert same(found, through_disk(parts, tmp_path / "parts.pt")), seed
 
 
-def test_tensors_share_memory_as_they_do_from_disk(tmp_path: Path) -> None:
+def test_tensors_share_memory_as_they_do_from_disk(tmp_path):
     base, whole = torch.randn(6, 4), torch.randn(8)
     parts = {
         "tied": {"a": base, "b": base, "c": base.view(-1), "d": base.t()},
@@ -143,7 +138,7 @@ def test_tensors_share_memory_as_they_do_from_disk(tmp_path: Path) -> None:
     assert found["views of a large one"]["a"].untyped_storage().nbytes() == 12
 
 
-def test_what_is_read_has_a_memory_of_its_own() -> None:
+def test_what_is_read_has_a_memory_of_its_own():
     packed = Packed({}, {"part": {"value": torch.ones(3)}})
     room = memoryview(mmap.mmap(-1, packed.bytes))
     packed.write(room)
@@ -154,7 +149,7 @@ def test_what_is_read_has_a_memory_of_its_own() -> None:
     assert parts["part"]["value"].tolist() == [1, 1, 1]
 
 
-def test_states_of_a_model_and_its_optimizer_and_facts_come_back() -> None:
+def test_states_of_a_model_and_its_optimizer_and_facts_come_back():
     model = linear()
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(2, 3)).sum().backward()
@@ -169,18 +164,18 @@ def test_states_of_a_model_and_its_optimizer_and_facts_come_back() -> None:
     assert same(parts["optimizer"], optimizer.state_dict())
 
 
-def test_what_a_checkpoint_cannot_hold_is_refused() -> None:
+def test_what_a_checkpoint_cannot_hold_is_refused():
     with pytest.raises(CheckpointError, match=r"part\['value'\] is a builtins.object"):
         Packed({}, {"part": {"value": object()}})
 
 
 class Dangerous:
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return (pytest.fail, ("executed",))
 
 
 @pytest.mark.parametrize("content", [pickle.dumps(({}, Dangerous())), pickle.dumps(({}, eval)), b"no pickle", b""])
-def test_nothing_in_memory_is_executed(content: bytes) -> None:
+def test_nothing_in_memory_is_executed(content):
     room = memoryview(bytearray(len(content).to_bytes(8, "little") + content + bytes(64)))
 
     with pytest.raises(CheckpointError, match="is not the state of a run"):

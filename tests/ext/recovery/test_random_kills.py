@@ -3,8 +3,6 @@
 ``KILLS=100`` makes a hundred in each layout, a quarter of them each meant for a start, a copy, a save, and any instant.
 """
 
-from __future__ import annotations
-
 import logging
 import mmap
 import os
@@ -13,11 +11,9 @@ import signal
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,9 +25,9 @@ from ignite_engine.ext.recovery.memory import Memory
 from ignite_engine.handlers import Checkpoint, MetricLogger
 from ignite_engine.handlers.checkpoint.saver import Saver
 from ignite_engine.run_directory import weights_sha256
-from tests.builders import linear, numbers_loader, trainer_of
-from tests.checkpointing.file_faults import start_child, wait_for
-from tests.sharded import in_layout
+from tests.kit.faults import start_child, wait_for
+from tests.kit.sharded import in_layout
+from tests.kit.tiny import linear, numbers_loader, trainer_of
 
 pytestmark = [pytest.mark.faults, pytest.mark.distributed, pytest.mark.long]
 EPOCHS = 10
@@ -43,7 +39,7 @@ Children = Sequence[tuple[int, int]]
 
 
 @pytest.fixture(autouse=True)
-def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def shared_memory(tmp_path, monkeypatch):
     root = tmp_path / "shm"
     root.mkdir()
     monkeypatch.setattr(slots, "ROOT", root)
@@ -53,44 +49,44 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
 class Progress:
     """What the ranks of a run say of themselves, in memory that outlives them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._memory = mmap.mmap(-1, 32)
 
-    def clear(self) -> None:
+    def clear(self):
         self._memory[:] = bytes(32)
 
     @property
-    def resumed_at(self) -> int | None:
+    def resumed_at(self):
         """None: it was not resumed yet."""
         return int.from_bytes(self._memory[:8], "little") - 1 if any(self._memory[:8]) else None
 
     @resumed_at.setter
-    def resumed_at(self, iteration: int | None) -> None:
+    def resumed_at(self, iteration):
         self._memory[:8] = (0 if iteration is None else iteration + 1).to_bytes(8, "little")
 
     @property
-    def completed(self) -> int:
+    def completed(self):
         """The last iteration whose update is done on some rank."""
         return max(int.from_bytes(self._memory[at : at + 8], "little") for at in (8, 16))
 
-    def complete(self, rank: int, iteration: int) -> None:
+    def complete(self, rank, iteration):
         self._memory[8 + 8 * rank : 16 + 8 * rank] = iteration.to_bytes(8, "little")
 
     @property
-    def places(self) -> bytes:
+    def places(self):
         """Of the ranks."""
         return self._memory[24:26]
 
-    def enter(self, rank: int, place: int) -> int:
+    def enter(self, rank, place):
         """Returns the place where the rank was."""
         before = self._memory[24 + rank]
         self._memory[24 + rank] = place
         return before
 
 
-def train(directory: Path, progress: Progress, layout: str, memory: int | None = 1, sleep_s: float = 0.0) -> Any:
+def train(directory, progress, layout, memory=1, sleep_s=0.0):
     rank = dist.get_rank() if dist.is_initialized() else 0
-    model: Any = in_layout(layout, linear(dropout=True))[0]  # type: ignore[arg-type]  # a Sequential
+    model = in_layout(layout, linear(dropout=True))[0]
     trainer = trainer_of(model)
     torch.manual_seed(rank)
     MetricLogger(directory, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=3))
@@ -106,8 +102,8 @@ def train(directory: Path, progress: Progress, layout: str, memory: int | None =
     return [weights_sha256(model), (directory / "metrics.jsonl").read_text()]
 
 
-def noted(whole: Callable[..., Any], place: int, rank: int, progress: Progress) -> Callable[..., Any]:
-    def within(*args: Any, **options: Any) -> Any:
+def noted(whole, place, rank, progress):
+    def within(*args, **options):
         before = progress.enter(rank, place)
         try:
             return whole(*args, **options)
@@ -117,9 +113,9 @@ def noted(whole: Callable[..., Any], place: int, rank: int, progress: Progress) 
     return within
 
 
-def one_rank(rank: int, world_size: int, meeting_point: Path, directory: Path, progress: Progress, *rest: Any) -> Any:
-    Memory.write = noted(Memory.write, COPYING, rank, progress)  # type: ignore[method-assign]
-    Saver.save = noted(Saver.save, SAVING, rank, progress)  # type: ignore[method-assign]
+def one_rank(rank, world_size, meeting_point, directory, progress, *rest):
+    Memory.write = noted(Memory.write, COPYING, rank, progress)
+    Saver.save = noted(Saver.save, SAVING, rank, progress)
     logging.getLogger("torch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     if world_size > 1:
@@ -136,7 +132,7 @@ def one_rank(rank: int, world_size: int, meeting_point: Path, directory: Path, p
     return result
 
 
-def kill_at_random(children: Children, progress: Progress, draw: random.Random) -> None:
+def kill_at_random(children, progress, draw):
     """One rank or all, at an instant within a place that is drawn."""
     place = draw.choice([STARTING, TRAINING, COPYING, SAVING])
     until = time.monotonic() + 30.0
@@ -156,14 +152,14 @@ def kill_at_random(children: Children, progress: Progress, draw: random.Random) 
         time.sleep(draw.choice([0.0, 0.01]))
 
 
-def train_killed(folder: Path, root: Path, layout: str, world_size: int) -> dict[str, Any]:
+def train_killed(folder, root, layout, world_size):
     """Runs, each killed until it ends, until so many kills have struck, also within a copy and within a save."""
     draw, progress = random.Random(world_size), Progress()
-    lost: list[int] = []
-    ends: list[Any] = []
+    lost = []
+    ends = []
     starts, struck = 0, Counter[str]()
 
-    def enough() -> bool:
+    def enough():
         return struck.total() >= KILLS and {"copying", "saving"} <= struck.keys()
 
     while not (ends and enough()):
@@ -190,7 +186,7 @@ def train_killed(folder: Path, root: Path, layout: str, world_size: int) -> dict
 
 
 @pytest.mark.parametrize(("world_size", "layout"), [(1, "plain"), (2, "ddp"), (2, "fsdp")])
-def test_killed_at_random_instants(world_size: int, layout: str, tmp_path: Path, shared_memory: Path) -> None:
+def test_killed_at_random_instants(world_size, layout, tmp_path, shared_memory):
     progress = Progress()
     train(tmp_path / "imports", progress, "plain")  # here, so that the forked processes need not
     meeting, plain = tmp_path / "meeting", tmp_path / "plain"

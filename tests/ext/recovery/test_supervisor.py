@@ -1,7 +1,5 @@
 """Ranks that are killed, hang or fail under ``--restarts``, in real processes."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -12,13 +10,12 @@ import signal
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from ignite_engine.ext.recovery import slots
-from tests.faults.processes import CONFIG, Run, group_is_gone, interrupt, start, summary, wait_until, write_config_like
+from tests.faults.processes import CONFIG, group_is_gone, interrupt, start, summary, wait_until, write_config_like
 
 TASK = Path(__file__).parent / "dying_task.py"
 KILLS = int(os.environ.get("KILLS", "20"))
@@ -31,7 +28,7 @@ BASE = {
 }
 
 
-def supervised(folder: Path, *arguments: str, ranks: int = 1, **sections: Any) -> Run:
+def supervised(folder, *arguments, ranks=1, **sections):
     """``train --restarts 5``, or as ``arguments`` say."""
     options = {"directory": str(folder), **sections.pop("task_options", {})}
     config = write_config_like(BASE, folder, {**sections, "task_options": options})
@@ -39,24 +36,24 @@ def supervised(folder: Path, *arguments: str, ranks: int = 1, **sections: Any) -
     return start(config, *(arguments or ("--restarts", "5")), *several)
 
 
-def output(folder: Path) -> str:
+def output(folder):
     return (folder / "output.txt").read_text()
 
 
-def finish(folder: Path, process: Run, code: int = 0) -> dict[str, Any]:
+def finish(folder, process, code=0):
     """Its summary, when it has ended with this code and left no process."""
     assert process.wait() == code, output(folder)
     assert group_is_gone(process.pid)
     return summary(folder)
 
 
-def ranks_of(process: Run) -> list[psutil.Process]:
+def ranks_of(process):
     """The ranks that live; not multiprocessing's resource tracker."""
     children = psutil.Process(process.pid).children()
     return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
 
 
-def iteration(folder: Path, rank: int = 0) -> int:
+def iteration(folder, rank=0):
     try:
         return int((folder / f"at_{rank}").read_text() or 0)
     except FileNotFoundError:
@@ -64,7 +61,7 @@ def iteration(folder: Path, rank: int = 0) -> int:
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+def weights(tmp_path_factory):
     """Of the run that nobody disturbs, by its number of ranks."""
     found = {}
     for ranks in (1, 2):
@@ -76,7 +73,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
 
 @pytest.mark.slow
 @pytest.mark.faults
-def test_killed_process_goes_on_to_the_same_bits(tmp_path: Path, weights: dict[int, str]) -> None:
+def test_killed_process_goes_on_to_the_same_bits(tmp_path, weights):
     deaths = [{"at": 0, "how": "SIGKILL"}, {"at": 7, "how": "SIGKILL"}, {"at": 60, "how": "SIGSEGV"}]
     process = supervised(tmp_path, task_options={"deaths": deaths}, evaluation={"every": 10})
     ended = finish(tmp_path, process)
@@ -102,9 +99,7 @@ def test_killed_process_goes_on_to_the_same_bits(tmp_path: Path, weights: dict[i
 @pytest.mark.faults
 @pytest.mark.distributed
 @pytest.mark.parametrize("killed", [[1], [0], [0, 1]], ids=str)
-def test_killed_ranks_take_their_peers_along_and_all_go_on(
-    tmp_path: Path, weights: dict[int, str], killed: list[int]
-) -> None:
+def test_killed_ranks_take_their_peers_along_and_all_go_on(tmp_path, weights, killed):
     deaths = [{"rank": rank, "at": 7, "how": "SIGKILL"} for rank in killed]
     process = supervised(tmp_path, ranks=2, task_options={"deaths": deaths})
     ended = finish(tmp_path, process)
@@ -119,9 +114,7 @@ def test_killed_ranks_take_their_peers_along_and_all_go_on(
 @pytest.mark.faults
 @pytest.mark.distributed
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_killed_at_random_instants_it_ends_with_the_same_bits_and_leaves_nothing(
-    tmp_path: Path, weights: dict[int, str], ranks: int
-) -> None:
+def test_killed_at_random_instants_it_ends_with_the_same_bits_and_leaves_nothing(tmp_path, weights, ranks):
     """With a copy in memory after each iteration no more is lost than that which was killed and the one before."""
     draw, in_memory = random.Random(ranks), {"every": 25, "memory": 1}
     options = {"step_s": 0.01}
@@ -157,7 +150,7 @@ def test_killed_at_random_instants_it_ends_with_the_same_bits_and_leaves_nothing
 @pytest.mark.distributed
 @pytest.mark.long  # starts two processes and kills one of them, again and again
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_kills_also_of_the_parent_and_within_restarts(tmp_path: Path, ranks: int) -> None:
+def test_kills_also_of_the_parent_and_within_restarts(tmp_path, ranks):
     """Of one rank, of all, of the parent, of everything at once; ``KILLS=100`` makes a hundred."""
     length = {"run": {**BASE["run"], "max_epochs": 20 + KILLS // 4}}
     whole = supervised(tmp_path / "whole", "--traceback", ranks=ranks, checkpoint={"every": 50}, **length)
@@ -166,11 +159,11 @@ def test_kills_also_of_the_parent_and_within_restarts(tmp_path: Path, ranks: int
     kills, killed, names = Counter[str](), list[tuple[int, int]](), set[str | None]()
     options = {"step_s": 0.005}
 
-    def begin() -> Run:
+    def begin():
         memory = {"every": 50, "memory": 1}
         return supervised(folder, "--restarts", "999", ranks=ranks, task_options=options, checkpoint=memory, **length)
 
-    def resumed() -> list[int]:
+    def resumed():
         log = folder / "run" / "logs" / "rank_0.log"
         found = re.findall(r"Resumed from .* at iteration (\d+)", log.read_text() if log.exists() else "")
         return [int(at) for at in found]
@@ -219,7 +212,7 @@ def test_kills_also_of_the_parent_and_within_restarts(tmp_path: Path, ranks: int
 
 @pytest.mark.slow
 @pytest.mark.faults
-def test_iteration_that_dies_twice_is_named_and_ends_the_run(tmp_path: Path) -> None:
+def test_iteration_that_dies_twice_is_named_and_ends_the_run(tmp_path):
     process = supervised(tmp_path, task_options={"deaths": [{"at": 7, "how": "SIGABRT", "times": 9}]})
     ended = finish(tmp_path, process, code=1)
 
@@ -229,7 +222,7 @@ def test_iteration_that_dies_twice_is_named_and_ends_the_run(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.faults
-def test_dead_in_one_iteration_it_may_die_in_another(tmp_path: Path, weights: dict[int, str]) -> None:
+def test_dead_in_one_iteration_it_may_die_in_another(tmp_path, weights):
     """Also in an earlier one, and in the same when it has done it meanwhile."""
     deaths = [{"at": 9, "how": "SIGKILL"}, {"at": 8, "how": "SIGKILL"}, {"at": 10, "how": "SIGKILL"}]
     process = supervised(tmp_path, task_options={"deaths": deaths}, checkpoint={"every": 5})
@@ -238,7 +231,7 @@ def test_dead_in_one_iteration_it_may_die_in_another(tmp_path: Path, weights: di
 
 @pytest.mark.slow
 @pytest.mark.faults
-def test_exception_ends_the_run(tmp_path: Path) -> None:
+def test_exception_ends_the_run(tmp_path):
     process = supervised(tmp_path, task_options={"deaths": [{"at": 7, "how": "raise"}]})
     ended = finish(tmp_path, process, code=1)
 
@@ -250,9 +243,9 @@ def test_exception_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.faults
 @pytest.mark.distributed
 @pytest.mark.parametrize("peer_aborts", [False, True])
-def test_exception_of_one_rank_ends_all(tmp_path: Path, peer_aborts: bool) -> None:
+def test_exception_of_one_rank_ends_all(tmp_path, peer_aborts):
     """Also where a library of the peer's aborts because of it."""
-    deaths: list[dict[str, Any]] = [{"rank": 1, "at": 7, "how": "raise"}]
+    deaths = [{"rank": 1, "at": 7, "how": "raise"}]
     if peer_aborts:
         deaths.append({"rank": 0, "at": 7, "how": "SIGABRT", "after_s": 1.0})
     process = supervised(tmp_path, ranks=2, task_options={"deaths": deaths})
@@ -263,7 +256,7 @@ def test_exception_of_one_rank_ends_all(tmp_path: Path, peer_aborts: bool) -> No
 
 @pytest.mark.slow
 @pytest.mark.faults
-def test_restarts_of_an_hour_are_used_up(tmp_path: Path) -> None:
+def test_restarts_of_an_hour_are_used_up(tmp_path):
     deaths = [{"at": at, "how": "SIGKILL"} for at in (5, 10, 15)]
     process = supervised(tmp_path, "--restarts", "2", task_options={"deaths": deaths})
     ended = finish(tmp_path, process, code=1)
@@ -273,7 +266,7 @@ def test_restarts_of_an_hour_are_used_up(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("when", ["training", "starting again and again"])
-def test_ctrl_c_means_what_it_does_without_restarts(tmp_path: Path, when: str) -> None:
+def test_ctrl_c_means_what_it_does_without_restarts(tmp_path, when):
     options = {"step_s": 0.05} if when == "training" else {"deaths": [{"at": 0, "how": "SIGKILL", "times": 9999}]}
     process = supervised(tmp_path, "--restarts", "9999", task_options=options)
     if when == "training":
@@ -293,7 +286,7 @@ def test_ctrl_c_means_what_it_does_without_restarts(tmp_path: Path, when: str) -
 @pytest.mark.faults
 @pytest.mark.distributed
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_ranks_whose_parent_was_killed_save_and_end(tmp_path: Path, ranks: int) -> None:
+def test_ranks_whose_parent_was_killed_save_and_end(tmp_path, ranks):
     process = supervised(tmp_path, ranks=ranks, task_options={"step_s": 0.05}, checkpoint={"every": 1000})
     wait_until(lambda: iteration(tmp_path) > 3, process)
     os.kill(process.pid, signal.SIGKILL)
@@ -308,7 +301,7 @@ def test_ranks_whose_parent_was_killed_save_and_end(tmp_path: Path, ranks: int) 
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.distributed
-def test_stopped_rank_is_killed_by_its_peers_and_all_go_on(tmp_path: Path, weights: dict[int, str]) -> None:
+def test_stopped_rank_is_killed_by_its_peers_and_all_go_on(tmp_path, weights):
     waits = {"heartbeat_timeout": 2.0}
     deaths = [{"rank": 1, "at": 7, "how": "SIGSTOP"}]
     process = supervised(tmp_path, ranks=2, task_options={"deaths": deaths}, distributed=waits)
@@ -319,7 +312,7 @@ def test_stopped_rank_is_killed_by_its_peers_and_all_go_on(tmp_path: Path, weigh
 @pytest.mark.long
 @pytest.mark.faults
 @pytest.mark.distributed
-def test_rank_that_its_peers_wait_for_in_vain_hangs_and_all_go_on(tmp_path: Path, weights: dict[int, str]) -> None:
+def test_rank_that_its_peers_wait_for_in_vain_hangs_and_all_go_on(tmp_path, weights):
     deaths = [{"rank": 1, "at": 7, "how": "hang"}]
     waits = {"timeout": {"seconds": 3}}
     process = supervised(tmp_path, ranks=2, task_options={"deaths": deaths}, distributed=waits)

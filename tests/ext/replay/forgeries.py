@@ -1,13 +1,10 @@
 """Folders of runs that are not what they say."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import yaml
@@ -17,11 +14,11 @@ from ignite_engine.checkpointing import CheckpointStore, read_manifest
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME
 from ignite_engine.checkpointing.part_file import write_parts
 from ignite_engine.config.load import config_from_dict
-from ignite_engine.ext.replay import Segment, bring_to
+from ignite_engine.ext.replay import bring_to
 from ignite_engine.runs.recipe import build_run
 
 
-def edit_weight(folder: Path, segment: Segment, *, seed: int) -> None:
+def edit_weight(folder, segment, *, seed):
     """One unit in the last place of one weight, and hashes that are right."""
     draw = random.Random(seed)
     path = folder / "checkpoints" / segment.checkpoint.name
@@ -36,7 +33,7 @@ def edit_weight(folder: Path, segment: Segment, *, seed: int) -> None:
     (path / MANIFEST_NAME).write_bytes(forged.to_json())
 
 
-def edit_log(folder: Path, segment: Segment, *, seed: int) -> None:
+def edit_log(folder, segment, *, seed):
     """One logged value is another number."""
     draw, path = random.Random(seed), folder / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -47,7 +44,7 @@ def edit_log(folder: Path, segment: Segment, *, seed: int) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def train_with_another_sample(folder: Path, segment: Segment, *, seed: int) -> None:
+def train_with_another_sample(folder, segment, *, seed):
     """One sample was another one; what follows was trained from there, and the record is that of the honest run."""
     draw = random.Random(seed)
     record = {path: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.suffix != ".jsonl"}

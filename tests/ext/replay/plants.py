@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from ignite_engine.ext.replay import bring_to
 from tests.ext.replay.runs import trained
@@ -28,10 +26,10 @@ class Planted:
     setting: str
 
 
-def plant(what: str, folder: Path, *, seed: int, iterations: int) -> Planted:
+def plant(what, folder, *, seed, iterations):
     """Train ``run`` and ``other`` in a folder, the other one with the difference."""
     draw = random.Random(f"{what} {seed}")
-    sections: dict[str, Any] = {
+    sections = {
         "run": {"seed": seed, "threads": 1},
         "data": {"batch_size": 4, "num_workers": 2 if what == "worker" else 0},
         # one unit in the last place may be gone after the next step
@@ -50,7 +48,7 @@ def plant(what: str, folder: Path, *, seed: int, iterations: int) -> Planted:
     if what == "threads":
         trained(folder / "other", iterations, **sections | {"run": {"seed": seed, "threads": 2}})
         return Planted(1, ("output loss", "gradient"), "run.threads")
-    options: dict[str, Any] = {"what": what, "iteration": iteration}
+    options = {"what": what, "iteration": iteration}
     found = Planted(iteration, ("the rate lr",), "task_options.plant")
     if what == "weight":
         found = Planted(iteration, ("0.weight after the step",), found.setting)
@@ -62,7 +60,7 @@ def plant(what: str, folder: Path, *, seed: int, iterations: int) -> Planted:
     return found
 
 
-def _sample(folder: Path, draw: random.Random, iterations: int) -> tuple[int, int]:
+def _sample(folder, draw, iterations):
     """A sample, and the first iteration in which it is; the worker in the middle of the batch reads it."""
     epoch = 6
     iteration = draw.randint(1, min(epoch, iterations))

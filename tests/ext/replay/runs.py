@@ -1,23 +1,18 @@
 """Runs of the tiny task, trained in this process."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ignite.engine import Events
 
 from ignite_engine.config.load import config_from_dict
 from ignite_engine.runs.recipe import build_run
-from ignite_engine.runs.run import Run
 
 TASK = f"{Path(__file__).with_name('task.py')}:build"
 
 
-def settings(directory: Path, iterations: int, sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def settings(directory, iterations, sections):
     """The values of a config, the tiny task's with other sections merged in."""
-    values: dict[str, Any] = {
+    values = {
         "task": TASK,
         "run": {"directory": str(directory), "max_iterations": iterations, "seed": 3},
         "data": {"batch_size": 4},
@@ -34,7 +29,7 @@ def settings(directory: Path, iterations: int, sections: Mapping[str, Mapping[st
     return values
 
 
-def trained(directory: Path, iterations: int = 40, *, stop_at: int | None = None, **sections: Mapping[str, Any]) -> Run:
+def trained(directory, iterations=40, *, stop_at=None, **sections):
     """A run that has ended, or was stopped at an iteration."""
     run = build_run(config_from_dict(settings(directory, iterations, sections)))
     if stop_at is not None:

@@ -4,20 +4,17 @@
 number of threads decides bits.
 """
 
-from __future__ import annotations
-
 import math
 import random
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from ignite.engine import Events
 from ignite.metrics import Accuracy
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset, get_worker_info
 
-from ignite_engine import Task, Trainer, TrainingEvents
+from ignite_engine import Task, TrainingEvents
 
 FEATURES, CLASSES = 6, 3
 
@@ -25,16 +22,16 @@ FEATURES, CLASSES = 6, 3
 class Noisy(Dataset[Any]):
     """Samples by their index with noise that is drawn; ``plant`` changes one of them, or the seed of one worker."""
 
-    def __init__(self, count: int, plant: Mapping[str, Any], *, noise: float = 0.1) -> None:
+    def __init__(self, count, plant, *, noise=0.1):
         generator = torch.Generator().manual_seed(count)
         self.inputs = torch.randn(count, FEATURES, generator=generator)
         self.targets = (self.inputs[:, :CLASSES] * 2).argmax(1)
         self.plant, self.noise = plant, noise
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.inputs)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index):
         what, at = self.plant.get("what"), self.plant.get("sample")
         if what == "sample" and index == at:
             index = (index + 1) % len(self)
@@ -48,46 +45,46 @@ class Noisy(Dataset[Any]):
 class Plant:
     """Changes one weight by one unit in the last place, or a rate, at one iteration."""
 
-    def __init__(self, plant: Mapping[str, Any]) -> None:
+    def __init__(self, plant):
         self.what, self.iteration = plant.get("what"), plant.get("iteration", 10**9)
 
-    def attach(self, trainer: Trainer) -> None:
+    def attach(self, trainer):
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=self.iteration), self.change_weight)
         trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED(once=self.iteration), self.change_rate)
 
-    def change_weight(self, trainer: Trainer) -> None:
+    def change_weight(self, trainer):
         if self.what == "weight":
-            weight = trainer.update.model[0].weight  # type: ignore[attr-defined]
+            weight = trainer.update.model[0].weight
             value = weight.data[0, 0].item()
             weight.data[0, 0] = torch.nextafter(torch.tensor(value), torch.tensor(math.inf))
 
-    def change_rate(self, trainer: Trainer) -> None:
+    def change_rate(self, trainer):
         if self.what == "rate":
-            for optimizer in trainer.update.optimizers.values():  # type: ignore[attr-defined]
+            for optimizer in trainer.update.optimizers.values():
                 optimizer.param_groups[0]["lr"] *= 1.01
 
 
 class Wide(nn.Module):
     """A sum of so many numbers that the number of threads decides its last bits."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
         self.register_buffer("numbers", torch.randn(300_000), persistent=False)
 
-    def forward(self, logits: Tensor) -> Tensor:
+    def forward(self, logits):
         return logits + 1e-2 * (self.scale * self.numbers).sum()
 
 
-def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def loss_fn(model, batch):
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def predict(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def predict(model, batch):
     return model(batch[0]), batch[1]
 
 
-def build(options: Mapping[str, Any]) -> Task:
+def build(options):
     plant = options.get("plant") or {}
     norm = nn.LayerNorm if options.get("sharded") else nn.BatchNorm1d  # whose statistics are each rank's own
     model = nn.Sequential(nn.Linear(FEATURES, 8), norm(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, CLASSES))

@@ -1,11 +1,7 @@
 """What a folder says is trained again: an honest run passes, and each forgery is found where its segment is drawn."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,20 +9,20 @@ import torch
 from ignite_engine.cli import main
 from ignite_engine.ext.replay import audit
 from ignite_engine.ext.replay.segments import segments_of
-from tests.builders import on_two_ranks
 from tests.ext.replay.forgeries import edit_log, edit_weight, train_with_another_sample
 from tests.ext.replay.runs import trained
+from tests.kit.tiny import on_two_ranks
 
 
 @pytest.fixture(scope="module")
-def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def honest(tmp_path_factory):
     folder = tmp_path_factory.mktemp("audit") / "run"
     trained(folder, 32, logging={"every": {"iterations": 4}, "trail": 5, "console": False, "clearml": False})
     return folder
 
 
 @pytest.mark.row("L3")
-def test_honest_run_passes_and_says_what_was_covered(honest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_honest_run_passes_and_says_what_was_covered(honest, capsys):
     assert [(part.first, part.last) for part in segments_of(honest)] == [(0, 10), (10, 20), (20, 30), (30, 32)]
     assert main(["audit", str(honest), "--segments", "9", "--seed", "1"]) == 0
     said = capsys.readouterr().out
@@ -39,9 +35,7 @@ def test_honest_run_passes_and_says_what_was_covered(honest: Path, capsys: pytes
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("forge", [edit_weight, edit_log, train_with_another_sample])
-def test_forgery_is_found_where_its_segment_is_drawn(
-    forge: Any, part: int, honest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_forgery_is_found_where_its_segment_is_drawn(forge, part, honest, tmp_path, capsys):
     shutil.copytree(honest, tmp_path / "run")
     segment = segments_of(tmp_path / "run")[part]
     forge(tmp_path / "run", segment, seed=part)
@@ -52,8 +46,8 @@ def test_forgery_is_found_where_its_segment_is_drawn(
 
 
 @pytest.mark.slow
-def test_honest_run_that_was_stopped_went_on_and_was_made_longer_passes(tmp_path: Path) -> None:
-    sections: dict[str, Any] = {"schedule": {"name": "constant", "warmup": 0}, "data": {"batch_size": 4}}
+def test_honest_run_that_was_stopped_went_on_and_was_made_longer_passes(tmp_path):
+    sections = {"schedule": {"name": "constant", "warmup": 0}, "data": {"batch_size": 4}}
     trained(tmp_path / "run", 18, stop_at=13, **sections)
     trained(tmp_path / "run", 18, **sections)
     trained(tmp_path / "run", 24, **sections)
@@ -64,12 +58,12 @@ def test_honest_run_that_was_stopped_went_on_and_was_made_longer_passes(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_sharded_run_of_two_ranks_passes_and_has_one_trail(tmp_path: Path) -> None:
+def test_sharded_run_of_two_ranks_passes_and_has_one_trail(tmp_path):
     folder = tmp_path / "run"
 
-    def cases(rank: int) -> dict[str, Any]:
+    def cases(rank):
         torch.set_num_threads(1)
-        sections: dict[str, Any] = {"task_options": {"sharded": True}, "distributed": {"strategy": "fsdp"}}
+        sections = {"task_options": {"sharded": True}, "distributed": {"strategy": "fsdp"}}
         sections |= {"ema": {"decay": None}, "logging": {"every": 4, "trail": 5, "console": False, "clearml": False}}
         trained(folder, 16, **sections)
         result = audit(folder, segments=5, seed=rank)
@@ -82,7 +76,7 @@ def test_sharded_run_of_two_ranks_passes_and_has_one_trail(tmp_path: Path) -> No
 
 
 @pytest.mark.row("L3")
-def test_damaged_checkpoint_is_named(honest: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_named(honest, tmp_path):
     shutil.copytree(honest, tmp_path / "run")
     with (tmp_path / "run" / "checkpoints" / "iteration_00000020" / "shared.pt").open("r+b") as file:
         file.seek(2000)

@@ -1,10 +1,7 @@
 """Two runs that should be equal: what was planted is found at its iteration and by its name."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +16,7 @@ QUIET = {"every": {"iterations": 3}, "trail": 3, "console": False, "clearml": Fa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", PLANTS)
-def test_planted_difference_is_named_at_its_iteration(what: str, tmp_path: Path) -> None:
+def test_planted_difference_is_named_at_its_iteration(what, tmp_path):
     planted = plant(what, tmp_path, seed=5, iterations=24)
     found = compare_runs(tmp_path / "run", tmp_path / "other")
     assert found.sign is not None and found.piece is not None and not found.notes
@@ -29,7 +26,7 @@ def test_planted_difference_is_named_at_its_iteration(what: str, tmp_path: Path)
     assert [line for line in found.settings if planted.setting in line]
 
 
-def test_run_that_went_on_after_its_end_is_replayed_across_it(tmp_path: Path) -> None:
+def test_run_that_went_on_after_its_end_is_replayed_across_it(tmp_path):
     trained(tmp_path / "run", 13, schedule={"name": "constant", "warmup": 0})
     trained(tmp_path / "run", 24, schedule={"name": "constant", "warmup": 0})
     for iteration in (13, 14):
@@ -38,7 +35,7 @@ def test_run_that_went_on_after_its_end_is_replayed_across_it(tmp_path: Path) ->
 
 
 @pytest.mark.row("L2")
-def test_equal_runs_have_none_however_often_one_was_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_runs_have_none_however_often_one_was_stopped(tmp_path, capsys):
     trained(tmp_path / "run", 24, logging=QUIET)
     trained(tmp_path / "other", 24, stop_at=13, logging=QUIET)
     trained(tmp_path / "other", 24, logging=QUIET)
@@ -48,7 +45,7 @@ def test_equal_runs_have_none_however_often_one_was_stopped(tmp_path: Path, caps
     assert "Nothing that was logged or saved differs." in said
 
 
-def test_settings_that_differ_come_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_differ_come_first(tmp_path, capsys):
     trained(tmp_path / "run", 12)
     trained(tmp_path / "other", 12, optimizer={"name": "AdamW", "lr": 0.02})
     assert main(["compare-runs", str(tmp_path / "run"), str(tmp_path / "other")]) == 1
@@ -59,7 +56,7 @@ def test_settings_that_differ_come_first(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.row("L2")
-def test_a_file_that_was_edited_is_said_to_be_no_replay(tmp_path: Path) -> None:
+def test_a_file_that_was_edited_is_said_to_be_no_replay(tmp_path):
     trained(tmp_path / "run", 12)
     shutil.copytree(tmp_path / "run", tmp_path / "other")
     log = tmp_path / "other" / "metrics.jsonl"
@@ -72,7 +69,7 @@ def test_a_file_that_was_edited_is_said_to_be_no_replay(tmp_path: Path) -> None:
     assert found.piece is None and note.startswith(f"{tmp_path / 'other'} is not what its config makes: At iteration 6")
 
 
-def test_runs_with_nothing_in_common_are_one_line(tmp_path: Path) -> None:
+def test_runs_with_nothing_in_common_are_one_line(tmp_path):
     (tmp_path / "run").mkdir()
     with pytest.raises(ReplayError, match="no iteration that both have"):
         compare_runs(tmp_path / "run", tmp_path / "run")

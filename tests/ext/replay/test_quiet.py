@@ -1,20 +1,16 @@
 """Which handlers act again in a replay, and that those of the engine leave no file."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect
-from pathlib import Path
-from typing import Any
 
 import pytest
 from ignite.engine import Events
 
-from ignite_engine import Trainer, handlers
+from ignite_engine import handlers
 from ignite_engine.ext.replay import bring_to
-from tests.builders import linear, numbers_loader, trainer_of
 from tests.ext.replay.test_replay import content, own_script
+from tests.kit.tiny import linear, numbers_loader, trainer_of
 from tests.test_architecture import HANDLER_FILES, module_name
 
 HANDLERS = [
@@ -27,26 +23,26 @@ HANDLERS = [
 
 
 @pytest.mark.parametrize("name", HANDLERS)
-def test_each_handler_says_whether_it_acts_again(name: str) -> None:
+def test_each_handler_says_whether_it_acts_again(name):
     module, _, kind = name.partition(":")
     said = inspect.getattr_static(getattr(importlib.import_module(module), kind), "replayed", None)
     assert isinstance(said, bool), f"{kind}: say replayed = False if it writes, measures time or watches, else True"
 
 
 class Counter:
-    def __init__(self, *, replayed: bool | None = None) -> None:
+    def __init__(self, *, replayed=None):
         self.calls = 0
         if replayed is not None:
             self.replayed = replayed
 
-    def __call__(self, trainer: Trainer) -> None:
+    def __call__(self, trainer):
         self.calls += 1
 
 
-def test_handlers_of_the_users_own_act_again_unless_they_say_no(tmp_path: Path) -> None:
+def test_handlers_of_the_users_own_act_again_unless_they_say_no(tmp_path):
     counted, left_out = Counter(), Counter(replayed=False)
 
-    def build(directory: Path) -> tuple[Trainer, dict[str, Any]]:
+    def build(directory):
         trainer, arguments = own_script(directory)
         for handler in (counted, left_out):
             trainer.add_event_handler(Events.ITERATION_COMPLETED(every=2), handler)
@@ -60,10 +56,10 @@ def test_handlers_of_the_users_own_act_again_unless_they_say_no(tmp_path: Path) 
     assert (counted.calls, left_out.calls) == (13, 10)  # from iteration 5 on
 
 
-def test_no_handler_of_the_engine_writes_a_file(tmp_path: Path) -> None:
-    def build(directory: Path) -> tuple[Trainer, dict[str, Any]]:
+def test_no_handler_of_the_engine_writes_a_file(tmp_path):
+    def build(directory):
         trainer, few = trainer_of(linear(dropout=True)), Events.ITERATION_COMPLETED(every=4)
-        sinks: list[Any] = [handlers.TensorBoardSink(directory)]
+        sinks = [handlers.TensorBoardSink(directory)]
         handlers.MetricLogger(directory, sinks=sinks).attach(trainer, few)
         handlers.Export(directory / "exports").attach(trainer, few)
         handlers.Profiler(directory, wait=0, warmup=1, active=2).attach(trainer)

@@ -1,7 +1,5 @@
 """Any iteration of a run again: the same bits, nothing written, and what is not as it was logged is found."""
 
-from __future__ import annotations
-
 import gc
 import json
 import multiprocessing
@@ -9,9 +7,7 @@ import os
 import pdb
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,23 +19,23 @@ import ignite_engine
 from ignite_engine import Trainer, Update, Windows, loader
 from ignite_engine.cli import main
 from ignite_engine.errors import ReplayError
-from ignite_engine.ext.replay import Moment, RunDiffers, bring_to, replay
+from ignite_engine.ext.replay import RunDiffers, bring_to, replay
 from ignite_engine.ext.replay.rebuild import iterations_of
 from ignite_engine.handlers import Checkpoint, Export, MetricLogger
 from ignite_engine.run_directory import RunDirectory, weights_sha256
-from tests.builders import Numbers, linear, mse, on_two_ranks
 from tests.ext.replay.runs import TASK, settings, trained
+from tests.kit.tiny import Numbers, linear, mse, on_two_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_a_folder_beside_the_checkpoints_is_none_of_them(tmp_path: Path) -> None:
+def test_a_folder_beside_the_checkpoints_is_none_of_them(tmp_path):
     for name in ("iteration_00000007", "iteration_best_copy"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert iterations_of(tmp_path) == 7
 
 
-VARIANTS: dict[str, dict[str, Mapping[str, Any]]] = {
+VARIANTS = {
     "all of it": {},
     "two workers": {"data": {"batch_size": 4, "num_workers": 2}},
     "plateau, stopped early": {
@@ -54,7 +50,7 @@ VARIANTS: dict[str, dict[str, Mapping[str, Any]]] = {
 }
 
 
-def content(folder: Path) -> dict[str, tuple[int, bytes]]:
+def content(folder):
     """Every file of a folder, with the time at which it was changed."""
     return {
         str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
@@ -64,9 +60,7 @@ def content(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sections", VARIANTS.values(), ids=list(VARIANTS))
-def test_replayed_state_is_the_checkpoint_that_the_run_has_saved_there(
-    sections: dict[str, Mapping[str, Any]], tmp_path: Path
-) -> None:
+def test_replayed_state_is_the_checkpoint_that_the_run_has_saved_there(sections, tmp_path):
     trained(tmp_path / "run", **sections)
     before = content(tmp_path / "run")
     saved = sorted((tmp_path / "run" / "checkpoints").iterdir())
@@ -80,20 +74,20 @@ def test_replayed_state_is_the_checkpoint_that_the_run_has_saved_there(
 
 
 @pytest.mark.row("L1")
-def test_every_iteration_is_the_one_that_was_trained(tmp_path: Path) -> None:
+def test_every_iteration_is_the_one_that_was_trained(tmp_path):
     run = trained(tmp_path / "run", 12, checkpoint={"every": {"iterations": 5}})
     for iteration in (1, 5, 6, 12):
         with replay(tmp_path / "run", at=iteration) as trainer:
             assert trainer.state.iteration == iteration
             if iteration < 12:
                 trainer.run()  # it goes on from there to the end of the run
-            assert weights_sha256(trainer.update.model) == run.summary["weights_sha256"]  # type: ignore[attr-defined]
+            assert weights_sha256(trainer.update.model) == run.summary["weights_sha256"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
-def test_no_worker_is_left(persistent: bool, tmp_path: Path) -> None:
-    def build(directory: Path) -> tuple[Trainer, dict[str, Any]]:
+def test_no_worker_is_left(persistent, tmp_path):
+    def build(directory):
         trainer, arguments = own_script(directory)
         data = loader(Numbers(20), 4, num_workers=1, persistent_workers=persistent)
         return trainer, {**arguments, "data": data}
@@ -108,7 +102,7 @@ def test_no_worker_is_left(persistent: bool, tmp_path: Path) -> None:
     assert set(multiprocessing.active_children()) <= before
 
 
-def test_random_numbers_and_threads_are_as_before(tmp_path: Path) -> None:
+def test_random_numbers_and_threads_are_as_before(tmp_path):
     trained(tmp_path / "run", 6)
     threads, numbers = torch.get_num_threads(), torch.get_rng_state()
     with replay(tmp_path / "run", at=3):
@@ -116,7 +110,7 @@ def test_random_numbers_and_threads_are_as_before(tmp_path: Path) -> None:
     assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), numbers)
 
 
-def test_iteration_is_described_by_its_samples_losses_and_rates(tmp_path: Path) -> None:
+def test_iteration_is_described_by_its_samples_losses_and_rates(tmp_path):
     run = trained(tmp_path / "run", 8, logging={"every": {"iterations": 1}})
     with bring_to(tmp_path / "run", at=3, until=7) as moment:
         described = moment.iterations
@@ -131,9 +125,7 @@ def test_iteration_is_described_by_its_samples_losses_and_rates(tmp_path: Path) 
     assert len(set(first_pass)) == 32 < len(order) == 48, "6 updates of 8 samples are an epoch, each is seen once"
 
 
-def test_value_that_was_not_logged_so_is_one_line_and_code_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_value_that_was_not_logged_so_is_one_line_and_code_1(tmp_path, capsys):
     trained(tmp_path / "run", 20)
     metrics = tmp_path / "run" / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -149,7 +141,7 @@ def test_value_that_was_not_logged_so_is_one_line_and_code_1(
     assert main(["replay", str(tmp_path / "run"), "--at", "14"]) == 0
 
 
-def test_trail_is_compared_too(tmp_path: Path) -> None:
+def test_trail_is_compared_too(tmp_path):
     trained(tmp_path / "run", 20, logging={"every": None, "trail": 4, "clearml": False, "console": False})
     trail = tmp_path / "run" / "trail.jsonl"
     lines = [json.loads(line) for line in trail.read_text().splitlines()]
@@ -166,12 +158,10 @@ def test_trail_is_compared_too(tmp_path: Path) -> None:
         assert moment.difference is None
 
 
-def test_command_calls_and_saves_and_opens_the_debugger(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_calls_and_saves_and_opens_the_debugger(tmp_path, capsys, monkeypatch):
     trained(tmp_path / "run", 12)
     (tmp_path / "look.py").write_text("def look(trainer):\n    print('looked at', trainer.state.iteration)\n")
-    opened: list[bool] = []
+    opened = []
     monkeypatch.setattr(pdb, "set_trace", lambda: opened.append(True))
 
     command = ["replay", str(tmp_path / "run"), "--at", "11", "--call", f"{tmp_path / 'look.py'}:look", "--debug"]
@@ -182,7 +172,7 @@ def test_command_calls_and_saves_and_opens_the_debugger(
     assert (tmp_path / "saved" / "iteration_00000011").is_dir()
 
 
-def test_settings_are_those_of_the_start_that_trained_the_iteration(tmp_path: Path) -> None:
+def test_settings_are_those_of_the_start_that_trained_the_iteration(tmp_path):
     trained(tmp_path / "run", 12, schedule={"name": "constant", "warmup": 0})
     trained(
         tmp_path / "run",
@@ -195,7 +185,7 @@ def test_settings_are_those_of_the_start_that_trained_the_iteration(tmp_path: Pa
             assert moment.iterations[iteration].rates == {"lr": rate} and moment.difference is None
 
 
-def of_fit(directory: Path) -> Any:
+def of_fit(directory):
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.1), torch.nn.Linear(4, 1))
     return ignite_engine.fit(
@@ -203,7 +193,7 @@ def of_fit(directory: Path) -> Any:
     )
 
 
-def own_script(directory: Path) -> tuple[Trainer, dict[str, Any]]:
+def own_script(directory):
     torch.manual_seed(1)
     model = linear(dropout=True)
     trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse))
@@ -212,40 +202,40 @@ def own_script(directory: Path) -> tuple[Trainer, dict[str, Any]]:
     return trainer, {"data": loader(Numbers(20), 4, shuffle=True, seed=5), "max_epochs": 4}
 
 
-def train_own(directory: Path) -> str:
+def train_own(directory):
     trainer, arguments = own_script(directory)
     trainer.run(**arguments)
-    return weights_sha256(trainer.update.model)  # type: ignore[attr-defined]
+    return weights_sha256(trainer.update.model)
 
 
 @pytest.mark.row("L1")
-def test_run_of_fit_is_built_by_its_function(tmp_path: Path) -> None:
+def test_run_of_fit_is_built_by_its_function(tmp_path):
     last = of_fit(tmp_path / "run").summary["weights_sha256"]
     before = content(tmp_path / "run")
     with bring_to(tmp_path / "run", of_fit, at=20) as moment:
         assert moment.difference is None and moment.replayed == 5
-        assert weights_sha256(moment.trainer.update.model) == last  # type: ignore[attr-defined]
+        assert weights_sha256(moment.trainer.update.model) == last
     assert content(tmp_path / "run") == before
     with pytest.raises(ReplayError, match="made by fit"), replay(tmp_path / "run", at=3):
         pass
 
 
-def test_run_of_a_script_is_built_by_its_function(tmp_path: Path) -> None:
+def test_run_of_a_script_is_built_by_its_function(tmp_path):
     last = train_own(tmp_path / "run")
     before = content(tmp_path / "run")
     with bring_to(tmp_path / "run", own_script, at=20) as moment:
         assert moment.difference is None and moment.compared == 5
-        assert weights_sha256(moment.trainer.update.model) == last  # type: ignore[attr-defined]
+        assert weights_sha256(moment.trainer.update.model) == last
     assert content(tmp_path / "run") == before
 
 
-def test_mirror_and_exports_are_as_they_were(tmp_path: Path) -> None:
-    def build(directory: Path) -> tuple[Trainer, dict[str, Any]]:
+def test_mirror_and_exports_are_as_they_were(tmp_path):
+    def build(directory):
         torch.manual_seed(1)
         model = linear()
         trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse))
         options = {"mirror": str(tmp_path / "mirror"), "memory": 1}
-        Checkpoint(directory / "checkpoints", keep_last=9, **options).attach(trainer)  # type: ignore[arg-type]
+        Checkpoint(directory / "checkpoints", keep_last=9, **options).attach(trainer)
         Export(tmp_path / "exports").attach(trainer, Events.ITERATION_COMPLETED(every=3))
         return trainer, {"data": loader(Numbers(20), 4), "max_epochs": 4}
 
@@ -258,15 +248,15 @@ def test_mirror_and_exports_are_as_they_were(tmp_path: Path) -> None:
     assert content(tmp_path) == before
 
 
-def test_run_of_windows_is_replayed_within_them(tmp_path: Path) -> None:
-    def build(directory: Path) -> tuple[Trainer, dict[str, Any]]:
+def test_run_of_windows_is_replayed_within_them(tmp_path):
+    def build(directory):
         trainer, _ = own_script(directory)
         windows = Windows([5, 0, 9, 6], lambda count: loader(Numbers(count), 2, shuffle=True) if count else None)
         return trainer, {"data": windows, "max_epochs": 3}
 
     trainer, arguments = build(tmp_path / "run")
     trainer.run(**arguments)
-    last = weights_sha256(trainer.update.model)  # type: ignore[attr-defined]
+    last = weights_sha256(trainer.update.model)
     assert trainer.state.iteration == 33
     for number in (4, 12, 33):
         with bring_to(tmp_path / "run", build, at=number) as moment:
@@ -274,16 +264,16 @@ def test_run_of_windows_is_replayed_within_them(tmp_path: Path) -> None:
             assert moment.difference is None and samples is not None
             window = Numbers(moment.trainer.state.window or 6)
             assert torch.equal(moment.trainer.state.batch[0], window.inputs[samples[0]])
-    assert weights_sha256(moment.trainer.update.model) == last  # type: ignore[attr-defined]
+    assert weights_sha256(moment.trainer.update.model) == last
 
 
 @pytest.mark.distributed
 @pytest.mark.long  # three commands, of which each starts two processes
-def test_commands_on_two_ranks_agree_and_end_with_their_codes(tmp_path: Path) -> None:
+def test_commands_on_two_ranks_agree_and_end_with_their_codes(tmp_path):
     config = settings(tmp_path / "run", 20, {"distributed": {"nproc_per_node": 2}})
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(config))
 
-    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def command(*arguments):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         line = [sys.executable, "-m", "ignite_engine", *arguments]
         return subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
@@ -311,9 +301,7 @@ def test_commands_on_two_ranks_agree_and_end_with_their_codes(tmp_path: Path) ->
         (["run", "--at", "3", "--build", "missing.py:f"], "there is no such file"),
     ],
 )
-def test_mistakes_are_one_line_and_code_2(
-    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_one_line_and_code_2(arguments, said, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     if arguments[0] == "run":
         trained(Path("run"), 6)
@@ -322,7 +310,7 @@ def test_mistakes_are_one_line_and_code_2(
     assert said in line
 
 
-def test_task_is_found_where_the_run_has_found_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_task_is_found_where_the_run_has_found_it(tmp_path, monkeypatch):
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "tiny_task.py").write_text(Path(TASK.rpartition(":")[0]).read_text())
@@ -341,7 +329,7 @@ def test_task_is_found_where_the_run_has_found_it(tmp_path: Path, monkeypatch: p
 NUMBERS = Numbers(26)
 
 
-def invariant_script(directory: Path) -> tuple[Trainer, dict[str, Any]]:
+def invariant_script(directory):
     torch.manual_seed(1)
     model = linear(dropout=True)
     update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, rank_invariant=True)
@@ -351,7 +339,7 @@ def invariant_script(directory: Path) -> tuple[Trainer, dict[str, Any]]:
     return trainer, {"data": loader(NUMBERS, 3, shuffle=True, seed=4), "max_epochs": 4}
 
 
-def is_described(moment: Moment, number: int) -> bool:
+def is_described(moment, number):
     """Whether the samples that are told are those of the batch."""
     samples, batches = moment.iterations[number].samples, moment.trainer.state.batch
     assert samples is not None
@@ -359,10 +347,10 @@ def is_described(moment: Moment, number: int) -> bool:
 
 
 @pytest.mark.distributed
-def test_rank_invariant_run_of_two_ranks_is_replayed_on_two_and_on_one(tmp_path: Path) -> None:
+def test_rank_invariant_run_of_two_ranks_is_replayed_on_two_and_on_one(tmp_path):
     folder = tmp_path / "run"
 
-    def cases(rank: int) -> dict[str, Any]:
+    def cases(rank):
         trainer, arguments = invariant_script(folder)
         trainer.run(**arguments)
         if rank == 0:
@@ -373,19 +361,19 @@ def test_rank_invariant_run_of_two_ranks_is_replayed_on_two_and_on_one(tmp_path:
         for number in (2, 3, 5, 12):  # of which 3 and 12 have one micro-batch for both ranks
             with bring_to(folder, invariant_script, at=number) as moment:
                 right.append(is_described(moment, number) and moment.difference is None)
-        return {"right": right, "weights": weights_sha256(moment.trainer.update.model)}  # type: ignore[attr-defined]
+        return {"right": right, "weights": weights_sha256(moment.trainer.update.model)}
 
     answers = on_two_ranks(cases, tmp_path / "meeting")
     assert answers["right"] == [[True] * 4] * 2
     with bring_to(folder, invariant_script, at=12) as moment:
         assert is_described(moment, 12) and moment.difference is None and moment.replayed == 3
-        assert answers["weights"] == [weights_sha256(moment.trainer.update.model)] * 2  # type: ignore[attr-defined]
+        assert answers["weights"] == [weights_sha256(moment.trainer.update.model)] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_ranks_come_back_together_and_one_does_not_come_back_alone(tmp_path: Path) -> None:
-    def cases(rank: int) -> dict[str, Any]:
+def test_two_ranks_come_back_together_and_one_does_not_come_back_alone(tmp_path):
+    def cases(rank):
         torch.set_num_threads(1)
         trained(tmp_path / "run", 20)
         with bring_to(tmp_path / "run", at=20, save=tmp_path / "again") as moment:

@@ -1,29 +1,24 @@
 """The first piece of state that differs is named."""
 
-from __future__ import annotations
-
 import random
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from ignite.engine import Events
 from torch.utils.data import TensorDataset
 
 from ignite_engine import Trainer, Update, loader
-from ignite_engine.ext.replay.verify_compare import Comparison, compare
-from ignite_engine.ext.replay.verify_recorder import BoundaryRecord, StateRecorder, read_records
+from ignite_engine.ext.replay.verify_compare import compare
+from ignite_engine.ext.replay.verify_recorder import StateRecorder, read_records
 from ignite_engine.handlers import Checkpoint
-from tests.builders import Numbers, linear, mse, trainer_of
 from tests.ext.replay.objects import Saved
+from tests.kit.tiny import Numbers, linear, mse, trainer_of
 
 
-def three_runs(folder: Path, build: Callable[[], Trainer], *, resume: bool = True, **options: Any) -> Comparison:
+def three_runs(folder, build, *, resume=True, **options):
     """Reference, killed at 8 and resumed at 6; as far as one process can: the kill is an exception."""
-    records: dict[str, list[BoundaryRecord]] = {}
+    records = {}
     for phase in ("reference", "killed", "resumed"):
         torch.manual_seed(5 if phase != "resumed" else 99)
         trainer = build()
@@ -42,20 +37,20 @@ def three_runs(folder: Path, build: Callable[[], Trainer], *, resume: bool = Tru
     return compare(*records.values())
 
 
-def data() -> Any:
+def data():
     whole = Numbers(14)
     return loader(TensorDataset(whole.inputs, whole.targets), 2, shuffle=True)
 
 
-def fail() -> None:
+def fail():
     raise KeyError("killed")
 
 
-def dropout() -> Trainer:
+def dropout():
     return trainer_of(linear(dropout=True), 2)
 
 
-def test_equal_runs_are_exact_and_counted(tmp_path: Path) -> None:
+def test_equal_runs_are_exact_and_counted(tmp_path):
     found = three_runs(tmp_path, dropout)
     assert found.exact and found.differences == () and found.notes == []
     assert found.line.startswith("Resume is exact: killed at iteration 8, resumed from 6, ")
@@ -64,7 +59,7 @@ def test_equal_runs_are_exact_and_counted(tmp_path: Path) -> None:
     assert count > 7 * 12  # at least weights, momenta, counters and generators, at each of 7 step boundaries
 
 
-def test_generators_that_are_not_restored_are_named(tmp_path: Path) -> None:
+def test_generators_that_are_not_restored_are_named(tmp_path):
     found = three_runs(tmp_path, dropout, ignore=["rng"])
     assert not found.exact
     assert found.line.startswith("Resume is NOT exact: at iteration 7 0.weight of model differs first. ")
@@ -72,7 +67,7 @@ def test_generators_that_are_not_restored_are_named(tmp_path: Path) -> None:
     assert {each.piece for each in found.differences if each.component == "rng"} == {"torch"}
 
 
-def test_optimizer_that_is_not_loaded_is_named_at_the_resume_itself(tmp_path: Path) -> None:
+def test_optimizer_that_is_not_loaded_is_named_at_the_resume_itself(tmp_path):
     found = three_runs(tmp_path, dropout, ignore=["optimizer"])
     assert "at iteration 6 state.0.weight.momentum_buffer of optimizer differs first" in found.line
     assert found.differences[0].found == "missing" and found.differences[0].expected.startswith("sha256:")
@@ -81,14 +76,14 @@ def test_optimizer_that_is_not_loaded_is_named_at_the_resume_itself(tmp_path: Pa
 class Clock(Saved):
     name = "clock"
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"now": time.perf_counter()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state): ...
 
 
-def test_clocks_are_left_out_and_said_to_be(tmp_path: Path) -> None:
-    def build() -> Trainer:
+def test_clocks_are_left_out_and_said_to_be(tmp_path):
+    def build():
         trainer = dropout()
         trainer.register("clock", Clock())
         return trainer
@@ -98,8 +93,8 @@ def test_clocks_are_left_out_and_said_to_be(tmp_path: Path) -> None:
     assert found.notes == ["not compared, as it differs between two runs from the same start: clock now"]
 
 
-def test_run_that_is_not_a_function_of_its_seed_is_detected(tmp_path: Path) -> None:
-    def build() -> Trainer:
+def test_run_that_is_not_a_function_of_its_seed_is_detected(tmp_path):
+    def build():
         random.seed()
         model = linear()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -112,7 +107,7 @@ def test_run_that_is_not_a_function_of_its_seed_is_detected(tmp_path: Path) -> N
     assert "at iteration 1, first in 0.weight of model, before anything was killed" in found.line
 
 
-def test_run_that_started_over_or_ended_early_is_not_equal(tmp_path: Path) -> None:
+def test_run_that_started_over_or_ended_early_is_not_equal(tmp_path):
     (tmp_path / "over").mkdir()
     assert three_runs(tmp_path / "over", dropout, resume=False).line.startswith("Nothing was resumed")
     records = [read_records(tmp_path / "over" / phase) for phase in ("reference", "killed")]
@@ -124,7 +119,7 @@ def test_run_that_started_over_or_ended_early_is_not_equal(tmp_path: Path) -> No
     assert not other.exact and other.line == "The resumed run reached iteration 13, epoch 3, the other did not."
 
 
-def test_line_that_a_kill_cut_short_is_left_out(tmp_path: Path) -> None:
+def test_line_that_a_kill_cut_short_is_left_out(tmp_path):
     three_runs(tmp_path, dropout)
     whole = read_records(tmp_path / "killed")
     text = (tmp_path / "killed").read_text()

@@ -1,27 +1,20 @@
 """A run writes down its state at each step boundary; that changes no bit of it."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import torch
 from ignite.engine import Events
 
-from ignite_engine import Trainer
 from ignite_engine.ext.replay.verify_recorder import (
     OUTPUT,
-    BoundaryRecord,
     StateRecorder,
     proof_of,
     read_records,
     watch,
 )
 from ignite_engine.handlers import Checkpoint
-from tests.builders import linear, numbers_loader, trainer_of, weights
+from tests.kit.tiny import linear, numbers_loader, trainer_of, weights
 
 
-def recorded(path: Path, until: int, folder: Path | None = None) -> tuple[Trainer, list[BoundaryRecord]]:
+def recorded(path, until, folder=None):
     torch.manual_seed(1)
     trainer = trainer_of(linear(dropout=True))
     checkpoint = None if folder is None else Checkpoint(folder)
@@ -34,7 +27,7 @@ def recorded(path: Path, until: int, folder: Path | None = None) -> tuple[Traine
     return trainer, read_records(path)
 
 
-def test_every_boundary_until_the_last_is_one_record(tmp_path: Path) -> None:
+def test_every_boundary_until_the_last_is_one_record(tmp_path):
     trainer, records = recorded(tmp_path / "a.jsonl", 8)
     assert [each.boundary for each in records] == [*((n, 0) for n in range(1, 6)), (6, 1), (7, 1), (8, 1)]
     assert (trainer.state.iteration, trainer.state.status) == (8, "interrupted")
@@ -42,14 +35,14 @@ def test_every_boundary_until_the_last_is_one_record(tmp_path: Path) -> None:
     assert records[0].components["model"] != records[1].components["model"]
 
 
-def test_the_same_run_has_the_same_records_and_another_has_others(tmp_path: Path) -> None:
+def test_the_same_run_has_the_same_records_and_another_has_others(tmp_path):
     _, first = recorded(tmp_path / "a.jsonl", 20)
     _, again = recorded(tmp_path / "b.jsonl", 20)
     assert [each.components["model"] for each in first] == [each.components["model"] for each in again]
     assert first == again
 
 
-def test_a_recorder_changes_no_bit(tmp_path: Path) -> None:
+def test_a_recorder_changes_no_bit(tmp_path):
     trainer, _ = recorded(tmp_path / "a.jsonl", 20)
     torch.manual_seed(1)
     without = trainer_of(linear(dropout=True))
@@ -57,7 +50,7 @@ def test_a_recorder_changes_no_bit(tmp_path: Path) -> None:
     assert torch.equal(weights(trainer), weights(without))
 
 
-def test_a_resumed_run_begins_with_a_record_of_what_was_loaded(tmp_path: Path) -> None:
+def test_a_resumed_run_begins_with_a_record_of_what_was_loaded(tmp_path):
     _, before = recorded(tmp_path / "a.jsonl", 4, tmp_path / "checkpoints")
     _, after = recorded(tmp_path / "b.jsonl", 20, tmp_path / "checkpoints")
     first = after[0]
@@ -69,7 +62,7 @@ def test_a_resumed_run_begins_with_a_record_of_what_was_loaded(tmp_path: Path) -
     assert after[1:] and after[-1].components["model"] == whole[-1].components["model"]
 
 
-def test_the_kill_waits_until_there_is_something_to_resume(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_kill_waits_until_there_is_something_to_resume(tmp_path, monkeypatch):
     killed, asked = list[int](), iter([False, False, True])
     monkeypatch.setattr("os.kill", lambda pid, number: killed.append(trainer.state.iteration))
     trainer = trainer_of()
@@ -79,7 +72,7 @@ def test_the_kill_waits_until_there_is_something_to_resume(tmp_path: Path, monke
     assert (tmp_path / proof_of("a")).read_text() == "3"
 
 
-def test_an_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_left_out(tmp_path):
     _, records = recorded(tmp_path / "a.jsonl", 2)
     text = (tmp_path / "a.jsonl").read_text()
     (tmp_path / "a.jsonl").write_text(text[:-20])
@@ -87,10 +80,10 @@ def test_an_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
     assert read_records(tmp_path / "nothing.jsonl") == []
 
 
-def test_the_last_iteration_stops_the_run(tmp_path: Path) -> None:
+def test_the_last_iteration_stops_the_run(tmp_path):
     trainer = trainer_of()
     StateRecorder(tmp_path / "a.jsonl", 2).attach(trainer)
-    seen: list[int] = []
+    seen = []
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(trainer.state.iteration))
     trainer.run(numbers_loader(), max_epochs=1)
     assert seen == [1, 2] and trainer.state.reason == "the last iteration to compare"

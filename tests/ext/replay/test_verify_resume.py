@@ -1,10 +1,7 @@
 """``verify-resume``: real processes, a real SIGKILL, and the first piece of state that differs is named."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -15,8 +12,8 @@ from tests.faults.commands import fork_the_runs_of_verify_resume
 HERE = Path(__file__).resolve().parents[2] / "faults"
 
 
-def config(folder: Path, forgets: str | None = None, **sections: Any) -> str:
-    values: dict[str, Any] = {
+def config(folder, forgets=None, **sections):
+    values = {
         "task": f"{HERE / 'forgetful_task.py'}:build",
         "task_options": {"forgets": forgets},
         "run": {"max_epochs": 3, "threads": 1, "directory": str(folder / "the users own")},
@@ -29,7 +26,7 @@ def config(folder: Path, forgets: str | None = None, **sections: Any) -> str:
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def temporary(tmp_path, monkeypatch):
     """Where the command makes its folder."""
     folder = tmp_path / "temporary"
     folder.mkdir()
@@ -39,13 +36,11 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.faults
-def test_right_run_is_killed_resumed_and_found_equal(
-    tmp_path: Path, temporary: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended: list[int] = []
+def test_right_run_is_killed_resumed_and_found_equal(tmp_path, temporary, capsys, monkeypatch):
+    ended = []
     start = verify_resume._ThreeRuns._start
 
-    def watched(self: Any, command: list[str]) -> tuple[int, str]:
+    def watched(self, command):
         code, output = start(self, command)
         ended.append(code)
         return code, output
@@ -59,16 +54,14 @@ def test_right_run_is_killed_resumed_and_found_equal(
 
 
 @pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+def forked(monkeypatch):
     fork_the_runs_of_verify_resume(monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("forgets", ["generator", "counter"])
-def test_run_that_depends_on_what_is_not_saved_is_caught(
-    tmp_path: Path, temporary: Path, forked: None, forgets: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_that_depends_on_what_is_not_saved_is_caught(tmp_path, temporary, forked, forgets, capsys):
     with pytest.raises(SystemExit) as left:
         main(["verify-resume", config(tmp_path, forgets), "--iterations", "6"])
     assert left.value.code == 1
@@ -88,13 +81,13 @@ def test_run_that_depends_on_what_is_not_saved_is_caught(
     ],
 )
 def test_run_that_cannot_be_compared_is_one_line(
-    tmp_path: Path,
-    temporary: Path,
-    forked: None,
-    arguments: list[str],
-    complaint: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tmp_path,
+    temporary,
+    forked,
+    arguments,
+    complaint,
+    capsys,
+):
     with pytest.raises(SystemExit) as left:
         main(["verify-resume", config(tmp_path), *arguments])
     assert left.value.code == 1
@@ -104,9 +97,7 @@ def test_run_that_cannot_be_compared_is_one_line(
 
 @pytest.mark.slow
 @pytest.mark.faults
-def test_run_shorter_than_asked_for_is_compared_to_its_end(
-    tmp_path: Path, temporary: Path, forked: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_shorter_than_asked_for_is_compared_to_its_end(tmp_path, temporary, forked, capsys):
     assert main(["verify-resume", config(tmp_path), "run.max_epochs=1"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("Resume is exact: killed at iteration 4, resumed from 3, ") and "3 to 7 are equal" in said
@@ -114,18 +105,14 @@ def test_run_shorter_than_asked_for_is_compared_to_its_end(
 
 @pytest.mark.slow
 @pytest.mark.faults
-def test_save_in_the_background_is_waited_for_before_the_kill(
-    tmp_path: Path, temporary: Path, forked: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_save_in_the_background_is_waited_for_before_the_kill(tmp_path, temporary, forked, capsys):
     path = config(tmp_path, checkpoint={"every": 4, "background": True})
     assert main(["verify-resume", path, "--iterations", "8", "--kill-at", "5"]) == 0
     assert capsys.readouterr().out.startswith("Resume is exact: killed at iteration 5, resumed from 4, ")
 
 
 @pytest.mark.parametrize("arguments", [["--iterations", "2"], ["--kill-at", "1"], ["--kill-at", "20"]])
-def test_kill_that_leaves_nothing_to_compare_is_refused(
-    tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_kill_that_leaves_nothing_to_compare_is_refused(tmp_path, arguments, capsys):
     assert main(["verify-resume", config(tmp_path), *arguments]) == 2
     said = capsys.readouterr().err
     assert "expected at least 3 iterations and a kill after the first and before the last" in said
@@ -154,7 +141,7 @@ fit(make_model(), Loss(), data, directory="the users second", max_epochs=1)
 """
 
 
-def script(folder: Path, forgets: bool) -> str:
+def script(folder, forgets):
     (folder / "train.py").write_text(SCRIPT.replace("FORGETS", str(int(forgets))))
     return str(folder / "train.py")
 
@@ -162,8 +149,8 @@ def script(folder: Path, forgets: bool) -> str:
 @pytest.mark.slow
 @pytest.mark.faults
 def test_script_is_killed_resumed_and_found_equal_up_to_the_end_of_its_first_call_of_fit(
-    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, temporary, monkeypatch, capsys
+):
     fork_the_runs_of_verify_resume(monkeypatch)
     monkeypatch.chdir(tmp_path)
     assert main(["verify-resume", script(tmp_path, forgets=False), "--iterations", "12", "--kill-at", "9"]) == 0
@@ -176,15 +163,13 @@ def test_script_is_killed_resumed_and_found_equal_up_to_the_end_of_its_first_cal
 
 @pytest.mark.faults
 @pytest.mark.long  # each rank imports torch
-def test_script_is_verified_on_two_ranks(tmp_path: Path, temporary: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_script_is_verified_on_two_ranks(tmp_path, temporary, capsys):
     assert main(["verify-resume", script(tmp_path, forgets=False), "--iterations", "6", "--nproc-per-node", "2"]) == 0
     assert capsys.readouterr().out.startswith("Resume is exact: killed at iteration 4, resumed from 3, ")
 
 
 @pytest.mark.faults
-def test_script_that_calls_no_fit_is_one_line(
-    tmp_path: Path, temporary: Path, forked: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_script_that_calls_no_fit_is_one_line(tmp_path, temporary, forked, capsys):
     (tmp_path / "empty.py").write_text("print(1)")
     with pytest.raises(SystemExit):
         main(["verify-resume", str(tmp_path / "empty.py")])

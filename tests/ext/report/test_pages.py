@@ -1,14 +1,9 @@
 """The pages: every curve is there as it was measured, nothing is loaded from anywhere, and any run can be shown."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -25,32 +20,32 @@ VOID = {"meta", "br", "path"}
 class Page(HTMLParser):
     """A page's tags, checked for balance, and the text of each kind of element."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         super().__init__()
         self.text = path.read_text(encoding="utf-8")
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.words: dict[str, list[str]] = {}
+        self.open = []
+        self.tags = []
+        self.words = {}
         self.feed(self.text)
         assert self.open == []
 
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attributes):
         self.tags.append((tag, dict(attributes)))
         if tag not in VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(self, tag, attributes):
         self.tags.append((tag, dict(attributes)))
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if self.open:
             self.words.setdefault(self.open[-1], []).append(data)
 
     @property
-    def curves(self) -> dict[str, dict[str, list[list[float]]]]:
+    def curves(self):
         """The points of each line by the title of its picture, as the page's script has them."""
         data = next(text for text in self.words["script"] if text.startswith("["))
         titles = [word for word in self.words["h3"]][: len(json.loads(data))]
@@ -61,11 +56,11 @@ class Page(HTMLParser):
 
 
 def run_directory(
-    path: Path,
-    rows: Sequence[Mapping[str, Any]],
-    config: Mapping[str, Any] | None = None,
-    summary: Mapping[str, Any] | None = None,
-) -> Path:
+    path,
+    rows,
+    config=None,
+    summary=None,
+):
     path.mkdir(parents=True)
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if config is not None:
@@ -75,7 +70,7 @@ def run_directory(
     return path
 
 
-def row(iteration: int, **more: Any) -> dict[str, Any]:
+def row(iteration, **more):
     values = {"iteration": iteration, "epoch": 1, "loss": 4 / iteration, "lr": 0.5, "grad_norm": 1.0 + iteration % 2}
     values |= {"throughput/tokens_per_s": 1000.0 * iteration}
     values |= {
@@ -94,7 +89,7 @@ ROWS = [
 SUMMARY = {"status": "completed", "reason": "max_iters", "iteration": 6, "epoch": 1, "wall_s": 125.0, "parameters": 17}
 
 
-def test_page_has_every_curve_as_it_was_measured(tmp_path: Path) -> None:
+def test_page_has_every_curve_as_it_was_measured(tmp_path):
     page = Page(write_report(run_directory(tmp_path / "run", ROWS, {"run": {"name": "mine"}}, SUMMARY)))
 
     assert page.curves == {
@@ -124,8 +119,8 @@ def test_page_has_every_curve_as_it_was_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.row("F11")
-def test_speed_times_and_memory_are_folded_below_what_the_user_measured(tmp_path: Path) -> None:
-    def folded(path: Path) -> tuple[list[str], bool, list[str]]:
+def test_speed_times_and_memory_are_folded_below_what_the_user_measured(tmp_path):
+    def folded(path):
         text = path.read_text()
         before, _, after = text.partition("<details data-folded")
         inside = after.partition("</details>")[0]
@@ -142,7 +137,7 @@ def test_speed_times_and_memory_are_folded_below_what_the_user_measured(tmp_path
     assert folded(write_report(run_directory(tmp_path / "times", times))) == ([], True, ["Time per iteration"])
 
 
-def test_page_loads_nothing_from_anywhere(tmp_path: Path) -> None:
+def test_page_loads_nothing_from_anywhere(tmp_path):
     run = run_directory(tmp_path / "run", ROWS, {"run": {"name": "mine"}}, SUMMARY)
     (run / "environment.json").write_text(json.dumps({"command": ["train"], "packages": {"torch": "2"}}))
     for path in (write_report(run), write_comparison([run, run], tmp_path / "compare.html")):
@@ -156,7 +151,7 @@ def test_page_loads_nothing_from_anywhere(tmp_path: Path) -> None:
         assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.tags
 
 
-def test_no_word_of_a_run_becomes_a_tag_or_a_script(tmp_path: Path) -> None:
+def test_no_word_of_a_run_becomes_a_tag_or_a_script(tmp_path):
     evil = "</script><script>alert(1)</script><img src=x>&"
     config = {"run": {"name": evil, evil: evil}}
     run = run_directory(tmp_path / "run", [row(n, **{evil: n / 2, f"val/{evil}": n}) for n in (1, 2, 3)], config)
@@ -183,14 +178,14 @@ def test_no_word_of_a_run_becomes_a_tag_or_a_script(tmp_path: Path) -> None:
         (None, "There is no summary.json."),
     ],
 )
-def test_page_says_how_the_run_ended(tmp_path: Path, summary: Any, said: str) -> None:
+def test_page_says_how_the_run_ended(tmp_path, summary, said):
     page = Page(write_report(run_directory(tmp_path / "run", ROWS, summary=summary)))
 
     assert said in " ".join(page.words["p"])
     assert ('http-equiv="refresh"' in page.text) == (summary is not None and summary["status"] == "running")
 
 
-def test_failed_run_shows_the_end_of_its_log(tmp_path: Path) -> None:
+def test_failed_run_shows_the_end_of_its_log(tmp_path):
     run = run_directory(tmp_path / "run", ROWS, summary={"status": "failed", "reason": "x", "iteration": 1})
     (run / "logs").mkdir()
     (run / "logs" / "rank_0.log").write_text("\n".join(f"line {n}" for n in range(1000)) + "\nValueError: no\n")
@@ -200,7 +195,7 @@ def test_failed_run_shows_the_end_of_its_log(tmp_path: Path) -> None:
     assert ("details", {"open": None}) in page.tags
 
 
-def test_what_is_not_finite_is_noted_and_does_not_change_the_axis(tmp_path: Path) -> None:
+def test_what_is_not_finite_is_noted_and_does_not_change_the_axis(tmp_path):
     rows = [row(n, loss="nan" if n in (2, 3, 4, 6) else 1.0 / n) for n in range(1, 8)]
     rows[4]["grad_norm"] = "inf"
     page = Page(write_report(run_directory(tmp_path / "run", rows)))
@@ -211,7 +206,7 @@ def test_what_is_not_finite_is_noted_and_does_not_change_the_axis(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_long_run_is_thinned_and_keeps_its_extremes(tmp_path: Path) -> None:
+def test_long_run_is_thinned_and_keeps_its_extremes(tmp_path):
     rows = [row(n, loss=1.0 + math.sin(n) / 10) for n in range(1, 20_001)]
     rows[12_344]["loss"], rows[7_776]["loss"], rows[4]["grad_norm"] = 7.5, -3.25, 1e4
     path = write_report(run_directory(tmp_path / "run", rows))
@@ -223,7 +218,7 @@ def test_long_run_is_thinned_and_keeps_its_extremes(tmp_path: Path) -> None:
     assert [5, 10000] in Page(path).curves["Gradient norm"]["grad_norm"]
 
 
-def test_thinning_keeps_first_lowest_highest_and_last_of_each_part() -> None:
+def test_thinning_keeps_first_lowest_highest_and_last_of_each_part():
     points = [(float(n), float((n * 7) % 100)) for n in range(1000)]
     kept = thin(points, 10)
 
@@ -253,11 +248,11 @@ def test_thinning_keeps_first_lowest_highest_and_last_of_each_part() -> None:
         (1e20, "1e20"),
     ],
 )
-def test_numbers_are_short(value: float, text: str) -> None:
+def test_numbers_are_short(value, text):
     assert short(value) == text
 
 
-def test_comparison_lays_runs_over_one_another_and_tells_what_differs(tmp_path: Path) -> None:
+def test_comparison_lays_runs_over_one_another_and_tells_what_differs(tmp_path):
     config = {"task": "a.py:build", "run": {"name": "same", "seed": 0}, "optimizer": {"lr": 0.1, "betas": [0.9, 0.99]}}
     first = run_directory(tmp_path / "one", ROWS, config, SUMMARY)
     other = {**config, "optimizer": {"lr": 0.2, "betas": [0.9, 0.99]}, "schedule": {"name": "cosine"}}
@@ -291,7 +286,7 @@ def test_comparison_lays_runs_over_one_another_and_tells_what_differs(tmp_path: 
     assert marks == {names[0]: 0, names[1]: 1}
 
 
-def test_tiles_show_the_best_value_of_the_metric_that_the_run_followed(tmp_path: Path) -> None:
+def test_tiles_show_the_best_value_of_the_metric_that_the_run_followed(tmp_path):
     rows = [row(n, epoch=(n + 1) // 2, **{"val/accuracy": [0.1, 0.9, 0.3, 0.2][n - 1]}) for n in (1, 2, 3, 4)]
     config = {"checkpoint": {"best": "val/accuracy", "mode": "max"}}
     page = Page(write_report(run_directory(tmp_path / "run", [{**each} for each in rows], config, SUMMARY)))
@@ -300,7 +295,7 @@ def test_tiles_show_the_best_value_of_the_metric_that_the_run_followed(tmp_path:
     assert page.words["small"][0] == "at 2, epoch 1"
 
 
-def test_run_of_the_api_is_known_by_its_newest_checkpoint(tmp_path: Path) -> None:
+def test_run_of_the_api_is_known_by_its_newest_checkpoint(tmp_path):
     run = run_directory(tmp_path / "run", ROWS)
     for number in (1, 2):
         folder = run / "checkpoints" / f"iteration_{number}"
@@ -316,7 +311,7 @@ def test_run_of_the_api_is_known_by_its_newest_checkpoint(tmp_path: Path) -> Non
     assert "at iteration 2. There is no summary.json." in " ".join(page.words["p"])
 
 
-def test_only_what_differs_from_the_defaults_is_unfolded(tmp_path: Path) -> None:
+def test_only_what_differs_from_the_defaults_is_unfolded(tmp_path):
     config = config_from_dict({"task": "a.py:b", "run": {"max_epochs": 3}, "optimizer": {"lr": 0.25}}).to_dict()
     run = run_directory(tmp_path / "run", ROWS, config)
     page = Page(write_report(run, defaults=default_values()))
@@ -327,13 +322,13 @@ def test_only_what_differs_from_the_defaults_is_unfolded(tmp_path: Path) -> None
     assert any(word.startswith("All ") for word in page.words["summary"])
 
 
-def test_numbers_of_any_size_are_written_short(tmp_path: Path) -> None:
+def test_numbers_of_any_size_are_written_short(tmp_path):
     path = write_report(run_directory(tmp_path / "run", [row(n, loss=10.0**300 * n) for n in (1, 2)]))
 
     assert Page(path).curves["Loss"]["train"] == [[1, 1e300], [2, 2e300]] and "0" * 50 not in path.read_text()
 
 
-def test_page_carries_the_licence_of_what_draws_its_charts(tmp_path: Path) -> None:
+def test_page_carries_the_licence_of_what_draws_its_charts(tmp_path):
     text = write_report(run_directory(tmp_path / "run", ROWS)).read_text()
 
     assert "var uPlot=" in text and "Copyright (c) 2022 Leon Sorokin" in text

@@ -1,7 +1,5 @@
 """Short labels, and fewer points that keep every extreme."""
 
-from __future__ import annotations
-
 import pytest
 
 from ignite_engine.ext.report.scales import averaged, thin
@@ -12,11 +10,11 @@ from ignite_engine.text import short
     ("value", "label"),
     [(0, "0"), (1.5, "1.5"), (12_345, "12.35k"), (2e-5, "2e-5"), (1.25e6, "1.25M"), (-3e9, "-3G")],
 )
-def test_labels_are_short(value: float, label: str) -> None:
+def test_labels_are_short(value, label):
     assert short(value) == label
 
 
-def test_thinned_curve_keeps_first_last_and_every_extreme() -> None:
+def test_thinned_curve_keeps_first_last_and_every_extreme():
     points = [(float(x), 0.0) for x in range(10_000)]
     points[1234], points[8765] = (1234.0, 9.0), (8765.0, -9.0)
     kept = thin(points, 100)
@@ -26,7 +24,7 @@ def test_thinned_curve_keeps_first_last_and_every_extreme() -> None:
     assert thin(points[:50], 100) == points[:50]
 
 
-def test_average_of_each_bucket_keeps_the_mean() -> None:
+def test_average_of_each_bucket_keeps_the_mean():
     points = [(float(x), float(x % 2)) for x in range(1000)]
 
     assert averaged(points, 10)[0] == (49.5, 0.5) and len(averaged(points, 10)) == 10

@@ -1,11 +1,8 @@
 """Epochs, hours, stops: found in what a run has logged."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,11 +11,11 @@ from ignite_engine.ext.report.timeline import PLACES, hours, iterations_per_epoc
 from ignite_engine.run_directory import RunDirectory
 
 
-def run(**series: Any) -> Record:
+def run(**series):
     return Record(Path("run"), {name.replace("__", "/"): list(each) for name, each in series.items()})
 
 
-def test_length_of_an_epoch_is_that_of_all_log_points() -> None:
+def test_length_of_an_epoch_is_that_of_all_log_points():
     assert iterations_per_epoch(run(epoch=[(n, -(-n // 34)) for n in range(50, 2000, 50)])) == pytest.approx(
         34, rel=0.01
     )
@@ -28,7 +25,7 @@ def test_length_of_an_epoch_is_that_of_all_log_points() -> None:
     assert iterations_per_epoch(run(loss=[(1, 1.0)])) is None
 
 
-def test_hours_are_the_time_of_all_iterations() -> None:
+def test_hours_are_the_time_of_all_iterations():
     assert hours(run(time__step_ms=[(10, 3600.0), (20, 7200.0)])) == [(0, 0.0), (10, 0.01), (20, 0.03)]
     assert hours(run(throughput__steps_per_s=[(3600, 1.0), (7200, 0.5)])) == [(0, 0.0), (3600, 1.0), (7200, 3.0)]
     assert hours(run(loss=[(1, 1.0)])) == []
@@ -36,7 +33,7 @@ def test_hours_are_the_time_of_all_iterations() -> None:
     assert len(many) <= PLACES + 1 and many[-1] == (10_000, pytest.approx(0.1))
 
 
-def test_stops_kills_and_resumes_are_marked(tmp_path: Path) -> None:
+def test_stops_kills_and_resumes_are_marked(tmp_path):
     folder = RunDirectory(tmp_path)
     folder.note("started", 0)
     folder.note("completed", 9)
@@ -54,7 +51,7 @@ def test_stops_kills_and_resumes_are_marked(tmp_path: Path) -> None:
     assert [entry["what"] for entry in found.history] == ["started", "interrupted", "resumed", "resumed", "completed"]
 
 
-def test_time_of_a_short_run_is_no_whole_second(tmp_path: Path) -> None:
+def test_time_of_a_short_run_is_no_whole_second(tmp_path):
     folder = RunDirectory(tmp_path)
     folder.note("started", 0)
     time.sleep(0.05)
@@ -63,7 +60,7 @@ def test_time_of_a_short_run_is_no_whole_second(tmp_path: Path) -> None:
     assert took is not None and took > 0.04 and took % 1
 
 
-def test_time_is_that_of_all_starts_without_the_time_between() -> None:
+def test_time_is_that_of_all_starts_without_the_time_between():
     times = [("started", "10:00:00"), ("interrupted", "10:01:00"), ("resumed", "12:00:00"), ("completed", "12:00:30")]
     history = [{"what": what, "iteration": 1, "at": f"2026-01-01T{at}+00:00"} for what, at in times]
 

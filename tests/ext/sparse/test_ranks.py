@@ -1,10 +1,5 @@
 """Sparse tables and dense layers in DistributedDataParallel on two gloo ranks."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from ignite.engine import Engine, Events
@@ -13,8 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import Group, Trainer, TrainingEvents, Update
 from ignite_engine.handlers import Checkpoint
-from tests.builders import on_two_ranks
-from tests.collectives import Collectives
+from tests.kit.collectives import Collectives
+from tests.kit.tiny import on_two_ranks
 from tests.sparse_and_dense import Net, Sized, batches, by_hand, loss_fn, optimizers_of, values
 
 pytestmark = pytest.mark.distributed
@@ -24,23 +19,23 @@ SCALER = {"init_scale": 256.0, "growth_interval": 3}
 ALL = batches(12, 2)
 
 
-def shares(counts: tuple[int, int]) -> list[list[Any]]:
+def shares(counts):
     """Each rank's batches: the first ones of its half."""
     return [ALL[: counts[0]], ALL[6 : 6 + counts[1]]]
 
 
-def trainer_of(model: Any, **options: Any) -> Trainer:
+def trainer_of(model, **options):
     inner = getattr(model, "module", model)
     return Trainer(Update(model, optimizers_of(inner), loss_fn, clip_norm=0.5, **options), 2)
 
 
-def in_ddp() -> DistributedDataParallel:
+def in_ddp():
     return DistributedDataParallel(Net(), gradient_as_bucket_view=True)
 
 
-def counted(trainer: Trainer, data: Sized) -> list[int]:
+def counted(trainer, data):
     """Run three epochs; the reductions of gradients so far after each backward."""
-    seen: list[int] = []
+    seen = []
     with Collectives() as collectives:
         trainer.add_event_handler(
             TrainingEvents.BACKWARD_COMPLETED, lambda: seen.append(collectives.counts["all_reduce"])
@@ -49,7 +44,7 @@ def counted(trainer: Trainer, data: Sized) -> list[int]:
     return seen
 
 
-def without_weight_on_rank_1(rank: int) -> list[Any]:
+def without_weight_on_rank_1(rank):
     """In every update both batches of rank 1 weigh nothing."""
     weights = iter([1.0, 1.0] * 3 if rank == 0 else [0.0, 0.0] * 3)
     model = in_ddp()
@@ -57,8 +52,8 @@ def without_weight_on_rank_1(rank: int) -> list[Any]:
     return values(model)
 
 
-def resumed(rank: int, folder: Path) -> list[Any]:
-    def run(name: str, iterations: int) -> list[Any]:
+def resumed(rank, folder):
+    def run(name, iterations):
         model = in_ddp()
         trainer = trainer_of(model)
         checkpoint = Checkpoint(folder / name)
@@ -72,9 +67,9 @@ def resumed(rank: int, folder: Path) -> list[Any]:
     return [whole, run("parts", 6)]
 
 
-def cases(rank: int, folder: Path) -> dict[str, Any]:
+def cases(rank, folder):
     torch.manual_seed(0)
-    answers: dict[str, Any] = {}
+    answers = {}
     for name, counts in COUNTS.items():
         model = in_ddp()
         trainer = trainer_of(model)
@@ -82,8 +77,8 @@ def cases(rank: int, folder: Path) -> dict[str, Any]:
         answers[name] = values(model)
     for precision in ("fp32", "fp16"):
         model, written = in_ddp(), in_ddp()
-        options: dict[str, Any] = {"grad_scaler": SCALER} if precision == "fp16" else {}
-        scaler = torch.amp.GradScaler("cpu", **SCALER) if precision == "fp16" else None  # type: ignore[arg-type]
+        options = {"grad_scaler": SCALER} if precision == "fp16" else {}
+        scaler = torch.amp.GradScaler("cpu", **SCALER) if precision == "fp16" else None
         mine = shares((6, 6))[rank]
         trainer_of(model, precision=precision, **options).run(Sized(mine), max_epochs=2)
         by_hand(written, [mine[i : i + 2] for i in (0, 2, 4)], clip_norm=0.5, scaler=scaler, passes=2)
@@ -97,25 +92,25 @@ def cases(rank: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def answers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sparse")
     return on_two_ranks(lambda rank: cases(rank, folder), folder / "meet")
 
 
-def on_one_process(groups: list[list[Any]], epochs: int) -> list[Any]:
+def on_one_process(groups, epochs):
     model = Net()
     update = Update(model, optimizers_of(model), loss_fn, clip_norm=0.5)
     Engine(update).run([Group(group) for group in groups], max_epochs=epochs)
     return values(model)
 
 
-def assert_close(ours: list[Any], others: list[Any]) -> None:
+def assert_close(ours, others):
     for one, other in zip(ours, others, strict=True):
         torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_ranks_train_as_one_process(answers: dict[str, list[Any]], name: str) -> None:
+def test_ranks_train_as_one_process(answers, name):
     """The rows of a batch that a rank repeats with weight zero are not touched by it: SparseAdam would move them."""
     first, second = shares(COUNTS[name])
     groups = [first[i : i + 2] + second[i : i + 2] for i in range(0, max(COUNTS[name]), 2)]
@@ -124,14 +119,14 @@ def test_ranks_train_as_one_process(answers: dict[str, list[Any]], name: str) ->
     assert_close(answers[name][0], on_one_process(groups, 3))
 
 
-def test_rows_of_a_batch_without_weight_are_not_touched(answers: dict[str, list[Any]]) -> None:
+def test_rows_of_a_batch_without_weight_are_not_touched(answers):
     mine = shares((6, 6))[0]
 
     assert_close(answers["weightless"][1], on_one_process([mine[i : i + 2] for i in (0, 2, 4)], 1))
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_each_gradient_is_reduced_in_the_last_micro_batch_only(answers: dict[str, list[Any]], name: str) -> None:
+def test_each_gradient_is_reduced_in_the_last_micro_batch_only(answers, name):
     counts = answers[f"reductions, {name}"][0]
     grown = [after - before for before, after in zip([0, *counts], counts, strict=False)]
 
@@ -140,11 +135,11 @@ def test_each_gradient_is_reduced_in_the_last_micro_batch_only(answers: dict[str
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_weights_have_the_bits_of_the_loop_written_by_hand(answers: dict[str, list[Any]], precision: str) -> None:
+def test_weights_have_the_bits_of_the_loop_written_by_hand(answers, precision):
     for ours, written in answers[f"by hand, {precision}"]:
         assert ours == written != values(Net())
 
 
-def test_resumed_run_ends_with_the_same_bits(answers: dict[str, list[Any]]) -> None:
+def test_resumed_run_ends_with_the_same_bits(answers):
     for whole, parts in answers["resumed"]:
         assert whole == parts

@@ -1,13 +1,10 @@
 """Row-wise Adagrad: the published formula, the same for sparse and dense gradients, saved and resumed exactly."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ignite_engine.ext.sparse import RowwiseAdagrad
 from ignite_engine.states.model_and_optimizer import OptimizerState
@@ -16,12 +13,12 @@ ROWS, WIDTH = 50, 3
 TOKENS = [torch.tensor([4, 4, 1]), torch.tensor([4, 30, 49, 4]), torch.tensor([], dtype=torch.long)]
 
 
-def table(sparse: bool, dtype: torch.dtype = torch.float64) -> nn.Embedding:
+def table(sparse, dtype=torch.float64):
     torch.manual_seed(3)
     return nn.Embedding(ROWS, WIDTH, sparse=sparse, dtype=dtype)
 
 
-def step(model: nn.Embedding, optimizer: Any, tokens: Tensor) -> Tensor:
+def step(model, optimizer, tokens):
     optimizer.zero_grad()
     (model(tokens).pow(2) * torch.arange(1, WIDTH + 1)).sum().backward()
     optimizer.step()
@@ -30,7 +27,7 @@ def step(model: nn.Embedding, optimizer: Any, tokens: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("sparse", [True, False])
-def test_each_row_follows_the_formula(sparse: bool) -> None:
+def test_each_row_follows_the_formula(sparse):
     model = table(sparse)
     optimizer = RowwiseAdagrad(model.parameters(), lr=0.1, initial_accumulator=0.5, eps=1e-3)
     weight, sums = model.weight.detach().clone(), [0.5] * ROWS
@@ -45,7 +42,7 @@ def test_each_row_follows_the_formula(sparse: bool) -> None:
     assert sums[4] > sums[30] > 0.5 == sums[0]
 
 
-def test_sparse_gradients_change_their_rows_alone_and_as_dense_ones_do() -> None:
+def test_sparse_gradients_change_their_rows_alone_and_as_dense_ones_do():
     """A row of zeros changes nothing, so an optimizer of sparse gradients has not been late where one comes."""
     sparse, dense, before = table(True), table(False), table(False)
     optimizers = [RowwiseAdagrad(model.parameters(), lr=0.1) for model in (sparse, dense)]
@@ -58,7 +55,7 @@ def test_sparse_gradients_change_their_rows_alone_and_as_dense_ones_do() -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_accumulators_are_one_number_for_each_row_in_float32(dtype: torch.dtype) -> None:
+def test_accumulators_are_one_number_for_each_row_in_float32(dtype):
     model = table(True, dtype)
     optimizer = RowwiseAdagrad(model.parameters(), lr=0.1)
     step(model, optimizer, TOKENS[0])
@@ -68,7 +65,7 @@ def test_accumulators_are_one_number_for_each_row_in_float32(dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_saved_state_goes_on_with_the_same_bits(dtype: torch.dtype) -> None:
+def test_saved_state_goes_on_with_the_same_bits(dtype):
     model = table(True, dtype)
     optimizer = RowwiseAdagrad(model.parameters(), lr=0.1, initial_accumulator=0.1)
     step(model, optimizer, TOKENS[0])
@@ -82,7 +79,7 @@ def test_saved_state_goes_on_with_the_same_bits(dtype: torch.dtype) -> None:
     assert torch.equal(optimizer.state[model.weight]["sum"], again.state[fresh.weight]["sum"])
 
 
-def test_rows_may_have_any_shape() -> None:
+def test_rows_may_have_any_shape():
     for shape in ((4,), (4, 2, 3)):
         parameter = nn.Parameter(torch.ones(shape))
         parameter.grad = torch.full(shape, 2.0)
@@ -98,11 +95,11 @@ def test_rows_may_have_any_shape() -> None:
         ({"initial_accumulator": float("nan")}, "initial_accumulator must be at least 0, got nan"),
     ],
 )
-def test_values_out_of_range_are_refused(options: dict[str, float], line: str) -> None:
+def test_values_out_of_range_are_refused(options, line):
     with pytest.raises(ValueError, match=line):
         RowwiseAdagrad([nn.Parameter(torch.ones(2, 2))], **options)
 
 
-def test_parameter_without_rows_is_refused() -> None:
+def test_parameter_without_rows_is_refused():
     with pytest.raises(ValueError, match="RowwiseAdagrad needs parameters with rows, got one without a dimension"):
         RowwiseAdagrad([nn.Parameter(torch.ones(()))])

@@ -3,13 +3,9 @@
 Options: ``directory``, whose ``hours`` hold the windows; ``kill``: ``iteration`` or ``window``, and its number.
 """
 
-from __future__ import annotations
-
 import os
 import signal
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +13,11 @@ from ignite.engine import Events
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ignite_engine import Task, Trainer, TrainingEvents, Windows
+from ignite_engine import Task, TrainingEvents, Windows
 from ignite_engine.ext.windows import Files
 
 
-def write(folder: Path, *numbers: int) -> None:
+def write(folder, *numbers):
     """Windows of 10 to 14 samples; number 3 is empty."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in numbers:
@@ -32,29 +28,29 @@ def write(folder: Path, *numbers: int) -> None:
 
 
 class KillsOnce:
-    def __init__(self, folder: Path, where: str, number: int) -> None:
+    def __init__(self, folder, where, number):
         self.marker, self.where, self.number = folder / "killed", where, number
 
-    def attach(self, trainer: Trainer) -> None:
+    def attach(self, trainer):
         event = {"iteration": Events.ITERATION_COMPLETED, "window": TrainingEvents.WINDOW_COMPLETED}[self.where]
         trainer.add_event_handler(event(once=self.number), self)
 
-    def __call__(self) -> None:
+    def __call__(self):
         if not self.marker.exists():
             self.marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def open_hour(path: Path) -> TensorDataset:
+def open_hour(path):
     columns = np.load(path)
     return TensorDataset(torch.from_numpy(columns["x"]), torch.from_numpy(columns["y"]))
 
 
-def build(options: Mapping[str, Any]) -> Task:
+def build(options):
     folder = Path(options["directory"])
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 3))
 
-    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+    def loss_fn(model, batch):
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
     return Task(

@@ -1,16 +1,12 @@
 """Runs over windows, killed or stopped within one, between two, or while they wait, end with the same bits."""
 
-from __future__ import annotations
-
 import signal
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.ext.windows import task as windows_task
-from tests.faults.fork_server import ForkServer, shared
+from tests.faults.fork_server import shared
 from tests.faults.processes import CONFIG, lines, summary, write_config_like
 
 pytestmark = [pytest.mark.faults, pytest.mark.long]
@@ -19,7 +15,7 @@ MAIN = "ignite_engine.cli:main"
 WINDOWS = range(7)
 
 
-def config_of(folder: Path, **options: Any) -> Path:
+def config_of(folder, **options):
     sections = {
         "task": f"{windows_task.__file__}:build",
         "run": {**CONFIG["run"], "max_epochs": 1},
@@ -33,21 +29,21 @@ def config_of(folder: Path, **options: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server() -> ForkServer:
+def server():
     return shared()
 
 
-def run(server: ForkServer, config: Path) -> int:
+def run(server, config):
     return server.call(MAIN, ["train", str(config)], output=config.parent / "output.txt")
 
 
-def complete(folder: Path) -> None:
+def complete(folder):
     windows_task.write(folder / "hours", *WINDOWS)
     (folder / "hours" / "end").touch()
 
 
 @pytest.fixture(scope="module")
-def whole(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def whole(server, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     complete(folder)
     assert run(server, config_of(folder)) == 0, (folder / "output.txt").read_text()
@@ -56,9 +52,7 @@ def whole(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 @pytest.mark.parametrize("kill", [["iteration", 2], ["iteration", 5], ["window", 3], ["window", 6]])
-def test_killed_within_a_window_or_between_two(
-    server: ForkServer, tmp_path: Path, whole: dict[str, Any], kill: list[Any]
-) -> None:
+def test_killed_within_a_window_or_between_two(server, tmp_path, whole, kill):
     complete(tmp_path)
     config = config_of(tmp_path, kill=kill)
     assert run(server, config) == -signal.SIGKILL
@@ -67,9 +61,7 @@ def test_killed_within_a_window_or_between_two(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_ended_while_it_waits_for_a_window(
-    server: ForkServer, tmp_path: Path, whole: dict[str, Any], number: signal.Signals
-) -> None:
+def test_ended_while_it_waits_for_a_window(server, tmp_path, whole, number):
     windows_task.write(tmp_path / "hours", *WINDOWS[:5])
     config = config_of(tmp_path)
     child = server.start(MAIN, ["train", str(config)], output=tmp_path / "output.txt")

@@ -1,14 +1,11 @@
 """Windows on several ranks: shared ones dealt out, or each rank's own, of other lengths and with empty ones."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,8 +19,8 @@ from ignite_engine.errors import Interrupted
 from ignite_engine.ext.windows import Files
 from ignite_engine.handlers import Checkpoint, Evaluation, GracefulStop
 from ignite_engine.ranks import agreement
-from tests.builders import Numbers, linear, mse, one
 from tests.ext.windows.test_windows import open_file, write_windows
+from tests.kit.tiny import Numbers, linear, mse, one
 from tests.ranks.forkserver import on_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
@@ -35,16 +32,16 @@ OWN = {0: [[0, 1, 2, 3, 4], [], [5]], 1: [[10, 11, 12], [13, 14], []]}
 OPEN = {
     "batches": lambda samples: [torch.tensor(each) for each in samples],
     "loader": lambda samples: loader(samples) if samples else None,
-    "plain": lambda samples: DataLoader(samples) if samples else None,  # type: ignore[arg-type]  # a list will do
+    "plain": lambda samples: DataLoader(samples) if samples else None,
 }
 
 
-def trains(rank: int, kind: str, **options: Any) -> dict[str, Any]:
+def trains(rank, kind, **options):
     """Which samples a rank with windows of its own trains on, in which window, and the events."""
-    seen: list[Any] = []
-    told: list[str] = []
+    seen = []
+    told = []
 
-    def update(engine: Any, batch: Any) -> None:
+    def update(engine, batch):
         real = batch[: len(batch) - engine.state.padding]
         seen.extend((engine.state.windows, int(each)) for each in real)
 
@@ -56,12 +53,12 @@ def trains(rank: int, kind: str, **options: Any) -> dict[str, Any]:
     return {"seen": seen, "told": told, "iteration": state.iteration, "windows": state.windows}
 
 
-def shared(folder: str, stop_at: int | None = None, invariant: bool = False) -> dict[str, Any]:
+def shared(folder, stop_at=None, invariant=False):
     """Windows of a directory, dealt out to the ranks; the weights, and which rows were seen."""
-    rows: list[float] = []
+    rows = []
     model = linear()
 
-    def loss_fn(model: Any, batch: Any) -> Any:
+    def loss_fn(model, batch):
         rows.extend(batch[0][:, 0].tolist())
         return mse(model, batch)
 
@@ -74,7 +71,7 @@ def shared(folder: str, stop_at: int | None = None, invariant: bool = False) -> 
     if stop_at is not None:
 
         @trainer.on(Events.ITERATION_COMPLETED(once=stop_at))
-        def stop() -> None:
+        def stop():
             trainer.request_stop("here")
             trainer.vote_at_next_boundary()
 
@@ -82,7 +79,7 @@ def shared(folder: str, stop_at: int | None = None, invariant: bool = False) -> 
     return {"rows": rows, "weights": one(model).clone(), "windows": state.windows, "status": state.status}
 
 
-def stopped_while_it_waits(folder: str, rank: int) -> tuple[str, bool]:
+def stopped_while_it_waits(folder, rank):
     trainer, began = Trainer(lambda engine, batch: None), time.monotonic()
     if rank == 1:
         trainer.add_event_handler(TrainingEvents.WINDOW_COMPLETED, lambda: trainer.request_stop("here"))
@@ -91,7 +88,7 @@ def stopped_while_it_waits(folder: str, rank: int) -> tuple[str, bool]:
     return state.status, time.monotonic() - began < 20
 
 
-def evaluated_as_one(rank: int) -> tuple[int, float]:
+def evaluated_as_one(rank):
     """Batches of this rank, and the mean over all windows of all ranks."""
     evaluator = Engine(lambda engine, batch: batch.float().mean())
     Average(lambda output: output).attach(evaluator, "mean")
@@ -102,11 +99,11 @@ def evaluated_as_one(rank: int) -> tuple[int, float]:
     return evaluator.state.iteration, trainer.state.metrics["val/mean"]
 
 
-def evaluated_and_killed(folder: str, rank: int) -> dict[str, Any]:
+def evaluated_and_killed(folder, rank):
     """Own windows, each evaluated before it is trained on, of which rank 1 has none in the end; killed there."""
-    found: dict[str, Any] = {"evaluated": []}
+    found = {"evaluated": []}
 
-    def run(kill_at: int) -> None:
+    def run(kill_at):
         trainer = Trainer(lambda engine, batch: None)
         windows = Windows([[1, 2], [3, 4, 5, 6]][: 2 - rank], loader,
                           shared=False)  # fmt: skip
@@ -129,7 +126,7 @@ def evaluated_and_killed(folder: str, rank: int) -> dict[str, Any]:
     return found
 
 
-def refused(rank: int) -> str:
+def refused(rank):
     """What a rank says whose Windows have another length of epochs than its peer's."""
     with pytest.raises(ValueError, match="per_epoch") as raised:
         Trainer(lambda engine, batch: None).run(Windows([1, 2], lambda _: [torch.ones(1)], per_epoch=1 + rank))
@@ -138,10 +135,10 @@ def refused(rank: int) -> str:
     return str(raised.value)
 
 
-def _rank(rank: int, folder: str, world: int, number: int) -> None:
+def _rank(rank, folder, world, number):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store_{number}", rank=rank, world_size=world)
-    report: dict[str, Any] = {}
+    report = {}
     if number < 2:
         report |= {kind: trains(rank, kind) for kind in OPEN}
         report["limited"] = trains(rank, "loader", max_updates=1)
@@ -158,7 +155,7 @@ def _rank(rank: int, folder: str, world: int, number: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+def reports(tmp_path_factory):
     """Two ranks, stopped within the second window; then three that resume it."""
     folder = tmp_path_factory.mktemp("windows")
     write_windows(folder / "hours", 5, 9, 0, 4)
@@ -172,9 +169,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", OPEN)
 @pytest.mark.parametrize("number", [0, 1])
-def test_each_rank_trains_on_each_of_its_own_samples_once_in_windows_that_end_together(
-    reports: dict[int, list[dict[str, Any]]], number: int, kind: str
-) -> None:
+def test_each_rank_trains_on_each_of_its_own_samples_once_in_windows_that_end_together(reports, number, kind):
     for rank, report in enumerate(reports[number]):
         own = report[kind]
         once = [(window, sample) for window, samples in enumerate(OWN.get(rank, []), 1) for sample in samples]
@@ -183,38 +178,36 @@ def test_each_rank_trains_on_each_of_its_own_samples_once_in_windows_that_end_to
         assert (own["iteration"], own["windows"]) == (2 * (3 + 1 + 1), 6)
 
 
-def test_windows_of_a_limited_length_end_together(reports: dict[int, list[dict[str, Any]]]) -> None:
+def test_windows_of_a_limited_length_end_together(reports):
     for rank, report in enumerate(reports[0]):
         first = [sample for samples in OWN[rank] for sample in samples[:2]]
         assert [sample for _, sample in report["limited"]["seen"]] == first * 2
         assert (report["limited"]["iteration"], report["limited"]["windows"]) == (6, 6)
 
 
-def test_a_stop_is_heard_while_all_wait_for_a_window(reports: dict[int, list[dict[str, Any]]]) -> None:
+def test_a_stop_is_heard_while_all_wait_for_a_window(reports):
     outcomes = [report["waiting"] for number in (0, 1) for report in reports[number]]
     assert outcomes == [("interrupted", True)] * 5
 
 
-def test_a_rank_without_a_window_evaluates_and_resumes_with_its_peers(reports: dict[int, list[dict[str, Any]]]) -> None:
+def test_a_rank_without_a_window_evaluates_and_resumes_with_its_peers(reports):
     for report in reports[0]:
         assert report["killed"] == {"evaluated": [1.5, 4.5], "ended": ("max_epochs", 6, 2)}
 
 
-def test_all_windows_of_all_ranks_are_one_evaluation(reports: dict[int, list[dict[str, Any]]]) -> None:
+def test_all_windows_of_all_ranks_are_one_evaluation(reports):
     samples = [sample for rank in (0, 1) for window in OWN[rank] for sample in window]
     mean = pytest.approx(sum(samples) / len(samples))
     assert [report["as one"] for report in reports[0]] == [(6, mean), (5, mean)]
 
 
-def test_settings_of_windows_that_differ_are_refused_on_both(reports: dict[int, list[dict[str, Any]]]) -> None:
+def test_settings_of_windows_that_differ_are_refused_on_both(reports):
     line = "Windows(per_epoch) is 1 on rank 0 and 2 on rank 1: every rank must train with the same settings."
     assert [report["refused"] for report in reports[0]] == [line] * 2
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-def test_shared_windows_are_dealt_out_and_resumed_on_another_number_of_ranks(
-    reports: dict[int, list[dict[str, Any]]], invariant: bool
-) -> None:
+def test_shared_windows_are_dealt_out_and_resumed_on_another_number_of_ranks(reports, invariant):
     name, counts = f"shared {invariant}", (5, 9, 4)
     rows = [row for number in (0, 1) for report in reports[number] for row in report[name]["rows"]]
     assert sorted(rows) == sorted(row for count in counts for row in Numbers(count).inputs[:, 0].tolist())
@@ -222,9 +215,7 @@ def test_shared_windows_are_dealt_out_and_resumed_on_another_number_of_ranks(
     assert {(report[name]["status"], report[name]["windows"]) for report in reports[1]} == {("completed", 3)}
 
 
-def test_rank_invariant_windows_end_with_the_bits_of_one_process(
-    reports: dict[int, list[dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_rank_invariant_windows_end_with_the_bits_of_one_process(reports, tmp_path):
     torch.manual_seed(7)
     write_windows(tmp_path / "hours", 5, 9, 0, 4)
     threads = torch.get_num_threads()
@@ -236,8 +227,8 @@ def test_rank_invariant_windows_end_with_the_bits_of_one_process(
     assert all(torch.equal(report["shared True"]["weights"], whole) for report in reports[1])
 
 
-def resumed_over_another_window(rank: int, folder: str) -> None:
-    def run(own: list[Any]) -> None:
+def resumed_over_another_window(rank, folder):
+    def run(own):
         trainer = Trainer(lambda engine, batch: None)
         checkpoint = Checkpoint(f"{folder}/other", save_at_end=False)
         checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
@@ -252,23 +243,23 @@ def resumed_over_another_window(rank: int, folder: str) -> None:
         run(["c", "b"] if rank == 1 else ["a", "b"])
 
 
-def test_another_window_on_one_rank_is_refused_on_both(tmp_path: Path) -> None:
+def test_another_window_on_one_rank_is_refused_on_both(tmp_path):
     on_ranks(2, resumed_over_another_window, tmp_path)
 
 
 class LoadsOnRank0:
     """A handler whose state one rank cannot load."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"loaded": True}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         if agreement.rank() == 1:
             raise ValueError("no memory is left")
 
 
-def evaluates_windows_where_one_rank_cannot_load(rank: int, folder: str) -> None:
-    def prepared() -> tuple[Trainer, Checkpoint]:
+def evaluates_windows_where_one_rank_cannot_load(rank, folder):
+    def prepared():
         trainer, checkpoint = Trainer(lambda engine, batch: None), Checkpoint(f"{folder}/unloaded")
         trainer.register("first", LoadsOnRank0())
         evaluator = Engine(lambda engine, batch: float(batch))
@@ -283,27 +274,27 @@ def evaluates_windows_where_one_rank_cannot_load(rank: int, folder: str) -> None
     assert agreement.gather_objects(rank) == [0, 1]
 
 
-def test_a_rank_that_cannot_load_a_state_ends_its_peer_which_evaluates_windows(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_load_a_state_ends_its_peer_which_evaluates_windows(tmp_path):
     on_ranks(2, evaluates_windows_where_one_rank_cannot_load, tmp_path)
 
 
-def opened_on_one_rank(rank: int, folder: str) -> None:
-    def samples_of(shared: bool, own: Any, open_one: Any) -> tuple[list[int], Trainer]:
+def opened_on_one_rank(rank, folder):
+    def samples_of(shared, own, open_one):
         seen = list[int]()
         trainer = Trainer(lambda engine, batch: seen.extend([] if engine.state.padding else batch.tolist()))
         trainer.run(Windows(own, open_one, shared=shared), max_epochs=1)
         return seen, trainer
 
-    def shuffled(samples: list[int]) -> Any:
+    def shuffled(samples):
         generator = torch.Generator().manual_seed(rank)
-        return DataLoader(samples, shuffle=True, generator=generator) if samples else None  # type: ignore[arg-type]
+        return DataLoader(samples, shuffle=True, generator=generator) if samples else None
 
     own, _ = samples_of(False, OWN[rank], shuffled)
     assert sorted(own) == sorted(sample for window in OWN[rank] for sample in window)
     dealt, _ = samples_of(True, [list(range(9)), list(range(9, 12))], shuffled)
     assert sorted(sample for share in agreement.gather_objects(dealt) for sample in share) == list(range(12))
 
-    def torn(samples: list[int]) -> Any:
+    def torn(samples):
         if rank == 1:
             raise OSError(5, "the disk is gone")
         return shuffled(samples)
@@ -314,20 +305,20 @@ def opened_on_one_rank(rank: int, folder: str) -> None:
     assert agreement.gather_objects(rank) == [0, 1]
 
 
-def test_what_one_rank_alone_opens_or_cannot_open_is_agreed_on(tmp_path: Path) -> None:
+def test_what_one_rank_alone_opens_or_cannot_open_is_agreed_on(tmp_path):
     on_ranks(2, opened_on_one_rank, tmp_path)
 
 
-def stopped_while_the_window_is_read_again(rank: int, folder: str) -> None:
+def stopped_while_the_window_is_read_again(rank, folder):
     """Stopped before the first batch of a window, or after it; then a signal comes while its batches are read again."""
 
-    def run(name: str, stop_at: Any, read: Any) -> Trainer:
-        def batches(_: Any) -> Any:
+    def run(name, stop_at, read):
+        def batches(_):
             for index in range(3):
                 read(trainer)
                 yield torch.tensor([index])
 
-        def stop() -> None:
+        def stop():
             trainer.request_stop("here")
             trainer.vote_at_next_boundary()
 
@@ -342,7 +333,7 @@ def stopped_while_the_window_is_read_again(rank: int, folder: str) -> None:
         trainer.run(windows, max_epochs=1)
         return trainer
 
-    def wait(trainer: Trainer) -> None:
+    def wait(trainer):
         if rank == 1 and trainer.state.evaluating is None:
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
             time.sleep(60)
@@ -358,17 +349,17 @@ def stopped_while_the_window_is_read_again(rank: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_stop_is_heard_while_a_window_is_read_again(tmp_path: Path) -> None:
+def test_a_stop_is_heard_while_a_window_is_read_again(tmp_path):
     on_ranks(2, stopped_while_the_window_is_read_again, tmp_path)
 
 
-def evaluates_windows_as_one_set(rank: int, folder: str) -> None:
+def evaluates_windows_as_one_set(rank, folder):
     torch.manual_seed(rank)
     model = linear()
     evaluator = create_evaluator(model, lambda model, batch: (batch, 0 * batch), {"square": MeanSquaredError()})
 
-    def open_window(samples: int) -> Any:
-        data: Any = torch.arange(float(samples))[:, None]
+    def open_window(samples):
+        data = torch.arange(float(samples))[:, None]
         return DataLoader(data, batch_size=1, shuffle=True, generator=torch.Generator().manual_seed(rank))
 
     trainer = Trainer(lambda engine, batch: None)
@@ -377,21 +368,21 @@ def evaluates_windows_as_one_set(rank: int, folder: str) -> None:
     assert trainer.state.metrics["val/square"] == pytest.approx((140 + 30) / 14)
 
 
-def test_windows_are_evaluated_as_one_set_though_a_rank_comes_first_to_the_next(tmp_path: Path) -> None:
+def test_windows_are_evaluated_as_one_set_though_a_rank_comes_first_to_the_next(tmp_path):
     on_ranks(2, evaluates_windows_as_one_set, tmp_path)
 
 
-def evaluates_a_window_before_it_is_trained_on(rank: int, folder: str) -> None:
-    def run(name: str, stops: bool) -> list[float]:
+def evaluates_a_window_before_it_is_trained_on(rank, folder):
+    def run(name, stops):
         torch.manual_seed(rank)
-        seen: list[float] = []
+        seen = []
 
-        def open_window(window: int) -> Any:
+        def open_window(window):
             generator = torch.Generator().manual_seed(10 * window + rank)
-            data: Any = torch.arange(8.0)[:, None]
+            data = torch.arange(8.0)[:, None]
             return DataLoader(data, batch_size=1, shuffle=True, generator=generator)
 
-        def predict(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        def predict(model, batch):
             if trainer.state.windows == 2:
                 seen.append(batch.item())
                 if stops:
@@ -413,5 +404,5 @@ def evaluates_a_window_before_it_is_trained_on(rank: int, folder: str) -> None:
     assert sorted(each for rank_seen in agreement.gather_objects(whole) for each in rank_seen) == list(range(8))
 
 
-def test_stopped_evaluation_of_a_window_is_repeated_in_its_order(tmp_path: Path) -> None:
+def test_stopped_evaluation_of_a_window_is_repeated_in_its_order(tmp_path):
     on_ranks(2, evaluates_a_window_before_it_is_trained_on, tmp_path)

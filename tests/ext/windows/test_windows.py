@@ -1,28 +1,23 @@
 """Windows: which are trained on, when an epoch and a run end, and that a resumed run goes on in the same one."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ignite.engine import Events
 from ignite.metrics import Average
-from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ignite_engine import Trainer, TrainingEvents, Update, Windows, create_evaluator, loader
 from ignite_engine.ext.windows import Files, WindowStream
 from ignite_engine.handlers import Checkpoint, Evaluation, MetricLogger, StopFile, WallClockLimit
-from tests.builders import Numbers, events_of, linear, mse, trainer_of, weights
+from tests.kit.tiny import Numbers, events_of, linear, mse, trainer_of, weights
 
 WINDOW_EVENTS = (
     Events.EPOCH_STARTED,
@@ -34,35 +29,35 @@ WINDOW_EVENTS = (
 )
 
 
-def open_numbers(count: Any) -> Any:
+def open_numbers(count):
     """A window of so many samples, in batches of 2."""
     return loader(Numbers(int(count)), 2, shuffle=True, seed=1)
 
 
-def open_file(path: Path) -> Any:
+def open_file(path):
     return open_numbers(path.read_text())
 
 
 class Counting:
     """A stream of a user's own: windows of 1, 2, 3, ... samples, up to ``last``."""
 
-    def __init__(self, last: int) -> None:
+    def __init__(self, last):
         self.last, self.taken = last, 0
 
-    def next_window(self) -> int:
+    def next_window(self):
         if self.taken == self.last:
             raise StopIteration
         self.taken += 1
         return self.taken
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"taken": self.taken}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.taken = state["taken"]
 
 
-def write_windows(folder: Path, *counts: int, first: int = 0) -> Path:
+def write_windows(folder, *counts, first=0):
     folder.mkdir(exist_ok=True)
     for index, count in enumerate(counts, first):
         (folder / "new").write_text(str(count))
@@ -70,16 +65,16 @@ def write_windows(folder: Path, *counts: int, first: int = 0) -> Path:
     return folder
 
 
-def trained(trainer: Trainer) -> list[Any]:
+def trained(trainer):
     """Filled with the window of each iteration, and its number."""
-    seen: list[Any] = []
+    seen = []
     trainer.add_event_handler(
         Events.ITERATION_COMPLETED, lambda: seen.append((trainer.state.windows, trainer.state.window))
     )
     return seen
 
 
-def test_each_window_is_begun_and_completed_and_an_empty_one_is_skipped() -> None:
+def test_each_window_is_begun_and_completed_and_an_empty_one_is_skipped():
     trainer = trainer_of(accumulation_steps=2)
     told, seen = events_of(trainer, WINDOW_EVENTS), trained(trainer)
     state = trainer.run(Windows([5, 0, 3], open_numbers), max_epochs=2)
@@ -95,7 +90,7 @@ def test_each_window_is_begun_and_completed_and_an_empty_one_is_skipped() -> Non
     assert (state.iteration, state.windows, state.window, state.reason) == (6, 4, None, "max_epochs")
 
 
-def test_filters_count_windows() -> None:
+def test_filters_count_windows():
     trainer, at = trainer_of(), list[int]()
     trainer.add_event_handler(
         TrainingEvents.WINDOW_COMPLETED(every=2), lambda trainer: at.append(trainer.state.iteration)
@@ -115,15 +110,13 @@ def test_filters_count_windows() -> None:
         ({"per_epoch": 1}, {"max_epochs": 5}, 9, 5, 5, "max_epochs"),
     ],
 )
-def test_limits_of_epochs_windows_and_iterations_mean_what_they_say(
-    options: dict[str, Any], run: dict[str, Any], iterations: int, epochs: int, windows: int, reason: str
-) -> None:
+def test_limits_of_epochs_windows_and_iterations_mean_what_they_say(options, run, iterations, epochs, windows, reason):
     trainer = trainer_of(accumulation_steps=2)
     state = trainer.run(Windows([5, 0, 7, 3], open_numbers, **options), **run)
     assert (state.iteration, state.epoch, state.windows, state.reason) == (iterations, epochs, windows, reason)
 
 
-def test_window_has_no_more_updates_than_its_limit_and_its_end_is_as_ever() -> None:
+def test_window_has_no_more_updates_than_its_limit_and_its_end_is_as_ever():
     trainer = trainer_of(accumulation_steps=2)
     told, seen = events_of(trainer, WINDOW_EVENTS), trained(trainer)
     trainer.run(Windows([5, 12, 3], open_numbers, max_updates=2))
@@ -133,7 +126,7 @@ def test_window_has_no_more_updates_than_its_limit_and_its_end_is_as_ever() -> N
 
 
 @pytest.mark.parametrize("stop_at", [1, 2, 3, 4, 5, 6])
-def test_limit_of_updates_counts_those_before_a_resume(tmp_path: Path, stop_at: int) -> None:
+def test_limit_of_updates_counts_those_before_a_resume(tmp_path, stop_at):
     whole = samples_of(None, max_updates=3)
     before = samples_of(tmp_path, Events.ITERATION_COMPLETED(once=stop_at), max_updates=3)
 
@@ -141,16 +134,16 @@ def test_limit_of_updates_counts_those_before_a_resume(tmp_path: Path, stop_at: 
     assert before + samples_of(tmp_path, max_updates=3) == whole
 
 
-def test_empty_windows_at_the_end_of_a_sequence_are_no_end_of_the_run() -> None:
+def test_empty_windows_at_the_end_of_a_sequence_are_no_end_of_the_run():
     state = trainer_of().run(Windows([2, 4, 0, 0], open_numbers, per_epoch=2), max_epochs=3)
     assert (state.windows, state.reason) == (6, "max_epochs")
 
 
 @pytest.mark.parametrize("kind", ["list", "array", "files", "own", "generator", "iterable"])
 @pytest.mark.parametrize("first", [2, 3])
-def test_another_run_of_the_trainer_goes_on_where_the_one_before_was(tmp_path: Path, kind: str, first: int) -> None:
+def test_another_run_of_the_trainer_goes_on_where_the_one_before_was(tmp_path, kind, first):
     """In the middle of a window and at its end; a generator, too, cannot go back."""
-    streams: dict[str, Any] = {
+    streams = {
         "list": [1, 2, 3, 4],
         "array": torch.arange(1, 5).numpy(),
         "files": Files(write_windows(tmp_path, 1, 2, 3, 4), "hour_*"),
@@ -166,10 +159,10 @@ def test_another_run_of_the_trainer_goes_on_where_the_one_before_was(tmp_path: P
     assert seen == [1, 2, 2, 3, 3, 3, 4, 4]
 
 
-def test_a_stop_in_a_window_and_another_run_in_the_same_process_change_no_bit() -> None:
+def test_a_stop_in_a_window_and_another_run_in_the_same_process_change_no_bit():
     """The loader of the window is made again, which draws random numbers."""
 
-    def run(stop: bool) -> Tensor:
+    def run(stop):
         torch.manual_seed(3)
         trainer, windows = trainer_of(linear(dropout=True)), Windows([5, 7], stateful)
         if stop:
@@ -181,15 +174,15 @@ def test_a_stop_in_a_window_and_another_run_in_the_same_process_change_no_bit() 
     assert torch.equal(run(stop=True), run(stop=False))
 
 
-def test_order_of_samples_differs_from_epoch_to_epoch() -> None:
-    batches: list[Tensor] = []
+def test_order_of_samples_differs_from_epoch_to_epoch():
+    batches = []
     Trainer(lambda engine, batch: batches.append(batch[0])).run(Windows([8], open_numbers), max_epochs=2)
     first, second = torch.cat(batches[:4]), torch.cat(batches[4:])
     assert not torch.equal(first, second) and torch.equal(first.sort(0).values, second.sort(0).values)
 
 
 @pytest.mark.parametrize("kind", ["list", "files", "own"])
-def test_a_second_run_begins_at_the_first_window_and_two_sources_share_nothing(tmp_path: Path, kind: str) -> None:
+def test_a_second_run_begins_at_the_first_window_and_two_sources_share_nothing(tmp_path, kind):
     stream = {"list": [2, 4], "files": Files(write_windows(tmp_path, 2, 4), "hour_*"), "own": Counting(2)}[kind]
     windows = Windows(stream, open_file if kind == "files" else open_numbers)
     for _ in range(2):
@@ -200,7 +193,7 @@ def test_a_second_run_begins_at_the_first_window_and_two_sources_share_nothing(t
         assert len(seen) == 2 * (2 if kind == "own" else 3) and {number for number, _ in seen} == {1, 2}
 
 
-def run_of(stream: Any, folder: Path | None = None, stop_at: Any = None, event: Any = None) -> Trainer:
+def run_of(stream, folder=None, stop_at=None, event=None):
     """Two epochs over a stream with dropout; asked to stop at an event, and resumed where there is a checkpoint."""
     torch.manual_seed(3)
     model = linear(dropout=True)
@@ -218,7 +211,7 @@ def run_of(stream: Any, folder: Path | None = None, stop_at: Any = None, event: 
 
 @pytest.mark.row("H1")
 @pytest.mark.parametrize("kind", ["list", "files", "own", "iterable"])
-def test_resumed_run_goes_on_in_the_same_window_to_the_same_bits(tmp_path: Path, kind: str) -> None:
+def test_resumed_run_goes_on_in_the_same_window_to_the_same_bits(tmp_path, kind):
     folder = write_windows(tmp_path / "hours", 5, 0, 7, 3)
     streams = {
         "list": lambda: [5, 0, 7, 3],
@@ -227,7 +220,7 @@ def test_resumed_run_goes_on_in_the_same_window_to_the_same_bits(tmp_path: Path,
         "iterable": lambda: iter([5, 0, 7, 3]),
     }
     whole = run_of(streams[kind]())
-    places: list[Any] = [Events.ITERATION_COMPLETED(once=at) for at in range(1, whole.state.iteration)]
+    places = [Events.ITERATION_COMPLETED(once=at) for at in range(1, whole.state.iteration)]
     places += [TrainingEvents.WINDOW_STARTED(once=2), TrainingEvents.WINDOW_COMPLETED(once=2)]
     for number, place in enumerate(places):
         stopped = run_of(streams[kind](), tmp_path / str(number), place)
@@ -238,9 +231,9 @@ def test_resumed_run_goes_on_in_the_same_window_to_the_same_bits(tmp_path: Path,
         assert (resumed.reproducibility() == []) == (kind != "iterable")
 
 
-def samples_of(folder: Path | None, stop_at: Any = None, **options: Any) -> list[tuple[int, Any, list[float]]]:
+def samples_of(folder, stop_at=None, **options):
     """Epoch, window and samples of each iteration over four windows; stopped, or resumed where there is a save."""
-    seen: list[tuple[int, Any, list[float]]] = []
+    seen = []
     trainer = Trainer(lambda engine, batch: None)
     state = trainer.state
     trainer.add_event_handler(
@@ -263,7 +256,7 @@ STOPS = [
 
 
 @pytest.mark.parametrize("stop_at", STOPS, ids=lambda event: f"{event.name}")
-def test_resumed_epoch_of_two_windows_has_only_the_rest_of_the_two(tmp_path: Path, stop_at: Any) -> None:
+def test_resumed_epoch_of_two_windows_has_only_the_rest_of_the_two(tmp_path, stop_at):
     whole = samples_of(None, per_epoch=2)
     before = samples_of(tmp_path, stop_at, per_epoch=2)
 
@@ -272,7 +265,7 @@ def test_resumed_epoch_of_two_windows_has_only_the_rest_of_the_two(tmp_path: Pat
 
 
 @pytest.mark.parametrize("stop_at", STOPS, ids=lambda event: f"{event.name}")
-def test_windows_after_a_resume_are_in_the_order_of_the_whole_run(tmp_path: Path, stop_at: Any) -> None:
+def test_windows_after_a_resume_are_in_the_order_of_the_whole_run(tmp_path, stop_at):
     """Each window is shuffled by its number: that of the next one is saved, where none is open, too."""
     whole = samples_of(None)
     orders = [whole[first : first + 4] for first in range(0, 16, 4)]
@@ -282,11 +275,11 @@ def test_windows_after_a_resume_are_in_the_order_of_the_whole_run(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_checkpoint_of_each_nth_window_resumes_with_the_next(tmp_path: Path) -> None:
+def test_checkpoint_of_each_nth_window_resumes_with_the_next(tmp_path):
     class Killed(Exception):
         pass
 
-    def kill() -> None:
+    def kill():
         raise Killed
 
     whole = run_of([5, 7, 3])
@@ -298,7 +291,7 @@ def test_checkpoint_of_each_nth_window_resumes_with_the_next(tmp_path: Path) -> 
         assert torch.equal(weights(resumed), weights(whole)), at
 
 
-def run_killed(folder: Path, at: int, kill: Any) -> None:
+def run_killed(folder, at, kill):
     torch.manual_seed(3)
     model = linear(dropout=True)
     trainer = Trainer(Update(model, torch.optim.AdamW(model.parameters(), lr=0.01), mse), accumulation_steps=2)
@@ -307,12 +300,12 @@ def run_killed(folder: Path, at: int, kill: Any) -> None:
     trainer.run(Windows([5, 7, 3], open_numbers), max_epochs=2)
 
 
-def test_windows_that_come_later_are_waited_for(tmp_path: Path) -> None:
+def test_windows_that_come_later_are_waited_for(tmp_path):
     folder = tmp_path / "hours"
     trainer = trainer_of()
     seen = trained(trainer)
 
-    def write() -> None:
+    def write():
         for index, count in enumerate((2, 0, 4)):
             time.sleep(0.05)
             write_windows(folder, count, first=index)
@@ -329,7 +322,7 @@ def test_windows_that_come_later_are_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("per_epoch", [None, 1])
-def test_run_at_the_end_of_its_data_writes_the_same_lines_again(tmp_path: Path, per_epoch: int | None) -> None:
+def test_run_at_the_end_of_its_data_writes_the_same_lines_again(tmp_path, per_epoch):
     data, folder = write_windows(tmp_path / "hours", 2, 3), tmp_path / "run"
     (data / "done").touch()
     logs = []
@@ -350,7 +343,7 @@ def test_run_at_the_end_of_its_data_writes_the_same_lines_again(tmp_path: Path, 
     assert logs[0] == logs[1]
 
 
-def test_wait_ends_with_its_time(tmp_path: Path) -> None:
+def test_wait_ends_with_its_time(tmp_path):
     began = time.monotonic()
     windows = Windows(Files(write_windows(tmp_path, 2), "hour_*"), open_file, wait_s=0.3, poll_s=0.01)
     state = trainer_of().run(windows, max_epochs=1)
@@ -358,7 +351,7 @@ def test_wait_ends_with_its_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["time limit", "stop file"])
-def test_wait_ends_with_a_limit(tmp_path: Path, how: str) -> None:
+def test_wait_ends_with_a_limit(tmp_path, how):
     trainer, folder = trainer_of(), write_windows(tmp_path / "hours", 2)
     if how == "time limit":
         WallClockLimit(seconds=0.4, margin_s=0.0).attach(trainer)
@@ -369,7 +362,7 @@ def test_wait_ends_with_a_limit(tmp_path: Path, how: str) -> None:
     assert state.status == "interrupted" and str(state.reason).startswith(how) and state.iteration == 1
 
 
-def test_file_that_comes_too_late_is_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_file_that_comes_too_late_is_left_out_and_named(tmp_path, caplog):
     write_windows(tmp_path, 2, 2, first=5)
     trainer = trainer_of()
     seen = trained(trainer)
@@ -384,7 +377,7 @@ def test_file_that_comes_too_late_is_left_out_and_named(tmp_path: Path, caplog: 
     ]
 
 
-def test_a_folder_that_is_gone_is_no_end_of_the_stream(tmp_path: Path) -> None:
+def test_a_folder_that_is_gone_is_no_end_of_the_stream(tmp_path):
     folder = write_windows(tmp_path / "hours", 2)
     trainer = trainer_of()
     trainer.add_event_handler(TrainingEvents.WINDOW_COMPLETED, lambda: folder.rename(tmp_path / "away"))
@@ -395,25 +388,25 @@ def test_a_folder_that_is_gone_is_no_end_of_the_stream(tmp_path: Path) -> None:
 class Recent(Files):
     """A user's own, which leaves out the first file."""
 
-    def next_window(self) -> Path | None:
+    def next_window(self):
         path = super().next_window()
         return super().next_window() if path is not None and path.name == "hour_000.txt" else path
 
 
-def test_files_of_ones_own_kind_stay_so(tmp_path: Path) -> None:
+def test_files_of_ones_own_kind_stay_so(tmp_path):
     trainer = trainer_of()
     seen = trained(trainer)
     trainer.run(Windows(Recent(write_windows(tmp_path, 2, 2), "hour_*"), open_file))
     assert [window.name for _, window in seen] == ["hour_001.txt"]
 
 
-def test_each_window_is_evaluated_before_it_is_trained_on_in_eval_mode(tmp_path: Path) -> None:
+def test_each_window_is_evaluated_before_it_is_trained_on_in_eval_mode(tmp_path):
     model = linear(dropout=True)
     trainer = trainer_of(model)
     windows = Windows([4, 6], open_numbers)
-    found: list[Any] = []
+    found = []
 
-    def predict(model: Any, batch: Any) -> Tensor:
+    def predict(model, batch):
         assert not model.training
         found.append((trainer.state.window, trainer.state.iteration))
         return mse(model, batch)
@@ -430,9 +423,7 @@ def test_each_window_is_evaluated_before_it_is_trained_on_in_eval_mode(tmp_path:
 
 
 @pytest.mark.parametrize("stop_at", [None, 2])
-def test_what_is_measured_before_a_window_is_in_the_line_of_its_first_iteration(
-    tmp_path: Path, stop_at: int | None
-) -> None:
+def test_what_is_measured_before_a_window_is_in_the_line_of_its_first_iteration(tmp_path, stop_at):
     """With the number of the window; stopped in that evaluation, too."""
     for stop in [stop_at, None] if stop_at else [None]:
         trainer, windows = trainer_of(), Windows([4, 6, 2], open_numbers)
@@ -459,26 +450,24 @@ def test_what_is_measured_before_a_window_is_in_the_line_of_its_first_iteration(
 class Drawn:
     """Batches that draw from the global generators when they are fetched."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         self.count = count
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         for _ in range(self.count):
             yield torch.randn(2, 3), torch.randn(2, 1)
 
 
-def stateful(count: int) -> Any:
+def stateful(count):
     return StatefulDataLoader(Numbers(count), 2, shuffle=True)
 
 
 @pytest.mark.parametrize("steps", [None, 2])
 @pytest.mark.parametrize("kind", [Drawn, stateful, open_numbers])
-def test_stopped_where_a_window_is_evaluated_before_it_is_trained_on(
-    tmp_path: Path, kind: Any, steps: int | None
-) -> None:
+def test_stopped_where_a_window_is_evaluated_before_it_is_trained_on(tmp_path, kind, steps):
     """Its first group is fetched by then: the resumed run fetches it again, with the same random numbers."""
 
-    def run(folder: Path | None, stop: bool = False) -> tuple[Tensor, list[Any]]:
+    def run(folder, stop=False):
         torch.manual_seed(3)
         model, found = linear(dropout=True), list[Any]()
         trainer = trainer_of(model, steps)
@@ -507,8 +496,8 @@ def test_stopped_where_a_window_is_evaluated_before_it_is_trained_on(
     assert torch.equal(rest, whole) and found == metrics[1:]
 
 
-def test_an_evaluation_of_windows_takes_the_next_each_time_and_resumes_there(tmp_path: Path) -> None:
-    def run(folder: Path, stop: bool) -> list[float]:
+def test_an_evaluation_of_windows_takes_the_next_each_time_and_resumes_there(tmp_path):
+    def run(folder, stop):
         trainer, found = trainer_of(), list[float]()
         evaluator = create_evaluator(torch.nn.Identity(), lambda model, batch: batch[0].new_tensor(len(batch[0])), {})
         counts = {"samples": Average(lambda output: output)}
@@ -534,9 +523,9 @@ def test_an_evaluation_of_windows_takes_the_next_each_time_and_resumes_there(tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["own", "list", "files", "iterable", "workers"])
-def test_an_evaluation_of_all_windows_is_one_each_time(tmp_path: Path, kind: str) -> None:
+def test_an_evaluation_of_all_windows_is_one_each_time(tmp_path, kind):
     """Also of windows that are trained on, and of a stream that has one position."""
-    streams: dict[str, Any] = {
+    streams = {
         "own": Counting(4),
         "files": Files(write_windows(tmp_path, 1, 2, 0, 3, 4), "hour_*"),
         "iterable": {1: "a", 2: "b", 0: "c", 3: "d", 4: "e"},
@@ -560,8 +549,8 @@ def test_an_evaluation_of_all_windows_is_one_each_time(tmp_path: Path, kind: str
 
 
 @pytest.mark.parametrize("kind", ["generator", "own", "list", "files", "iterable"])
-def test_what_trains_and_what_evaluates_never_take_each_others_windows(tmp_path: Path, kind: str) -> None:
-    streams: dict[str, Any] = {
+def test_what_trains_and_what_evaluates_never_take_each_others_windows(tmp_path, kind):
+    streams = {
         "generator": iter([2, 4]),
         "own": Counting(2),
         "list": [2, 4],
@@ -581,13 +570,13 @@ def test_what_trains_and_what_evaluates_never_take_each_others_windows(tmp_path:
 class Unreadable(Numbers):
     """All samples of a window of 6 are."""
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         if len(self) == 6:
             raise OSError("torn")
         return super().__getitem__(index)
 
 
-def test_windows_of_which_nothing_can_be_read_count_for_the_limit_of_read_errors() -> None:
+def test_windows_of_which_nothing_can_be_read_count_for_the_limit_of_read_errors():
     windows = Windows([2, 6, 4, 6], lambda count: loader(Unreadable(count), 2))
     for limit in (6, 5):
         trainer = Trainer(lambda engine, batch: None, max_read_errors=limit)
@@ -599,7 +588,7 @@ def test_windows_of_which_nothing_can_be_read_count_for_the_limit_of_read_errors
                 trainer.run(windows)
 
 
-def test_mistakes_are_one_line(tmp_path: Path) -> None:
+def test_mistakes_are_one_line(tmp_path):
     for wrong, line in (
         ({"wait_s": "3"}, r"^wait_s must be a number of seconds, got '3'\."),
         ({"poll_s": None}, r"^poll_s must be a number of seconds, got None\."),
@@ -610,9 +599,9 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         ),
     ):
         with pytest.raises(TypeError, match=line):
-            Windows(**{"stream": [1], "open": open_numbers} | wrong)  # type: ignore[arg-type]  # what is tested
+            Windows(**{"stream": [1], "open": open_numbers} | wrong)
     with pytest.raises(TypeError, match=r"^pattern must be a pattern of names, such as 'clicks_\*\.npz', got 3\."):
-        Files(tmp_path, 3)  # type: ignore[arg-type]
+        Files(tmp_path, 3)
     with pytest.raises(ValueError, match=r"^Window 1 of the sequence is None: leave it out of the sequence\."):
         trainer_of().run(Windows([2, None], open_numbers))
     with pytest.raises(TypeError, match=r"^the window's data must be an iterable of batches, or None, got 'hour'"):
@@ -632,7 +621,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         iter(Windows([1], open_numbers))
 
 
-def test_a_run_that_goes_on_in_its_process_does_not_ask_whether_the_bytes_are_the_same(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_in_its_process_does_not_ask_whether_the_bytes_are_the_same(tmp_path):
     trainer, windows = trainer_of(), Windows(Files(write_windows(tmp_path, 5, 7), "hour_*"), lambda _: open_numbers(5))
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: trainer.request_stop("here"))
     trainer.run(windows, max_epochs=1)
@@ -640,8 +629,8 @@ def test_a_run_that_goes_on_in_its_process_does_not_ask_whether_the_bytes_are_th
     assert trainer.run(windows, max_epochs=1).windows == 2
 
 
-def test_a_resume_over_other_data_stays_in_the_report_when_its_window_has_ended(tmp_path: Path) -> None:
-    def run(value: float, stop_at: int) -> Trainer:
+def test_a_resume_over_other_data_stays_in_the_report_when_its_window_has_ended(tmp_path):
+    def run(value, stop_at):
         trainer, checkpoint = Trainer(lambda engine, batch: None), Checkpoint(tmp_path)
         trainer.register("model", linear())
         checkpoint.attach(trainer)
@@ -658,11 +647,11 @@ def test_a_resume_over_other_data_stays_in_the_report_when_its_window_has_ended(
 
 
 @pytest.mark.parametrize("how", ["repaired", "removed"])
-def test_a_torn_window_may_be_repaired_or_removed_before_the_resume(tmp_path: Path, how: str) -> None:
+def test_a_torn_window_may_be_repaired_or_removed_before_the_resume(tmp_path, how):
     """Nothing of it was trained on."""
 
-    def run(folder: str, *counts: int | str) -> Tensor:
-        files = write_windows(tmp_path / f"{folder}_hours", *counts)  # type: ignore[arg-type]  # a torn one is no number
+    def run(folder, *counts):
+        files = write_windows(tmp_path / f"{folder}_hours", *counts)
         if "" not in counts and (files / "hour_002.txt").exists() and how == "removed":
             (files / "hour_001.txt").unlink(missing_ok=True)
         trainer = trainer_of()
@@ -678,7 +667,7 @@ def test_a_torn_window_may_be_repaired_or_removed_before_the_resume(tmp_path: Pa
 
 
 @pytest.mark.parametrize("change", ["gone", "other data", "windows for a loader"])
-def test_resume_where_the_window_is_another_is_one_line(tmp_path: Path, change: str) -> None:
+def test_resume_where_the_window_is_another_is_one_line(tmp_path, change):
     folder = write_windows(tmp_path / "hours", 5, 7)
     stop = Events.ITERATION_COMPLETED(once=1)
     if change != "windows for a loader":
@@ -698,18 +687,18 @@ def test_resume_where_the_window_is_another_is_one_line(tmp_path: Path, change: 
     checkpoint = Checkpoint(tmp_path / "run")
     checkpoint.attach(trainer)
     checkpoint.resume(ignore=["model", "optimizer"] if change == "other data" else [])
-    data: Any = open_numbers(8) if change == "other data" else Windows([5], open_numbers)
+    data = open_numbers(8) if change == "other data" else Windows([5], open_numbers)
     with pytest.raises(
         ValueError, match=r"^The checkpoint was made with (Windows as data|data that is not a Windows object)"
     ):
         trainer.run(data)
 
 
-def test_an_own_stream_and_batches_without_a_dataset() -> None:
-    def batches(count: int) -> Iterator[Tensor] | None:
+def test_an_own_stream_and_batches_without_a_dataset():
+    def batches(count):
         return iter([torch.ones(count)] * count) if count != 2 else None
 
     assert isinstance(Counting(1), WindowStream)
-    sizes: list[int] = []
+    sizes = []
     Trainer(lambda engine, batch: sizes.append(len(batch))).run(Windows(Counting(3), batches))
     assert sizes == [1, 3, 3, 3]

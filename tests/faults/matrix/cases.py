@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -21,7 +19,7 @@ class Setup:
     augmentation: str = "drawn"
 
     @property
-    def key(self) -> str:
+    def key(self):
         return " ".join(str(value) for value in asdict(self).values())
 
 
@@ -48,14 +46,14 @@ class Case:
     progress: bool = False
 
     @property
-    def key(self) -> str:
+    def key(self):
         return f"{self.where} {self.how} {self.workers} {self.background} {self.progress} | {self.setup.key}"
 
 
 WHERE = ("first", "middle", "last", "twice", "evaluation")
 HOW = ("stop", "kill", "rewind")
 WORKERS = ("0", "fork", "spawn", "forkserver")
-DIMENSIONS: Mapping[str, Sequence[Any]] = {
+DIMENSIONS = {
     "where": WHERE,
     "how": HOW,
     "workers": WORKERS,
@@ -71,7 +69,7 @@ DIMENSIONS: Mapping[str, Sequence[Any]] = {
 _OF_SETUP = {field.name for field in fields(Setup)}
 
 
-def case_of(values: Mapping[str, Any]) -> Case:
+def case_of(values):
     """A case of one value per dimension.
 
     A StatefulDataLoader of torchdata does not save the RNG state of its workers, as the reproducibility report says:
@@ -83,7 +81,7 @@ def case_of(values: Mapping[str, Any]) -> Case:
     return Case(Setup(**setup), **{name: value for name, value in values.items() if name not in _OF_SETUP})
 
 
-def pairwise(dimensions: Mapping[str, Sequence[Any]] = DIMENSIONS) -> list[Case]:
+def pairwise(dimensions=DIMENSIONS):
     """Few cases in which each value of each dimension meets each value of each other one; the same every time."""
     names = list(dimensions)
     open_pairs = {
@@ -92,10 +90,10 @@ def pairwise(dimensions: Mapping[str, Sequence[Any]] = DIMENSIONS) -> list[Case]
         for a in dimensions[one]
         for b in dimensions[other]
     }
-    chosen: list[dict[str, Any]] = []
+    chosen = []
     while open_pairs:
         seed = min(open_pairs, key=lambda pair: tuple(map(str, pair)))
-        best: tuple[int, dict[str, Any]] = (-1, {})
+        best = (-1, {})
         for turn in range(len(names)):  # greedy from several starts
             row = {seed[0]: seed[1], seed[2]: seed[3]}
             for name in [*names[turn:], *names[:turn]]:
@@ -109,11 +107,11 @@ def pairwise(dimensions: Mapping[str, Sequence[Any]] = DIMENSIONS) -> list[Case]
     return [case_of(row) for row in chosen]
 
 
-def _pairs(row: Mapping[str, Any], names: Sequence[str]) -> set[tuple[str, Any, str, Any]]:
+def _pairs(row, names):
     present = [name for name in names if name in row]
     return {(one, row[one], other, row[other]) for one, other in itertools.combinations(present, 2)}
 
 
-def _gain(row: Mapping[str, Any], open_pairs: set[tuple[str, Any, str, Any]], name: str) -> int:
+def _gain(row, open_pairs, name):
     names = list(DIMENSIONS)
     return sum(1 for pair in _pairs(row, names) & open_pairs if name in (pair[0], pair[2]))

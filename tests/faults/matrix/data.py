@@ -1,7 +1,5 @@
 """Samples with random augmentation from every generator. Light: loader workers import only this module."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -20,17 +18,17 @@ class Samples(Dataset[Any]):
             ``own`` from a generator of the sample; or None.
     """
 
-    def __init__(self, count: int, augmentation: str | None) -> None:
+    def __init__(self, count, augmentation):
         generator = torch.Generator().manual_seed(count)
         self.words = torch.randint(0, WORDS, (count, 5), generator=generator)
         self.features = torch.randn(count, 8, generator=generator)
         self.classes = torch.randint(0, 3, (count,), generator=generator)
         self.augmentation = augmentation
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.classes)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         words, features = self.words[index].clone(), self.features[index]
         if self.augmentation == "drawn":
             words[random.randrange(5)] = 0

@@ -1,18 +1,13 @@
 """Run a case: the uninterrupted run, the stopped one and the resumed one; compare their results."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import signal
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 from ignite_engine.checkpointing import CheckpointStore
-from tests.faults.fork_server import ForkServer
-from tests.faults.matrix.cases import Case, Setup
+from tests.faults.matrix.cases import Case
 from tests.faults.matrix.training import ITERATIONS_PER_EPOCH
 
 MODULES = (
@@ -38,13 +33,13 @@ class Matrix:
         forget: what the resumed runs do not restore, to show that the comparison detects it.
     """
 
-    def __init__(self, folder: Path, servers: tuple[ForkServer, ForkServer], forget: str | None = None) -> None:
+    def __init__(self, folder, servers, forget=None):
         self.folder = folder
         self.servers = servers
         self.forget = forget
-        self._ends: dict[tuple[Setup, str], tuple[dict[str, Any], list[str]]] = {}
+        self._ends = {}
 
-    def run(self, case: Case) -> dict[str, Any]:
+    def run(self, case):
         """Stop, resume and compare one case.
 
         Returns:
@@ -80,7 +75,7 @@ class Matrix:
         shutil.rmtree(folder)
         return {"stopped": stopped, "resumed_from": resumed_from}
 
-    def reference(self, case: Case) -> tuple[dict[str, Any], list[str]]:
+    def reference(self, case):
         """Result and log lines of the uninterrupted run; with workers only if the loader's draws depend on them."""
         workers = case.workers if case.setup.loader == "stateful" else "0"
         if (case.setup, workers) not in self._ends:
@@ -92,7 +87,7 @@ class Matrix:
             _check_reference(case.setup, *self._ends[case.setup, workers])
         return self._ends[case.setup, workers]
 
-    def _stop(self, case: Case, folder: Path, at: int | None) -> None:
+    def _stop(self, case, folder, at):
         stopped = folder / "stopped.txt"
         before = len(stopped.read_text().splitlines()) if stopped.exists() else 0
         code = self._train(case, folder, {"how": case.how, "at": at}, server=0)
@@ -101,7 +96,7 @@ class Matrix:
         if code != expected or len(said) != 1:
             raise Difference(f"not stopped as intended: code {code}, {said}; {_tail(folder)}")
 
-    def _train(self, case: Case, folder: Path, stop: dict[str, Any] | None, *, server: int) -> int:
+    def _train(self, case, folder, stop, *, server):
         every = {"kill": 1, "rewind": 3}.get(case.how, NEVER)
         run = {
             "folder": str(folder),
@@ -115,9 +110,9 @@ class Matrix:
         return self.servers[server].call(TRAIN, asdict(case.setup), run, output=folder / "output.txt")
 
 
-def _stops(case: Case) -> list[int | None]:
+def _stops(case):
     epoch = ITERATIONS_PER_EPOCH
-    places: dict[str, list[int | None]] = {
+    places = {
         "first": [1],
         "late": [NEVER],
         "middle": [epoch + 2],
@@ -128,7 +123,7 @@ def _stops(case: Case) -> list[int | None]:
     return places[case.where]
 
 
-def _check_where(case: Case, at: int | None, found: int | None) -> None:
+def _check_where(case, at, found):
     """Check that the newest checkpoint is at the iteration from which the case resumes."""
     end = 2 * ITERATIONS_PER_EPOCH
     if case.how == "rewind":
@@ -143,7 +138,7 @@ def _check_where(case: Case, at: int | None, found: int | None) -> None:
         raise Difference(f"stopped at {at or 'the evaluation'}, the newest checkpoint is of iteration {found}")
 
 
-def _check_progress(case: Case, folder: Path) -> None:
+def _check_progress(case, folder):
     """Check that an evaluation continued exactly where it was stopped."""
     output = (folder / "output.txt").read_text(errors="replace")
     logged = re.findall(r"The evaluation continues after (\d) batches", output)
@@ -152,7 +147,7 @@ def _check_progress(case: Case, folder: Path) -> None:
         raise Difference(f"evaluations continued after {logged} batches, expected {expected}")
 
 
-def _check_reference(setup: Setup, end: dict[str, Any], lines: list[str]) -> None:
+def _check_reference(setup, end, lines):
     """Check that what a setup is meant to test did happen."""
     iterations = [json.loads(line)["iteration"] for line in lines]
     if iterations != sorted(set(iterations)) or not iterations:
@@ -163,33 +158,33 @@ def _check_reference(setup: Setup, end: dict[str, Any], lines: list[str]) -> Non
         raise Difference(f"it ended by {end['state'][3]}")
 
 
-def _end_of(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    end: dict[str, Any] = json.loads((folder / "end.json").read_text())
+def _end_of(folder):
+    end = json.loads((folder / "end.json").read_text())
     return end, (folder / "metrics.jsonl").read_text().splitlines()
 
 
-def _flat(end: dict[str, Any]) -> list[str]:
+def _flat(end):
     return [f"{key}.{name} = {value}" for key in end for name, value in _items(end[key])]
 
 
-def _items(value: Any) -> Any:
+def _items(value):
     return value.items() if isinstance(value, dict) else [("", value)]
 
 
-def _first_difference(expected: list[str], found: list[str]) -> str:
+def _first_difference(expected, found):
     for one, other in zip(expected, found, strict=False):
         if one != other:
             return f"expected {one}, found {other}"
     return f"expected {len(expected)} lines, found {len(found)}"
 
 
-def _tail(folder: Path) -> str:
+def _tail(folder):
     output = folder / "output.txt"
     lines = output.read_text(errors="replace").strip().splitlines() if output.exists() else []
     return " / ".join(lines[-3:])
 
 
-def _empty(folder: Path) -> Path:
+def _empty(folder):
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder

@@ -1,14 +1,11 @@
 """The training process of a case: everything attached, stopped where the case says, its result written to a file."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
 import random
 import signal
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -39,33 +36,33 @@ from tests.faults.matrix.data import WORDS, Samples
 
 EPOCHS = 5
 # samples, batch size, batches of one update
-SIZES: dict[str, tuple[int, int, int | None]] = {"single": (22, 6, None), "even": (24, 2, 3), "short last": (22, 2, 3)}
+SIZES = {"single": (22, 6, None), "even": (24, 2, 3), "short last": (22, 2, 3)}
 ITERATIONS_PER_EPOCH = 4
 
 
 class Net(nn.Module):
     """An embedding whose gradient may be sparse, a BatchNorm that changes in forward, and dropout."""
 
-    def __init__(self, *, sparse: bool) -> None:
+    def __init__(self, *, sparse):
         super().__init__()
         self.words = nn.Embedding(WORDS, 8, sparse=sparse)
         self.layers = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
 
-    def forward(self, inputs: Any) -> torch.Tensor:
+    def forward(self, inputs):
         words, features = inputs
-        logits: torch.Tensor = self.layers(torch.cat([self.words(words).mean(1), features], 1))
+        logits = self.layers(torch.cat([self.words(words).mean(1), features], 1))
         return logits
 
 
-def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+def loss_fn(model, batch):
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def predict(model: nn.Module, batch: Any) -> Any:
+def predict(model, batch):
     return model(batch[0]).float(), batch[1]
 
 
-def train(setup: dict[str, Any], run: dict[str, Any]) -> int:
+def train(setup, run):
     """Train in ``run["folder"]``, resuming what is there; writes ``end.json`` if it finishes.
 
     Args:
@@ -98,11 +95,11 @@ def train(setup: dict[str, Any], run: dict[str, Any]) -> int:
     return 0
 
 
-def build(setup: Setup, folder: Path, resumes: bool) -> tuple[Trainer, Any]:
+def build(setup, folder, resumes):
     sparse = setup.optimizers == "dense and sparse"
     model = Net(sparse=sparse)
     dense = torch.optim.AdamW(model.layers.parameters() if sparse else model.parameters(), lr=0.01)
-    optimizers: dict[str, torch.optim.Optimizer] = {"dense": dense}
+    optimizers = {"dense": dense}
     if sparse:
         optimizers["sparse"] = torch.optim.SparseAdam(model.words.parameters(), lr=0.01)
     fp16 = setup.precision == "fp16"
@@ -127,10 +124,10 @@ def build(setup: Setup, folder: Path, resumes: bool) -> tuple[Trainer, Any]:
     return trainer, evaluator
 
 
-def data_of(setup: Setup, workers: str) -> Any:
+def data_of(setup, workers):
     samples, batch_size, _ = SIZES[setup.groups]
     dataset = Samples(samples, setup.augmentation)
-    options: dict[str, Any] = {}
+    options = {}
     if workers != "0":
         # started once for all epochs: a spawned one imports torch
         options = {"num_workers": 2, "multiprocessing_context": workers, "persistent_workers": workers != "fork"}
@@ -139,20 +136,20 @@ def data_of(setup: Setup, workers: str) -> Any:
         return loader(dataset, batch_size, shuffle=True, seed=2, **options)
     if setup.loader == "plain":
         return DataLoader(dataset, batch_size, shuffle=True, **options)
-    from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+    from torchdata.stateful_dataloader import StatefulDataLoader
 
     return StatefulDataLoader(dataset, batch_size, shuffle=True, **options)
 
 
-def end_of(trainer: Trainer) -> dict[str, Any]:
+def end_of(trainer):
     """All that must equal the uninterrupted run: weights, and digests of each part of a checkpoint."""
     shared, local = trainer.registry.capture()
     parts = digests({**shared, **local, "random": rng.capture()})
     del parts["trainer.checkpoints"]  # a stop adds one
-    rates = {name: each.param_groups[0]["lr"] for name, each in trainer.update.optimizers.items()}  # type: ignore[attr-defined]
+    rates = {name: each.param_groups[0]["lr"] for name, each in trainer.update.optimizers.items()}
     state = trainer.state
     return {
-        "weights": weights_sha256(trainer.update.model),  # type: ignore[attr-defined]  # an Update
+        "weights": weights_sha256(trainer.update.model),
         "parts": parts,
         "lr": rates,
         "state": [state.iteration, state.epoch, state.status, state.reason, state.optimizer_steps],
@@ -162,7 +159,7 @@ def end_of(trainer: Trainer) -> dict[str, Any]:
 
 
 # what restores each part of a checkpoint; without any of them some case must fail
-FORGOTTEN: dict[str, list[tuple[Any, str]]] = {
+FORGOTTEN = {
     "random numbers": [(rng, "restore")],
     "position in the data": [(DataSource, "load_state_dict")],
     "scaler": [(LossScaler, "load_state_dict")],
@@ -185,10 +182,10 @@ class Stop:
         at: the iteration; None: in the evaluation at the end of the second epoch.
     """
 
-    def __init__(self, folder: Path, how: str, at: int | None) -> None:
+    def __init__(self, folder, how, at):
         self.folder, self.how, self.at = folder, how, at
 
-    def attach(self, trainer: Trainer, evaluator: Any) -> None:
+    def attach(self, trainer, evaluator):
         if self.at is None:
             evaluator.add_event_handler(Events.ITERATION_COMPLETED(once=2), self._in_evaluation, trainer)
         elif self.how == "stop":
@@ -198,15 +195,15 @@ class Stop:
         else:
             trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, self._after_the_save)
 
-    def _in_evaluation(self, trainer: Trainer) -> None:
+    def _in_evaluation(self, trainer):
         if trainer.state.iteration == 2 * ITERATIONS_PER_EPOCH:
             self._strike(trainer)
 
-    def _after_the_save(self, trainer: Trainer) -> None:
+    def _after_the_save(self, trainer):
         if trainer.state.saved_iteration == self.at:
             self._strike(trainer)
 
-    def _strike(self, trainer: Trainer) -> None:
+    def _strike(self, trainer):
         said = f"{self.how} at iteration {trainer.state.iteration} in {trainer.last_event_name}\n"
         with (self.folder / "stopped.txt").open("a") as file:
             file.write(said)

@@ -1,12 +1,8 @@
 """The best checkpoint: known, restored as it was evaluated, and said when the run has ended."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,12 +13,10 @@ from torch import nn
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, load_weights
 from ignite_engine.checkpointing import CheckpointStore, StateMismatch
 from ignite_engine.handlers import EMA, Checkpoint, Evaluation
-from tests.builders import linear, mse, numbers_loader, one, trainer_of, weights
+from tests.kit.tiny import linear, mse, numbers_loader, one, trainer_of, weights
 
 
-def run_of(
-    folder: Path, model: nn.Module | None = None, ema: EMA | None = None, **options: Any
-) -> tuple[Trainer, Checkpoint]:
+def run_of(folder, model=None, ema=None, **options):
     """A run that is evaluated in each of its iterations, and gets worse from some iteration on."""
     model = linear() if model is None else model
     trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.4, momentum=0.95), mse))
@@ -34,26 +28,26 @@ def run_of(
     return trainer, checkpoint
 
 
-def evaluator_of(model: nn.Module) -> Any:
-    def predict(model: nn.Module, batch: Any) -> Any:
+def evaluator_of(model):
+    def predict(model, batch):
         return model(batch[0]), batch[1]
 
     return create_evaluator(model, predict, {"loss": Loss(nn.functional.mse_loss)})
 
 
-def loss_of(model: nn.Module) -> float:
+def loss_of(model):
     return float(evaluator_of(model).run(numbers_loader(6)).metrics["loss"])
 
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("average", [None, "all", "val", "other"])
-def test_the_weights_that_were_evaluated_come_back(tmp_path: Path, average: str | None, background: bool) -> None:
+def test_the_weights_that_were_evaluated_come_back(tmp_path, average, background):
     """Evaluated again, they have the best value, bit for bit; so they have in a model of their own."""
     sets = {"all": None, "val": ["val"], "other": ["other"]}
     ema = EMA(0.9, warmup=False, evaluate=sets[average]) if average else None
     trainer, checkpoint = run_of(tmp_path, ema=ema, background=background)
     assert checkpoint.best is None
-    scores: dict[int, float] = {}
+    scores = {}
     trainer.add_event_handler(
         Events.ITERATION_COMPLETED, lambda: scores.update({trainer.state.iteration: trainer.state.metrics["val/loss"]})
     )
@@ -65,7 +59,7 @@ def test_the_weights_that_were_evaluated_come_back(tmp_path: Path, average: str 
     assert best.path == tmp_path / f"iteration_{at:08d}" and 0 < at < 20
     steps, before = trainer.state.optimizer_steps, weights(trainer)
     assert checkpoint.restore_best() == best
-    model: Any = trainer.update.model  # type: ignore[attr-defined]
+    model = trainer.update.model
     assert loss_of(model) == best.value and not torch.equal(weights(trainer), before)
     assert trainer.state.optimizer_steps == steps and trainer.state.iteration == 20
 
@@ -75,39 +69,39 @@ def test_the_weights_that_were_evaluated_come_back(tmp_path: Path, average: str 
     assert torch.equal(one(own), weights(trainer)) == (average in (None, "other"))
 
 
-def test_optimizers_keep_what_they_know_where_the_weights_of_the_best_come_back(tmp_path: Path) -> None:
+def test_optimizers_keep_what_they_know_where_the_weights_of_the_best_come_back(tmp_path):
     trainer, checkpoint = run_of(tmp_path)
     trainer.run(numbers_loader(), max_iters=20)
     before = weights(trainer)
-    kept = copy.deepcopy(trainer.update.optimizers["optimizer"].state_dict())  # type: ignore[attr-defined]
+    kept = copy.deepcopy(trainer.update.optimizers["optimizer"].state_dict())
     checkpoint.restore_best()
 
     assert not torch.equal(weights(trainer), before)
-    assert str(trainer.update.optimizers["optimizer"].state_dict()) == str(kept)  # type: ignore[attr-defined]
+    assert str(trainer.update.optimizers["optimizer"].state_dict()) == str(kept)
     assert "momentum_buffer" in str(kept)
 
 
-def test_a_run_goes_on_with_what_was_restored(tmp_path: Path) -> None:
+def test_a_run_goes_on_with_what_was_restored(tmp_path):
     """Within a run too: what is saved next are the restored weights, at the same iteration."""
     trainer, checkpoint = run_of(tmp_path, background=True)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=20), lambda: checkpoint.restore_best())
     trainer.run(numbers_loader(), max_iters=20)
     model = linear()
     assert load_weights(model, tmp_path, "last").name == "iteration_00000020"
-    assert torch.equal(one(model), weights(trainer)) and loss_of(model) == checkpoint.best.value  # type: ignore[union-attr]
+    assert torch.equal(one(model), weights(trainer)) and loss_of(model) == checkpoint.best.value
 
 
-def save_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+def save_slowly(monkeypatch):
     save = CheckpointStore.save
 
-    def slowly(self: CheckpointStore, *args: Any, **options: Any) -> Path:
+    def slowly(self, *args, **options):
         time.sleep(0.3)
         return save(self, *args, **options)
 
     monkeypatch.setattr(CheckpointStore, "save", slowly)
 
 
-def test_a_save_in_the_background_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_in_the_background_is_waited_for(tmp_path, monkeypatch):
     """The best one is still being written when it is asked for."""
     save_slowly(monkeypatch)
     trainer, checkpoint = trainer_of(), Checkpoint(tmp_path, best="score", mode="max", background=True)
@@ -115,13 +109,13 @@ def test_a_save_in_the_background_is_waited_for(tmp_path: Path, monkeypatch: pyt
     trainer.add_event_handler(
         Events.ITERATION_COMPLETED, lambda: trainer.state.metrics.update(score=-abs(trainer.state.iteration - 4))
     )
-    seen: list[Any] = []
+    seen = []
     trainer.add_event_handler(Events.ITERATION_STARTED(once=5), lambda: seen.append(checkpoint.restore_best()))
     trainer.run(numbers_loader(), max_iters=6)
     assert [each.iteration for each in seen] == [4]
 
 
-def test_another_run_in_this_process_has_its_own_best(tmp_path: Path) -> None:
+def test_another_run_in_this_process_has_its_own_best(tmp_path):
     """Also where each of its values is worse than the best of the one before."""
     trainer, checkpoint = trainer_of(), Checkpoint(tmp_path, best="score", mode="max", save_at_end=False)
     checkpoint.attach(trainer, Events.COMPLETED)
@@ -135,7 +129,7 @@ def test_another_run_in_this_process_has_its_own_best(tmp_path: Path) -> None:
         assert checkpoint.best is not None and (checkpoint.best.value, checkpoint.best.iteration) == (offset, 2)
 
 
-def test_best_is_that_of_this_run(tmp_path: Path) -> None:
+def test_best_is_that_of_this_run(tmp_path):
     """Known before a run, over a resume, and never one that an earlier run has left in the folder."""
     trainer, checkpoint = run_of(tmp_path)
     trainer.run(numbers_loader(), max_iters=12)
@@ -152,7 +146,7 @@ def test_best_is_that_of_this_run(tmp_path: Path) -> None:
         for parameter in worse.parameters():
             parameter.add_(50.0)
     again, other = run_of(tmp_path, worse)
-    seen: list[Any] = []
+    seen = []
     again.add_event_handler(Events.STARTED, lambda: seen.append(other.best))
     again.run(numbers_loader(), max_iters=1)
     assert seen == [None] and other.best is not None and other.best.value > 10 * first.value
@@ -162,10 +156,10 @@ def test_best_is_that_of_this_run(tmp_path: Path) -> None:
     assert seen == [None] and other.best is not None
 
 
-def test_a_value_measured_before_the_first_update_has_its_checkpoint(tmp_path: Path) -> None:
+def test_a_value_measured_before_the_first_update_has_its_checkpoint(tmp_path):
     """A model that training makes worse: its best weights are those it came with."""
     trainer, model = trainer_of(), linear()
-    trainer.update.model.load_state_dict(model.state_dict())  # type: ignore[attr-defined]
+    trainer.update.model.load_state_dict(model.state_dict())
     values = iter([1.0, 2.0, 3.0])
     trainer.add_event_handler(
         Events.STARTED | Events.EPOCH_COMPLETED, lambda: trainer.state.metrics.update(score=next(values))
@@ -179,15 +173,15 @@ def test_a_value_measured_before_the_first_update_has_its_checkpoint(tmp_path: P
     assert torch.equal(weights(trainer), one(model))
 
 
-def test_a_value_that_a_stop_has_postponed_has_its_checkpoint(tmp_path: Path) -> None:
+def test_a_value_that_a_stop_has_postponed_has_its_checkpoint(tmp_path):
     """A stop within an evaluation saves without its value; the evaluation is done again by the run that resumes."""
 
-    def run(folder: Path, stop_at: int | None) -> tuple[Trainer, Checkpoint]:
+    def run(folder, stop_at):
         trainer = trainer_of()
-        evaluation = Evaluation(evaluator_of(trainer.update.model), numbers_loader(6))  # type: ignore[attr-defined]
+        evaluation = Evaluation(evaluator_of(trainer.update.model), numbers_loader(6))
         evaluation.attach(trainer, Events.ITERATION_COMPLETED(every=4))
 
-        def worse() -> None:
+        def worse():
             if "val/loss" in trainer.state.metrics:
                 trainer.state.metrics["val/loss"] = float(trainer.state.iteration)
 
@@ -195,7 +189,7 @@ def test_a_value_that_a_stop_has_postponed_has_its_checkpoint(tmp_path: Path) ->
         if stop_at is not None:
             within = evaluation.evaluator.add_event_handler
 
-            def stop() -> None:
+            def stop():
                 if trainer.state.iteration == stop_at:
                     trainer.request_stop("test")
 
@@ -218,18 +212,18 @@ def test_a_value_that_a_stop_has_postponed_has_its_checkpoint(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "event", [Events.EPOCH_COMPLETED(once=1), Events.ITERATION_COMPLETED(once=6), Events.ITERATION_COMPLETED(once=4)]
 )
-def test_an_evaluation_that_a_stop_interrupted_counts_for_what_was_saved_then(tmp_path: Path, event: Any) -> None:
+def test_an_evaluation_that_a_stop_interrupted_counts_for_what_was_saved_then(tmp_path, event):
     """It is made again before the resumed run trains, and has the best value of the run."""
 
-    def run(folder: Path, stop: bool = False) -> Checkpoint:
+    def run(folder, stop=False):
         trainer = trainer_of()
 
-        def score(model: nn.Module, batch: Any) -> float:
+        def score(model, batch):
             if stop:
                 trainer.request_stop("enough")
             return float(trainer.state.iteration)
 
-        evaluator = create_evaluator(trainer.update.model, score, {"score": Average()})  # type: ignore[attr-defined]
+        evaluator = create_evaluator(trainer.update.model, score, {"score": Average()})
         Evaluation(evaluator, [1, 2]).attach(trainer, event | Events.ITERATION_COMPLETED(every=8))
         checkpoint = Checkpoint(folder, best="val/score", keep_last=1)
         checkpoint.attach(trainer, Events.COMPLETED)
@@ -246,7 +240,7 @@ def test_an_evaluation_that_a_stop_interrupted_counts_for_what_was_saved_then(tm
     assert kept[0] == kept[1] == [whole.best.path.name, "iteration_00000016"]
 
 
-def test_a_score_after_the_last_save_is_that_of_what_was_saved(tmp_path: Path) -> None:
+def test_a_score_after_the_last_save_is_that_of_what_was_saved(tmp_path):
     trainer = trainer_of()
     trainer.add_event_handler(Events.COMPLETED, lambda: trainer.state.metrics.update(score=0.5))
     checkpoint = Checkpoint(tmp_path, best="score", mode="max")
@@ -255,7 +249,7 @@ def test_a_score_after_the_last_save_is_that_of_what_was_saved(tmp_path: Path) -
     assert checkpoint.best is not None and (checkpoint.best.value, checkpoint.best.iteration) == (0.5, 4)
 
 
-def test_saved_once_more_after_a_resume_it_is_still_the_best(tmp_path: Path) -> None:
+def test_saved_once_more_after_a_resume_it_is_still_the_best(tmp_path):
     for _ in range(2):  # trained; started again
         trainer, checkpoint = trainer_of(), Checkpoint(tmp_path, best="score", mode="max")
         trainer.add_event_handler(
@@ -269,16 +263,14 @@ def test_saved_once_more_after_a_resume_it_is_still_the_best(tmp_path: Path) -> 
     assert checkpoint.best is not None and checkpoint.best.value == 3.0 and checkpoint.restore_best() == checkpoint.best
 
 
-def test_a_value_that_comes_while_its_checkpoint_is_written_is_that_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_value_that_comes_while_its_checkpoint_is_written_is_that_ones(tmp_path, monkeypatch):
     """Not that of the checkpoint before: ``terminate()`` outside an iteration publishes at a saved boundary."""
     save_slowly(monkeypatch)
     trainer, checkpoint = trainer_of(), Checkpoint(tmp_path, best="score", mode="max", background=True)
     checkpoint.attach(trainer)
     trainer.add_event_handler(Events.EPOCH_COMPLETED(once=1), lambda: trainer.state.metrics.update(score=1.0))
 
-    def end() -> None:
+    def end():
         trainer.state.metrics.update(score=9.0)
         trainer.terminate()
 
@@ -287,9 +279,7 @@ def test_a_value_that_comes_while_its_checkpoint_is_written_is_that_ones(
     assert [each.manifest.metrics for each in checkpoint.store.checkpoints()] == [{"score": 1.0}, {"score": 9.0}]
 
 
-def test_a_damaged_best_one_is_skipped_and_another_model_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_best_one_is_skipped_and_another_model_refused(tmp_path, caplog):
     trainer, checkpoint = run_of(tmp_path, keep_best=2)
     trainer.run(numbers_loader(), max_iters=12)
     best = checkpoint.best
@@ -298,13 +288,13 @@ def test_a_damaged_best_one_is_skipped_and_another_model_refused(
     second = checkpoint.restore_best()
     assert second.path != best.path and second.value > best.value and "is skipped: shared.pt" in caplog.text
     other, its = trainer_of(linear(features=3, dtype=torch.float32)), Checkpoint(tmp_path, best="val/loss")
-    other.update.model.add_module("more", nn.Linear(1, 1))  # type: ignore[attr-defined]
+    other.update.model.add_module("more", nn.Linear(1, 1))
     its.attach(other)
     with pytest.raises(StateMismatch, match=r"2 missing: model:more\.weight, model:more\.bias"):
         its.restore_best()
 
 
-def test_the_last_line_names_the_best(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_last_line_names_the_best(tmp_path, caplog):
     trainer, checkpoint = run_of(tmp_path)
     trainer.run(numbers_loader(), max_iters=12)
     best = checkpoint.best

@@ -1,26 +1,21 @@
 """Save now, within a run and outside of it; a folder that must be new."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from ignite.engine import Events
 from torch import nn
 
-from ignite_engine import Trainer, TrainingEvents
+from ignite_engine import TrainingEvents
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, filesystem
 from ignite_engine.cli import main
 from ignite_engine.handlers import Checkpoint
-from tests.builders import linear, numbers_loader, on_two_ranks, trainer_of, weights
-from tests.checkpointing.file_faults import in_child
+from tests.kit.faults import in_child
+from tests.kit.tiny import linear, numbers_loader, on_two_ranks, trainer_of, weights
 
 
-def run_of(folder: Path, **options: Any) -> tuple[Trainer, Checkpoint]:
-    model: nn.Module = linear(dropout=True)
+def run_of(folder, **options):
+    model = linear(dropout=True)
     if dist.is_initialized():
         model = nn.parallel.DistributedDataParallel(model)
     trainer, checkpoint = trainer_of(model), Checkpoint(folder, **options)
@@ -28,17 +23,17 @@ def run_of(folder: Path, **options: Any) -> tuple[Trainer, Checkpoint]:
     return trainer, checkpoint
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return sorted(each.name for each in folder.glob("*"))
 
 
 @pytest.mark.parametrize("event", [TrainingEvents.RESUME_POINT, Events.ITERATION_COMPLETED, Events.COMPLETED])
-def test_a_save_asked_for_at_the_last_boundary_is_made(tmp_path: Path, event: Any) -> None:
+def test_a_save_asked_for_at_the_last_boundary_is_made(tmp_path, event):
     """Also by a handler that runs after the boundary's own save."""
     trainer, checkpoint = run_of(tmp_path / "run", save_at_end=False)
     folder = tmp_path / "run"
 
-    def save() -> None:
+    def save():
         if trainer.state.iteration == 3:
             checkpoint.save()
             # the run still writes there
@@ -53,7 +48,7 @@ def test_a_save_asked_for_at_the_last_boundary_is_made(tmp_path: Path, event: An
     assert torch.equal(weights(again), weights(trainer)) and again.state.iteration == 3
 
 
-def test_into_its_own_folder(tmp_path: Path) -> None:
+def test_into_its_own_folder(tmp_path):
     trainer, checkpoint = run_of(tmp_path, save_at_end=False)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: checkpoint.save())
     trainer.run(numbers_loader(), max_iters=5)
@@ -64,7 +59,7 @@ def test_into_its_own_folder(tmp_path: Path) -> None:
     assert checkpoint.save() == tmp_path / "iteration_00000007"
 
 
-def test_a_folder_that_must_be_new(tmp_path: Path) -> None:
+def test_a_folder_that_must_be_new(tmp_path):
     trainer, checkpoint = run_of(tmp_path, must_be_new=True)
     assert checkpoint.resume() is None
     trainer.run(numbers_loader(), max_iters=3)
@@ -78,9 +73,7 @@ def test_a_folder_that_must_be_new(tmp_path: Path) -> None:
     assert {each: each.stat().st_mtime_ns for each in tmp_path.rglob("*")} == before
 
 
-def test_a_folder_of_a_config_that_must_be_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_of_a_config_that_must_be_new(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "task.py").write_text(TASK)
     (tmp_path / "config.yaml").write_text(
@@ -109,7 +102,7 @@ def build(options):
 """
 
 
-def _on_a_rank(folder: Path) -> dict[str, Any]:
+def _on_a_rank(folder):
     trainer, checkpoint = run_of(folder / "run")
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: checkpoint.save())
     trainer.run(numbers_loader(16), max_iters=4)
@@ -123,7 +116,7 @@ def _on_a_rank(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_ranks_save_now(tmp_path: Path) -> None:
+def test_two_ranks_save_now(tmp_path):
     answers = on_two_ranks(lambda rank: _on_a_rank(tmp_path), tmp_path / "store")
     assert answers["after"] == [str(tmp_path / "run" / "iteration_00000004")] * 2
     assert answers["saved"] == [[2, 4]] * 2 and answers["error"][0] == answers["error"][1]

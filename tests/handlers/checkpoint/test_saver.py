@@ -1,7 +1,5 @@
 """The folder that a run saves in: taken, kept, and what is in its way."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -9,9 +7,7 @@ import platform
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ignite.engine import Events
@@ -19,25 +15,23 @@ from ignite.engine import Events
 from ignite_engine import TrainingEvents
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore
 from ignite_engine.handlers import Checkpoint
-from tests.builders import numbers_loader, trainer_of
-from tests.checkpointing.file_faults import FileOperations
 from tests.faults.commands import program
+from tests.kit.faults import FileOperations
+from tests.kit.tiny import numbers_loader, trainer_of
 
 ROOT = Path(__file__).resolve().parents[3]
 EVERY = Events.ITERATION_COMPLETED(every=1)
 
 
-def iterations(directory: Path) -> list[int]:
+def iterations(directory):
     return [each.iteration for each in CheckpointStore(directory).checkpoints()]
 
 
-def test_a_leftover_that_cannot_be_deleted_does_not_stop_a_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_leftover_that_cannot_be_deleted_does_not_stop_a_run(tmp_path, caplog):
     stuck = tmp_path / ".trash-iteration_00000005-0123abcd"
     stuck.mkdir()
 
-    def busy() -> None:
+    def busy():
         raise OSError(errno.EBUSY, "Device or resource busy")
 
     for _ in range(2):
@@ -49,12 +43,10 @@ def test_a_leftover_that_cannot_be_deleted_does_not_stop_a_run(
     assert caplog.text.count("cannot be deleted") == 2
 
 
-def test_old_checkpoints_are_deleted_beside_training_and_before_the_next_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_checkpoints_are_deleted_beside_training_and_before_the_next_save(tmp_path, monkeypatch):
     unlink, trained_on, seen = os.unlink, threading.Event(), list[tuple[bool, int]]()
 
-    def wait_for_training(path: Any) -> None:
+    def wait_for_training(path):
         if "trash-iteration_00000002" in str(path):
             seen.append((trained_on.wait(10.0), trainer.state.iteration))
         unlink(path)
@@ -64,7 +56,7 @@ def test_old_checkpoints_are_deleted_beside_training_and_before_the_next_save(
     checkpoint = Checkpoint(tmp_path, keep_last=1)
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
     trainer.add_event_handler(Events.ITERATION_STARTED(once=5), lambda: trained_on.set())  # after the save of 4
-    left: list[list[int]] = []
+    left = []
     trainer.add_event_handler(
         Events.ITERATION_STARTED(once=6),
         lambda: left.append([each.iteration for each in checkpoint.store.checkpoints()]),
@@ -80,7 +72,7 @@ import sys, time
 from pathlib import Path
 from ignite.engine import Events
 from ignite_engine.handlers import Checkpoint
-from tests.builders import numbers_loader, trainer_of
+from tests.kit.tiny import numbers_loader, trainer_of
 trainer = trainer_of()
 Checkpoint(sys.argv[1]).attach(trainer, Events.ITERATION_COMPLETED(every=1))
 
@@ -94,7 +86,7 @@ trainer.run(numbers_loader(), max_iters=3)
 """
 
 
-def test_the_same_script_in_two_terminals_trains_once(tmp_path: Path) -> None:
+def test_the_same_script_in_two_terminals_trains_once(tmp_path):
     first = program(ROOT, SCRIPT, str(tmp_path))
     try:
         deadline = time.monotonic() + 60
@@ -122,7 +114,7 @@ def test_the_same_script_in_two_terminals_trains_once(tmp_path: Path) -> None:
     assert iterations(tmp_path) == [3, 4]
 
 
-def test_a_killed_run_does_not_keep_the_folder(tmp_path: Path) -> None:
+def test_a_killed_run_does_not_keep_the_folder(tmp_path):
     (tmp_path / ".lock").write_text("process 1 on another machine\n")
     trainer = trainer_of()
     Checkpoint(tmp_path).attach(trainer)
@@ -131,7 +123,7 @@ def test_a_killed_run_does_not_keep_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_folder_is_released_when_the_run_ends(tmp_path: Path, fails: bool) -> None:
+def test_a_folder_is_released_when_the_run_ends(tmp_path, fails):
     trainer, seen = trainer_of(), list[bool]()
     Checkpoint(tmp_path).attach(trainer)
     trainer.add_event_handler(EVERY, lambda: seen.append((tmp_path / ".lock").exists()))
@@ -142,7 +134,7 @@ def test_a_folder_is_released_when_the_run_ends(tmp_path: Path, fails: bool) -> 
     assert seen == [True, True] and not (tmp_path / ".lock").exists()
 
 
-def test_a_relative_directory_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_directory_is_that_of_the_start(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     trainer = trainer_of()
@@ -152,7 +144,7 @@ def test_a_relative_directory_is_that_of_the_start(tmp_path: Path, monkeypatch: 
     assert iterations(tmp_path / "checkpoints") == [3, 4] and not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_folder_that_is_deleted_under_the_run_is_made_again(tmp_path: Path) -> None:
+def test_a_folder_that_is_deleted_under_the_run_is_made_again(tmp_path):
     folder = tmp_path / "run" / "checkpoints"
     trainer = trainer_of()
     Checkpoint(folder).attach(trainer, EVERY)
@@ -166,11 +158,11 @@ class Batches:
 
     batch_size = None
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         yield from numbers_loader(6)
 
 
-def test_a_loader_without_samplers_is_saved(tmp_path: Path) -> None:
+def test_a_loader_without_samplers_is_saved(tmp_path):
     trainer = trainer_of()
     Checkpoint(tmp_path).attach(trainer, EVERY)
     trainer.run(Batches(), max_epochs=2)
@@ -178,14 +170,14 @@ def test_a_loader_without_samplers_is_saved(tmp_path: Path) -> None:
     assert "Batches keeps no state" in CheckpointStore(tmp_path).checkpoints()[-1].manifest.reproducibility[0]
 
 
-def test_a_pause_waits_for_the_save_beside_training(tmp_path: Path) -> None:
+def test_a_pause_waits_for_the_save_beside_training(tmp_path):
     trainer, saved = trainer_of(), list[int]()
     Checkpoint(tmp_path, background=True).attach(trainer, Events.ITERATION_COMPLETED(once=2))
     trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, lambda: saved.append(trainer.state.iteration))
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), trainer.interrupt)
     rename = os.rename
 
-    def late(*paths: Any) -> None:
+    def late(*paths):
         time.sleep(0.3)
         rename(*paths)
 

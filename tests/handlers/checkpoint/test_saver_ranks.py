@@ -1,22 +1,18 @@
 """Two ranks save together: what fails on one fails on both, and what one may do is decided for both."""
 
-from __future__ import annotations
-
 import itertools
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from ignite.engine import Events
 
-from ignite_engine import Trainer, TrainingEvents
+from ignite_engine import TrainingEvents
 from ignite_engine.checkpointing import CheckpointStore, filesystem
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.ranks import agreement
-from tests.builders import numbers_loader, on_two_ranks, trainer_of
+from tests.kit.tiny import numbers_loader, on_two_ranks, trainer_of
 
 Answers = dict[str, list[Any]]
 
@@ -24,18 +20,16 @@ Answers = dict[str, list[Any]]
 class Failing:
     """A state that cannot be saved at one iteration."""
 
-    def __init__(self, trainer: Trainer, iteration: int, state: Callable[[], Any]) -> None:
+    def __init__(self, trainer, iteration, state):
         self.trainer, self.iteration, self.state = trainer, iteration, state
 
-    def state_dict(self) -> Any:
+    def state_dict(self):
         return self.state() if self.trainer.state.iteration == self.iteration else {}
 
-    def load_state_dict(self, state: Any) -> None: ...
+    def load_state_dict(self, state): ...
 
 
-def trained(
-    folder: Path, *, iteration: int = -1, state: Callable[[], Any] = dict, copy_fails: bool = False, **options: Any
-) -> Any:
+def trained(folder, *, iteration=-1, state=dict, copy_fails=False, **options):
     """Events by iteration, the last error, and what is on disk after 4 iterations; or the error that ended the run."""
     trainer, events = trainer_of(), list[Any]()
     trainer.register("failing", Failing(trainer, iteration, state))
@@ -43,11 +37,11 @@ def trained(
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=1))
     calls = itertools.count(1)
 
-    def wait() -> None:
+    def wait():
         if next(calls) == 2 and copy_fails:
             raise RuntimeError("the device is gone")
 
-    checkpoint._saver._snapshot.wait = wait  # type: ignore[method-assign]
+    checkpoint._saver._snapshot.wait = wait
     for event in (TrainingEvents.CHECKPOINT_SAVED, TrainingEvents.CHECKPOINT_FAILED):
         trainer.add_event_handler(event, lambda name: events.append([name, str(checkpoint.error)]), event.name)
     try:
@@ -57,9 +51,9 @@ def trained(
     return [events, [each.iteration for each in CheckpointStore(folder).checkpoints()]]
 
 
-def cases(folder: Path, rank: int) -> dict[str, Any]:
-    mine: dict[str, Callable[[], Any]] = {"raises": lambda: 1 // 0, "foreign": lambda: {"x": object()}}
-    answers: dict[str, Any] = {"same": trained(folder / "same")}
+def cases(folder, rank):
+    mine = {"raises": lambda: 1 // 0, "foreign": lambda: {"x": object()}}
+    answers = {"same": trained(folder / "same")}
     for name, state in mine.items():
         for background in (False, True):
             at = 2 if rank == 1 else -1
@@ -78,7 +72,7 @@ def cases(folder: Path, rank: int) -> dict[str, Any]:
     return answers
 
 
-def _seconds_of(folder: Path, rank: int, *, background: bool) -> float:
+def _seconds_of(folder, rank, *, background):
     """Of a save in which rank 1 is slow."""
     trainer = trainer_of()
     trainer.register("slow", Failing(trainer, 2, lambda: time.sleep(0.3 * rank)))
@@ -89,7 +83,7 @@ def _seconds_of(folder: Path, rank: int, *, background: bool) -> float:
     return checkpoint.times.saved.seconds
 
 
-def _two_at_once(folder: Path, attempt: int) -> list[list[str]]:
+def _two_at_once(folder, attempt):
     """What two handlers that save in the background at the same boundaries leave behind: reasons that it is invalid."""
     trainer = trainer_of()
     checkpoints = [
@@ -101,13 +95,13 @@ def _two_at_once(folder: Path, attempt: int) -> list[list[str]]:
     return [each.store.verify(saved.path) for each in checkpoints for saved in each.store.checkpoints()]
 
 
-def _within_a_run(folder: Path) -> list[list[str]]:
+def _within_a_run(folder):
     """What a run and those that a handler of it makes, all saving in the background, leave behind."""
     trainer = trainer_of()
     checkpoints = [Checkpoint(folder / "outer", keep_last=9, background=True)]
     checkpoints[0].attach(trainer, Events.ITERATION_COMPLETED)
 
-    def run_another() -> None:
+    def run_another():
         inner = trainer_of()
         checkpoints.append(Checkpoint(folder / f"inner {len(checkpoints)}", keep_last=9, background=True))
         checkpoints[-1].attach(inner, Events.ITERATION_COMPLETED)
@@ -119,7 +113,7 @@ def _within_a_run(folder: Path) -> list[list[str]]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
 
     with filesystem.held(folder / "held"):
@@ -127,53 +121,51 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 
 @pytest.mark.slow
-def test_both_save_where_nothing_fails(two_ranks: Answers) -> None:
+def test_both_save_where_nothing_fails(two_ranks):
     first, second = two_ranks["same"]
     assert first == second and first[1] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize(("name", "line"), [("raises", "ZeroDivisionError"), ("foreign", "failing['x'] is a builtins")])
-def test_a_state_of_one_rank_that_cannot_be_saved_fails_the_save_of_both(
-    two_ranks: Answers, name: str, line: str, background: bool
-) -> None:
+def test_a_state_of_one_rank_that_cannot_be_saved_fails_the_save_of_both(two_ranks, name, line, background):
     first, second = two_ranks[f"{name} {background}"]
     assert first == second and first[1] == [1, 3, 4]
     failed = [error for event, error in first[0] if event == "CHECKPOINT_FAILED"]
     assert len(failed) == 1 and line in failed[0] and "\n" not in failed[0]
 
 
-def test_a_copy_that_fails_on_one_rank_fails_the_save_of_both_and_training_goes_on(two_ranks: Answers) -> None:
+def test_a_copy_that_fails_on_one_rank_fails_the_save_of_both_and_training_goes_on(two_ranks):
     first, second = two_ranks["copy"]
     assert first == second and first[1] == [1, 3, 4]
     assert [event for event, _ in first[0]] == ["CHECKPOINT_SAVED", "CHECKPOINT_FAILED", *["CHECKPOINT_SAVED"] * 2]
     assert "rank 1: RuntimeError: the device is gone" in first[0][1][1]
 
 
-def test_a_state_of_one_rank_that_cannot_be_saved_is_refused_at_the_start_on_both(two_ranks: Answers) -> None:
+def test_a_state_of_one_rank_that_cannot_be_saved_is_refused_at_the_start_on_both(two_ranks):
     for kind, error, iteration in two_ranks["start"]:
         assert (kind, iteration) == ("CheckpointError", 0) and error.startswith("failing['x'] is a builtins.object")
 
 
-def test_two_handlers_save_in_the_background_at_once(two_ranks: Answers) -> None:
+def test_two_handlers_save_in_the_background_at_once(two_ranks):
     for rank in two_ranks["two handlers"]:
         assert rank == [[[]] * 8] * 5
 
 
-def test_a_run_within_another_saves_in_the_background_at_once(two_ranks: Answers) -> None:
+def test_a_run_within_another_saves_in_the_background_at_once(two_ranks):
     assert two_ranks["within"] == [[[]] * 12] * 2
 
 
-def test_runs_one_after_another_use_the_same_groups(two_ranks: Answers) -> None:
+def test_runs_one_after_another_use_the_same_groups(two_ranks):
     """Each has threads that wake up 100 times a second for ever; runs that were refused have given theirs back, too."""
     assert two_ranks["new groups"] == [0, 0] and two_ranks["one after another"] == [[[[]] * 8] * 3] * 2
 
 
-def test_a_folder_in_use_is_refused_on_both(two_ranks: Answers) -> None:
+def test_a_folder_in_use_is_refused_on_both(two_ranks):
     for kind, error, iteration in two_ranks["held"]:
         assert (kind, iteration) == ("CheckpointError", 0) and "is in use by process" in error
 
 
-def test_a_save_takes_as_long_as_the_slowest_rank(two_ranks: Answers) -> None:
+def test_a_save_takes_as_long_as_the_slowest_rank(two_ranks):
     for seconds in two_ranks["slow"]:
         assert min(seconds) >= 0.3

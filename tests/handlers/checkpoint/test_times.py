@@ -1,30 +1,25 @@
 """What saving and loading took: in the log, and for the summary."""
 
-from __future__ import annotations
-
 import logging
 import time
-from pathlib import Path
 
 import pytest
 from ignite.engine import Events
 
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.handlers.checkpoint.times import Times, Transfer
-from tests.builders import numbers_loader, trainer_of
+from tests.kit.tiny import numbers_loader, trainer_of
 
 
-def size(path: Path) -> int:
+def size(path):
     return sum(each.stat().st_size for each in path.iterdir() if each.suffix == ".pt")
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_each_save_and_the_resume_say_bytes_and_seconds(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, background: bool
-) -> None:
+def test_each_save_and_the_resume_say_bytes_and_seconds(tmp_path, caplog, background):
     caplog.set_level(logging.INFO)
 
-    def run(max_iters: int) -> tuple[Checkpoint, list[str]]:
+    def run(max_iters):
         caplog.clear()
         trainer = trainer_of()
         checkpoint = Checkpoint(tmp_path, background=background)
@@ -41,7 +36,7 @@ def test_each_save_and_the_resume_say_bytes_and_seconds(
     # the last one is waited for
     assert [line.endswith(", beside training.") for line in lines] == [background, False]
     assert lines[1].endswith(f": {times.saved}.")
-    assert times.waited_s > 0 and times.saved.seconds == checkpoint._trainer.state.save_seconds  # type: ignore[union-attr]
+    assert times.waited_s > 0 and times.saved.seconds == checkpoint._trainer.state.save_seconds
 
     resumed, lines = run(4)
     assert resumed.times.saved is None and resumed.times.loaded is not None
@@ -49,7 +44,7 @@ def test_each_save_and_the_resume_say_bytes_and_seconds(
     assert lines == [f"Resumed from {paths[1]} at iteration 4: {resumed.times.loaded}."]
 
 
-def test_a_transfer_in_words_and_numbers() -> None:
+def test_a_transfer_in_words_and_numbers():
     assert str(Transfer(3 << 20, 0.5)) == "3.0 MiB in 0.5 s, 6.0 MiB/s"
     assert Times(1, Transfer(8, 0.5), None, 2.0).as_dict() == {
         "saves": 1,
@@ -60,7 +55,7 @@ def test_a_transfer_in_words_and_numbers() -> None:
     }
 
 
-def test_a_wait_within_a_wait_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_within_a_wait_counts_once(monkeypatch):
     clock = iter((0.0, 1.0, 5.0))
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     times = Times()

@@ -1,29 +1,25 @@
 """As much of a ClearML server as a task needs, on the loopback: it stores what is reported and answers from that."""
 
-from __future__ import annotations
-
 import base64
 import json
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 
 class Server:
     """Tasks by id, the scalars of each, other events, uploaded files, and every call in order."""
 
-    def __init__(self) -> None:
-        self.tasks: dict[str, dict[str, Any]] = {}
-        self.scalars: list[tuple[str, str, int, float]] = []
-        self.shown: list[dict[str, Any]] = []
-        self.files: list[bytes] = []
-        self.models: dict[str, dict[str, Any]] = {}
-        self.calls: list[str] = []
+    def __init__(self):
+        self.tasks = {}
+        self.scalars = []
+        self.shown = []
+        self.files = []
+        self.models = {}
+        self.calls = []
 
-    def answer(self, call: str, body: Any) -> dict[str, Any]:
+    def answer(self, call, body):
         self.calls.append(call)
         if call == "auth.login":
             claims = {"api_version": "2.30", "server_version": "2.0.0", "exp": time.time() + 3600, "env": "open"}
@@ -46,7 +42,7 @@ class Server:
             return {"model": {"id": body["model"], **self.models.get(body["model"], {})}}
         return {"updated": 1, "fields": {}}
 
-    def _task(self, action: str, body: Any) -> dict[str, Any]:
+    def _task(self, action, body):
         name = body.get("task") if isinstance(body, dict) else None
         if action == "create":
             name = f"task{len(self.tasks)}"
@@ -76,7 +72,7 @@ class Server:
             task |= {"status": states[action], "status_reason": body.get("status_reason")}
         return {"updated": 1, "fields": {}, "started": 1}
 
-    def _event(self, event: dict[str, Any]) -> None:
+    def _event(self, event):
         if event["type"] == "training_stats_scalar":
             self.scalars.append((event["metric"], event["variant"], event["iter"], event["value"]))
             task = self.tasks[event["task"]]
@@ -86,14 +82,14 @@ class Server:
 
 
 @contextmanager
-def clearml_server() -> Iterator[tuple[Server, dict[str, str]]]:
+def clearml_server():
     """The server, and the environment variables that lead to it."""
     server = Server()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def do_POST(self) -> None:
+        def do_POST(self):
             content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             if "multipart" in self.headers.get("Content-Type", ""):
                 server.files.append(content)
@@ -101,7 +97,7 @@ def clearml_server() -> Iterator[tuple[Server, dict[str, str]]]:
             text = content.decode()
             call = self.path.rsplit("/", 1)[-1]
             lines = [json.loads(line) for line in text.splitlines() if line.strip()]
-            body: Any = lines if call.endswith("_batch") else lines[0] if lines else {}
+            body = lines if call.endswith("_batch") else lines[0] if lines else {}
             if call.endswith("_batch") and lines and "events" in lines[0]:
                 body = lines[0]["events"]
             meta = {"id": "1", "trx": "1", "endpoint": {"name": call}, "result_code": 200, "result_subcode": 0}
@@ -115,7 +111,7 @@ def clearml_server() -> Iterator[tuple[Server, dict[str, str]]]:
 
         do_GET = do_POST
 
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, *_):
             pass
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -1,24 +1,20 @@
 """The script that reports to ClearML: what it drops of an offline session that is continued."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 from ignite_engine.handlers.clearml.session import drop_later_points, series_of
 
 
-def point(name: str, iteration: int) -> dict[str, Any]:
+def point(name, iteration):
     title, _, series = name.partition("/")
     return {"metric": title, "variant": series or title, "iter": iteration, "value": 1.0}
 
 
-def test_name_of_a_point_is_the_one_that_was_reported() -> None:
+def test_name_of_a_point_is_the_one_that_was_reported():
     assert [series_of(point(name, 1)) for name in ("loss", "val/loss", "a/b/c")] == ["loss", "val/loss", "a/b/c"]
 
 
-def test_points_after_the_saved_ones_are_dropped_series_by_series(tmp_path: Path) -> None:
+def test_points_after_the_saved_ones_are_dropped_series_by_series(tmp_path):
     path = tmp_path / "metrics.jsonl"
     written = [
         [point("loss", 1), point("val/loss", 1)],
@@ -35,7 +31,7 @@ def test_points_after_the_saved_ones_are_dropped_series_by_series(tmp_path: Path
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_session_without_points_stays_without(tmp_path: Path) -> None:
+def test_session_without_points_stays_without(tmp_path):
     drop_later_points(tmp_path / "metrics.jsonl", {"loss": 2})
 
     assert list(tmp_path.iterdir()) == []

@@ -1,7 +1,5 @@
 """What is reported to ClearML, read back from its offline session and from a server; and its effect on the training."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging
@@ -13,7 +11,6 @@ import time
 import zipfile
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,15 +19,15 @@ from ignite.engine import Events
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.handlers import Checkpoint, ClearMLLogger, GracefulStop, MemoryLogger, MetricLogger
 from ignite_engine.handlers.clearml import sink as clearml_log
-from tests.builders import numbers_loader, trainer_of
 from tests.faults.commands import program
 from tests.handlers.clearml.server import clearml_server
+from tests.kit.tiny import numbers_loader, trainer_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(autouse=True)
-def nothing_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_configured(tmp_path, monkeypatch):
     for name in os.environ:
         if name.startswith(("CLEARML_", "TRAINS_")):
             monkeypatch.delenv(name)
@@ -40,10 +37,10 @@ def nothing_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 class Reported:
     """An offline session, read from its zip."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run):
         (zipped,) = run.glob("clearml/offline/*.zip")  # one session, however often the run was resumed
         with zipfile.ZipFile(zipped) as archive:
-            self.task: dict[str, Any] = json.loads(archive.read("task.json"))
+            self.task = json.loads(archive.read("task.json"))
             lines = archive.read("metrics.jsonl").decode().splitlines() if "metrics.jsonl" in archive.namelist() else []
             self.log = archive.read("log.jsonl").decode()
         self.events = [event for line in lines for event in json.loads(line)]
@@ -53,7 +50,7 @@ class Reported:
         self.ending = (properties["status"]["value"], properties["reason"]["value"])
 
 
-def built(run: Path, *, every: int = 1, saves: bool = True, **options: Any) -> tuple[Trainer, ClearMLLogger]:
+def built(run, *, every=1, saves=True, **options):
     """A trainer that logs to ``run`` at each ``every``-th iteration, resumed where there is something to resume."""
     # on a busy machine ClearML sends for longer than a run waits
     trainer, sink = trainer_of(), ClearMLLogger(run, **{"close_within_s": 60.0, **options})
@@ -65,15 +62,15 @@ def built(run: Path, *, every: int = 1, saves: bool = True, **options: Any) -> t
     return trainer, sink
 
 
-def lines(run: Path) -> list[dict[str, Any]]:
+def lines(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings_of(caplog):
     return [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
 
 
-def test_offline_session_has_metrics_memory_config_environment_model_and_outcome(tmp_path: Path) -> None:
+def test_offline_session_has_metrics_memory_config_environment_model_and_outcome(tmp_path):
     trainer, sink = built(tmp_path, config={"optimizer": {"lr": 0.25}, "empty": None}, project="mine", tags=["first"])
     MemoryLogger().attach(trainer, Events.ITERATION_COMPLETED(every=6))
 
@@ -103,7 +100,7 @@ def test_offline_session_has_metrics_memory_config_environment_model_and_outcome
 
 
 @pytest.mark.slow
-def test_resumed_run_continues_its_task_and_no_point_appears_twice(tmp_path: Path) -> None:
+def test_resumed_run_continues_its_task_and_no_point_appears_twice(tmp_path):
     trainer, first = built(tmp_path)
     trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=6), lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -125,17 +122,15 @@ def test_resumed_run_continues_its_task_and_no_point_appears_twice(tmp_path: Pat
     assert reported.ending == ("completed", "max_epochs")
 
 
-def test_checkpoint_saved_before_the_task_is_known_continues_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_saved_before_the_task_is_known_continues_it(tmp_path, monkeypatch):
     """No save waits without end for a ClearML that is slow to begin, as on a busy machine."""
     monkeypatch.setattr(clearml_log, "_ID_WITHIN_S", 0.0)
     (tmp_path / "clearml").mkdir()
     trainer, first = built(tmp_path)
-    known: list[str | None] = []
+    known = []
 
     @trainer.on(TrainingEvents.RESUME_POINT(once=6))
-    def fail() -> None:
+    def fail():
         known.append(first.task_id)
         fcntl.flock(held, fcntl.LOCK_UN)
         raise ZeroDivisionError
@@ -155,14 +150,14 @@ def test_checkpoint_saved_before_the_task_is_known_continues_it(
     ]
 
 
-def test_stop_is_handled_by_the_run_and_reported_to_clearml(tmp_path: Path) -> None:
+def test_stop_is_handled_by_the_run_and_reported_to_clearml(tmp_path):
     """A Ctrl-C or a cluster's SIGTERM goes to every process; ClearML's own waits for the training's word."""
     trainer, sink = built(tmp_path)
     GracefulStop(exit=False).attach(trainer)
-    processes: list[Any] = []
+    processes = []
 
     @trainer.on(Events.ITERATION_COMPLETED(once=3))
-    def stop() -> None:
+    def stop():
         assert sink._session is not None and sink._session.task_id(30)
         processes.append(sink._session.process)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -179,24 +174,22 @@ def test_stop_is_handled_by_the_run_and_reported_to_clearml(tmp_path: Path) -> N
     )
 
 
-def test_stop_waits_half_a_second_at_most_and_the_session_ends_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_stop_waits_half_a_second_at_most_and_the_session_ends_by_itself(tmp_path, monkeypatch, caplog):
     """Of a session that is slow to begin: neither the start, nor the save, nor the end waits for it."""
     slow = tmp_path / "slow.py"
     slow.write_text("import sys, time\nfor line in sys.stdin:\n    if '\"status\"' in line: break\ntime.sleep(15)\n")
     monkeypatch.setattr(clearml_log, "_SCRIPT", slow)
     trainer, sink = built(tmp_path / "run")
-    began: list[float] = []
+    began = []
 
     @trainer.on(Events.ITERATION_COMPLETED(once=3))
-    def stop() -> None:
+    def stop():
         assert sink._session is not None
         processes.append(sink._session.process)
         began.append(time.monotonic())
         trainer.request_stop("enough")
 
-    processes: list[Any] = []
+    processes = []
     caplog.set_level("INFO")
     starts = time.monotonic()
     state = trainer.run(numbers_loader(24))
@@ -210,11 +203,11 @@ def test_stop_waits_half_a_second_at_most_and_the_session_ends_by_itself(
 
 
 @pytest.mark.slow
-def test_training_process_stays_as_it_is(tmp_path: Path) -> None:
+def test_training_process_stays_as_it_is(tmp_path):
     import argparse
     from multiprocessing.process import BaseProcess
 
-    def everything() -> list[Any]:
+    def everything():
         handlers = [signal.getsignal(number) for number in sorted(signal.valid_signals())]
         patched = [sys.exit, sys.excepthook, torch.save, torch.load, os.fork, os._exit, BaseProcess.run]
         return [*handlers, *patched, argparse.ArgumentParser.parse_args, threading.active_count(), dict(os.environ)]
@@ -223,7 +216,7 @@ def test_training_process_stays_as_it_is(tmp_path: Path) -> None:
     before, within, pids = everything(), [], []
 
     @trainer.on(Events.ITERATION_COMPLETED)
-    def look() -> None:
+    def look():
         assert sink._session is not None
         within.append(everything())
         pids.append(sink._session.process.pid)
@@ -238,7 +231,7 @@ def test_training_process_stays_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_forked_loader_workers_and_the_task_leave_each_other_alone(tmp_path: Path) -> None:
+def test_forked_loader_workers_and_the_task_leave_each_other_alone(tmp_path):
     trainer, _ = built(tmp_path, saves=False)
     trainer.run(numbers_loader(num_workers=2, multiprocessing_context="fork"))
 
@@ -247,7 +240,7 @@ def test_forked_loader_workers_and_the_task_leave_each_other_alone(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_killed_training_is_reported_as_failed(tmp_path: Path) -> None:
+def test_killed_training_is_reported_as_failed(tmp_path):
     script = f"""
 import os, signal
 from ignite.engine import Events
@@ -268,12 +261,12 @@ trainer.run(numbers_loader(24))
     assert [point[2] for point in Reported(tmp_path).points if point[0] == "loss"] == [1, 2]
 
 
-def _log(run: Path) -> bytes:
+def _log(run):
     return (run / "clearml" / "session.log").read_bytes()
 
 
 @pytest.mark.slow
-def test_value_that_is_not_finite_is_a_line_and_not_a_point(tmp_path: Path) -> None:
+def test_value_that_is_not_finite_is_a_line_and_not_a_point(tmp_path):
     sink = ClearMLLogger(tmp_path)
     trainer = Trainer(lambda engine, batch: batch)
     MetricLogger(sinks=[sink], console=False).attach(trainer)
@@ -286,7 +279,7 @@ def test_value_that_is_not_finite_is_a_line_and_not_a_point(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_reports_wait_for_nothing_and_all_arrive_at_the_end(tmp_path: Path) -> None:
+def test_reports_wait_for_nothing_and_all_arrive_at_the_end(tmp_path):
     sink, trainer = ClearMLLogger(tmp_path), Trainer(lambda engine, batch: batch)
     sink._start(trainer)
     assert sink._session is not None and sink._session.task_id(60)
@@ -303,14 +296,12 @@ def test_reports_wait_for_nothing_and_all_arrive_at_the_end(tmp_path: Path) -> N
     assert len(Reported(tmp_path).points) == 300 * len(values)
 
 
-def test_session_that_fails_is_one_warning_and_training_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_session_that_fails_is_one_warning_and_training_continues(tmp_path, monkeypatch, caplog):
     script = tmp_path / "failing.py"
     script.write_text("""import sys; print('{"error": "ValueError: wrong key"}', flush=True); sys.exit(1)""")
     monkeypatch.setattr(clearml_log, "_SCRIPT", script)
     trainer, sink = built(tmp_path)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: sink._session.process.wait(60))  # type: ignore[union-attr]
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: sink._session.process.wait(60))
     state = trainer.run(numbers_loader())
 
     assert (state.status, len(lines(tmp_path))) == ("completed", 6)
@@ -319,7 +310,7 @@ def test_session_that_fails_is_one_warning_and_training_continues(
     assert "ended: ValueError: wrong key; see " in reported[0]
 
 
-def test_other_ranks_start_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_start_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("ignite.distributed.get_rank", lambda: 1)
     trainer, sink = trainer_of(), ClearMLLogger(tmp_path)
     sink.attach(trainer)
@@ -339,9 +330,7 @@ def test_other_ranks_start_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"CLEARML_CONFIG_FILE": __file__}, True),
     ],
 )
-def test_online_where_the_user_has_configured_a_server(
-    variables: dict[str, str], online: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_online_where_the_user_has_configured_a_server(variables, online, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
@@ -349,9 +338,7 @@ def test_online_where_the_user_has_configured_a_server(
 
 
 @pytest.mark.slow
-def test_server_gets_all_of_it_once_over_a_failure_and_a_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_gets_all_of_it_once_over_a_failure_and_a_resume(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     with clearml_server() as (server, variables):
         for name, value in variables.items():

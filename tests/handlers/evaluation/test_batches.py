@@ -1,7 +1,5 @@
 """The batches of an evaluation: whose loader, on which ranks, and where there are none."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 from pathlib import Path
@@ -12,30 +10,30 @@ import torch
 from ignite.engine import Events
 from ignite.metrics import Average
 from ignite.metrics.metric import BatchWise
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ignite_engine import Trainer, TrainingEvents, create_evaluator, loader
 from ignite_engine.data import end_workers
 from ignite_engine.handlers import Checkpoint, Evaluation
-from tests.builders import Numbers, numbers_loader, trainer_of
 from tests.handlers.evaluation.test_handler import Batches, averaging, evaluator_of, model_of
+from tests.kit.tiny import Numbers, numbers_loader, trainer_of
 from tests.ranks.forkserver import on_ranks
 
 
 class Seen(Dataset[Any]):
-    def __len__(self) -> int:
+    def __len__(self):
         return 24
 
-    def __getitem__(self, index: int) -> Tensor:
+    def __getitem__(self, index):
         return torch.tensor([float(index)])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_training_loader_can_be_evaluated_in_the_middle_of_its_pass(workers: int) -> None:
+def test_training_loader_can_be_evaluated_in_the_middle_of_its_pass(workers):
     """Workers that persist have one iterator: a second pass would end that of the training."""
-    options: dict[str, Any] = {"num_workers": workers, "persistent_workers": True} if workers else {}
+    options = {"num_workers": workers, "persistent_workers": True} if workers else {}
     data, trained, evaluated = loader(Seen(), batch_size=4, **options), list[float](), list[float]()
     trainer = Trainer(lambda engine, batch: trained.extend(batch.flatten().tolist()))
     evaluator = create_evaluator(nn.Linear(1, 1), lambda model, batch: evaluated.extend(batch.flatten().tolist()))
@@ -49,7 +47,7 @@ def test_training_loader_can_be_evaluated_in_the_middle_of_its_pass(workers: int
     assert evaluated == [*range(24)] * 6
 
 
-def test_loader_without_a_batch_is_refused_before_training() -> None:
+def test_loader_without_a_batch_is_refused_before_training():
     trainer = trainer_of()
     Evaluation(evaluator_of(model_of(trainer)), DataLoader(Subset(Numbers(4), []), batch_size=2)).attach(trainer)
     with pytest.raises(ValueError, match=r"^The evaluation of 'val' needs a batch, got 0: give"):
@@ -60,8 +58,8 @@ def test_loader_without_a_batch_is_refused_before_training() -> None:
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def _one_of_two_ranks(rank: int, folder: str) -> None:
-    report: dict[str, Any] = {}
+def _one_of_two_ranks(rank, folder):
+    report = {}
 
     trainer = Trainer(lambda engine, batch: None)
     evaluator = create_evaluator(nn.Linear(1, 1), lambda model, batch: batch, {"mean": Average()})
@@ -100,8 +98,8 @@ def _one_of_two_ranks(rank: int, folder: str) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_on_two_ranks_a_plain_loader_is_sharded_and_a_rank_without_a_batch_has_its_peers_metrics(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     on_ranks(2, _one_of_two_ranks, tmp_path)
     reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
 
@@ -116,7 +114,7 @@ def test_on_two_ranks_a_plain_loader_is_sharded_and_a_rank_without_a_batch_has_i
 
 
 @pytest.mark.parametrize("kind", [loader, StatefulDataLoader])
-def test_no_worker_of_an_evaluation_is_left(kind: Any) -> None:
+def test_no_worker_of_an_evaluation_is_left(kind):
     """Torchdata's were ended by the garbage collector, which waited 5 s for each."""
     trainer, data = trainer_of(), kind(Numbers(6), 2, num_workers=2)
     Evaluation(create_evaluator(model_of(trainer), lambda model, batch: None), data).attach(trainer)
@@ -128,8 +126,8 @@ def test_no_worker_of_an_evaluation_is_left(kind: Any) -> None:
     assert alive == alive[:1] * 3
 
 
-def test_order_of_a_shuffled_evaluation_does_not_depend_on_the_process() -> None:
-    def evaluated(seed: int) -> list[float]:
+def test_order_of_a_shuffled_evaluation_does_not_depend_on_the_process():
+    def evaluated(seed):
         seen, trainer = list[float](), trainer_of()
         torch.manual_seed(seed)
         evaluator = create_evaluator(nn.Linear(1, 1), lambda model, batch: seen.extend(batch.flatten().tolist()))
@@ -141,14 +139,14 @@ def test_order_of_a_shuffled_evaluation_does_not_depend_on_the_process() -> None
 
 
 @pytest.mark.parametrize("at", [Events.ITERATION_COMPLETED(once=9), Events.EPOCH_COMPLETED(once=2)])
-def test_repeated_evaluation_of_the_training_loader_is_of_the_same_pass(at: Any, tmp_path: Path) -> None:
+def test_repeated_evaluation_of_the_training_loader_is_of_the_same_pass(at, tmp_path):
     """The resumed process has not opened the pass yet, whose order and random numbers it has."""
 
-    def evaluated(folder: Path, *, stop: bool) -> list[Any]:
+    def evaluated(folder, *, stop):
         trainer, seen = trainer_of(), list[Any]()
         data = numbers_loader(10, shuffle=True, drop_last=True)
 
-        def note(model: nn.Module, batch: Any) -> None:
+        def note(model, batch):
             seen.append(batch[0].tolist())
             if stop:
                 trainer.request_stop("enough")

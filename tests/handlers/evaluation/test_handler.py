@@ -1,53 +1,49 @@
 """An evaluation leaves no trace but its numbers."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ignite.engine import Engine, Events
+from ignite.engine import Events
 from ignite.metrics import Average, Loss
-from torch import Tensor, nn
+from torch import nn
 
-from ignite_engine import Trainer, TrainingEvents, create_evaluator
+from ignite_engine import TrainingEvents, create_evaluator
 from ignite_engine.checkpointing.digests import digests
 from ignite_engine.handlers import Checkpoint, Evaluation
-from tests.builders import Numbers, linear, numbers_loader, trainer_of, weights
+from tests.kit.tiny import Numbers, linear, numbers_loader, trainer_of, weights
 
 
-def predict(model: nn.Module, batch: Any) -> Any:
+def predict(model, batch):
     inputs, targets = batch
     return model(inputs), targets
 
 
-def evaluator_of(model: nn.Module, **options: Any) -> Engine:
+def evaluator_of(model, **options):
     return create_evaluator(model, predict, {"loss": Loss(nn.functional.mse_loss)}, **options)
 
 
-def model_of(trainer: Trainer) -> nn.Module:
-    model: nn.Module = trainer.update.model  # type: ignore[attr-defined]  # an Update
+def model_of(trainer):
+    model = trainer.update.model
     return model
 
 
 class Batches:
     """Passes without a length, of the given numbers of batches; each batch is its number in the pass."""
 
-    def __init__(self, *counts: int) -> None:
+    def __init__(self, *counts):
         self.counts, self.passes = counts, 0
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self):
         self.passes += 1
         return iter([torch.tensor([float(index)]) for index in range(self.counts[self.passes - 1])])
 
 
-def averaging() -> Engine:
+def averaging():
     return create_evaluator(nn.Linear(1, 1), lambda model, batch: batch, {"mean": Average()})
 
 
-def test_one_that_is_attached_again_starts_once_and_acts_at_both_events() -> None:
+def test_one_that_is_attached_again_starts_once_and_acts_at_both_events():
     trainer = trainer_of()
     evaluation = Evaluation(evaluator_of(model_of(trainer)), numbers_loader(4))
     evaluation.attach(trainer, Events.EPOCH_COMPLETED)
@@ -57,7 +53,7 @@ def test_one_that_is_attached_again_starts_once_and_acts_at_both_events() -> Non
     assert trainer.run(numbers_loader(), max_epochs=2).evaluations == 3
 
 
-def test_metrics_are_those_of_the_whole_set() -> None:
+def test_metrics_are_those_of_the_whole_set():
     trainer, data = trainer_of(), Numbers(7)
     Evaluation(evaluator_of(model_of(trainer)), numbers_loader(7, 2)).attach(trainer)
     state = trainer.run(numbers_loader())
@@ -69,15 +65,15 @@ def test_metrics_are_those_of_the_whole_set() -> None:
 
 
 @pytest.mark.row("A3")
-def test_modes_come_back_module_by_module() -> None:
+def test_modes_come_back_module_by_module():
     trainer = trainer_of(linear(dropout=True))
     model = model_of(trainer)
-    frozen, modes = model[1], list[Any]()  # type: ignore[index]
+    frozen, modes = model[1], list[Any]()
 
-    def freeze() -> None:
+    def freeze():
         frozen.eval()
 
-    def look(model: nn.Module, batch: Any) -> Any:
+    def look(model, batch):
         modes.append([module.training for module in model.modules()])
         return predict(model, batch)
 
@@ -90,12 +86,12 @@ def test_modes_come_back_module_by_module() -> None:
 
 
 @pytest.mark.row("A3")
-def test_training_does_not_notice_an_evaluation() -> None:
-    def run(evaluate: bool) -> Tensor:
+def test_training_does_not_notice_an_evaluation():
+    def run(evaluate):
         torch.manual_seed(4)
         trainer = trainer_of(linear(dropout=True))
 
-        def draw(model: nn.Module, batch: Any) -> Any:
+        def draw(model, batch):
             torch.rand(3)
             return predict(model, batch)
 
@@ -111,16 +107,16 @@ def test_training_does_not_notice_an_evaluation() -> None:
     assert torch.equal(run(True), run(False))
 
 
-def test_evaluation_changes_no_weight_and_keeps_no_gradient() -> None:
+def test_evaluation_changes_no_weight_and_keeps_no_gradient():
     trainer, seen = trainer_of(), list[bool]()
 
-    def look(model: nn.Module, batch: Any) -> Any:
+    def look(model, batch):
         output, targets = predict(model, batch)
         seen.append(output.requires_grad)
         return output, targets
 
     Evaluation(create_evaluator(model_of(trainer), look), numbers_loader(4)).attach(trainer, Events.STARTED)
-    before: list[Tensor] = []
+    before = []
     trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, lambda: before.append(weights(trainer)))
     trainer.add_event_handler(TrainingEvents.EVALUATION_COMPLETED, lambda: before.append(weights(trainer)))
     trainer.run(numbers_loader(4))
@@ -129,7 +125,7 @@ def test_evaluation_changes_no_weight_and_keeps_no_gradient() -> None:
 
 
 @pytest.mark.row("C1")
-def test_limit_takes_the_first_batches() -> None:
+def test_limit_takes_the_first_batches():
     trainer, evaluator = trainer_of(), averaging()
     data = [torch.tensor([float(index)]) for index in range(10)]
     Evaluation(evaluator, data, limit=3).attach(trainer)
@@ -141,9 +137,9 @@ def test_limit_takes_the_first_batches() -> None:
 
 
 @pytest.mark.row("C1")
-def test_several_sets_have_each_their_own_interval() -> None:
+def test_several_sets_have_each_their_own_interval():
     trainer = trainer_of()
-    order: list[tuple[str, int]] = []
+    order = []
     for name, event in (("val", Events.EPOCH_COMPLETED), ("test", Events.ITERATION_COMPLETED(every=4))):
         evaluator = evaluator_of(model_of(trainer))
         evaluator.add_event_handler(
@@ -158,7 +154,7 @@ def test_several_sets_have_each_their_own_interval() -> None:
         Evaluation(evaluator_of(model_of(trainer)), [], name="val").attach(trainer)
 
 
-def test_an_iteration_is_evaluated_once() -> None:
+def test_an_iteration_is_evaluated_once():
     trainer = trainer_of()
     Evaluation(evaluator_of(model_of(trainer)), numbers_loader(4)).attach(
         trainer, Events.ITERATION_COMPLETED(every=3) | Events.EPOCH_COMPLETED | Events.COMPLETED
@@ -167,7 +163,7 @@ def test_an_iteration_is_evaluated_once() -> None:
     assert trainer.run(numbers_loader(8)).evaluations == 2  # at 3, and at 4 once
 
 
-def test_second_run_evaluates_again() -> None:
+def test_second_run_evaluates_again():
     trainer = trainer_of()
     Evaluation(evaluator_of(model_of(trainer)), numbers_loader(4)).attach(trainer)
     trainer.run(numbers_loader(8))
@@ -176,7 +172,7 @@ def test_second_run_evaluates_again() -> None:
 
 
 @pytest.mark.row("C6")
-def test_predictions_reach_handlers() -> None:
+def test_predictions_reach_handlers():
     trainer, got = trainer_of(), list[Any]()
     evaluator = evaluator_of(model_of(trainer))
     evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: got.append(evaluator.state.output))
@@ -187,7 +183,7 @@ def test_predictions_reach_handlers() -> None:
 
 
 @pytest.mark.row("C3")
-def test_precision_of_its_own() -> None:
+def test_precision_of_its_own():
     trainer, types = trainer_of(), list[Any]()
     evaluator = evaluator_of(model_of(trainer), precision="bf16")
     evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: types.append(evaluator.state.output[0].dtype))
@@ -197,10 +193,10 @@ def test_precision_of_its_own() -> None:
     assert types == [torch.bfloat16]
 
 
-def test_evaluator_works_again_after_an_error() -> None:
+def test_evaluator_works_again_after_an_error():
     trainer, failing = trainer_of(), [True]
 
-    def fail_once(model: nn.Module, batch: Any) -> Any:
+    def fail_once(model, batch):
         if failing.pop() if failing else False:
             raise OSError("gone")
         return predict(model, batch)
@@ -217,7 +213,7 @@ def test_evaluator_works_again_after_an_error() -> None:
     assert state.evaluations == 1 and state.metrics["val/loss"] > 0
 
 
-def test_data_without_a_length_is_measured_at_each_evaluation() -> None:
+def test_data_without_a_length_is_measured_at_each_evaluation():
     trainer, evaluator, means = trainer_of(), averaging(), list[float]()
     data = Batches(3, 5, 2)
     Evaluation(evaluator, data).attach(trainer)
@@ -229,7 +225,7 @@ def test_data_without_a_length_is_measured_at_each_evaluation() -> None:
     assert means == [1.0, 2.0, 0.5] and data.passes == 3
 
 
-def test_limit_over_data_without_a_length() -> None:
+def test_limit_over_data_without_a_length():
     trainer, evaluator, seen = trainer_of(), averaging(), list[int]()
     Evaluation(evaluator, Batches(3, 9, 4), limit=4).attach(trainer)
     trainer.add_event_handler(TrainingEvents.EVALUATION_COMPLETED, lambda: seen.append(evaluator.state.iteration))
@@ -243,18 +239,18 @@ def test_limit_over_data_without_a_length() -> None:
 
 @pytest.mark.parametrize("sized", [True, False])
 @pytest.mark.parametrize("at", [0, 2])
-def test_evaluation_interrupted_by_a_stop_is_run_first_by_the_resumed_run(sized: bool, at: int, tmp_path: Path) -> None:
-    def make() -> tuple[Trainer, Checkpoint, list[Any]]:
+def test_evaluation_interrupted_by_a_stop_is_run_first_by_the_resumed_run(sized, at, tmp_path):
+    def make():
         trainer, seen = trainer_of(), list[Any]()
 
-        def note(model: nn.Module, batch: Any) -> Any:
+        def note(model, batch):
             seen.append(trainer.state.iteration)
             if stopping and len(seen) == at:
                 trainer.request_stop("enough")
             return batch
 
         evaluator = create_evaluator(model_of(trainer), note, {"mean": Average()})
-        data: Any = [torch.tensor([float(index)]) for index in range(5)] if sized else Batches(5, 5, 5)
+        data = [torch.tensor([float(index)]) for index in range(5)] if sized else Batches(5, 5, 5)
         Evaluation(evaluator, data).attach(trainer)
         checkpoint = Checkpoint(tmp_path)
         checkpoint.attach(trainer)
@@ -276,11 +272,11 @@ def test_evaluation_interrupted_by_a_stop_is_run_first_by_the_resumed_run(sized:
     assert (state.evaluations, state.metrics["val/mean"]) == (2, 2.0)
 
 
-def test_stop_in_an_evaluation_at_the_end_interrupts_the_run_which_then_only_evaluates(tmp_path: Path) -> None:
-    def make() -> tuple[Trainer, Checkpoint]:
+def test_stop_in_an_evaluation_at_the_end_interrupts_the_run_which_then_only_evaluates(tmp_path):
+    def make():
         trainer = trainer_of()
 
-        def ask(model: nn.Module, batch: Any) -> Any:
+        def ask(model, batch):
             if stopping:
                 trainer.request_stop("enough")
             return batch
@@ -313,12 +309,12 @@ def test_stop_in_an_evaluation_at_the_end_interrupts_the_run_which_then_only_eva
     ],
 )
 def test_last_checkpoint_of_a_run_stopped_in_its_last_evaluation_is_the_one_after_it(
-    limit: dict[str, int], last: int, event: Any, background: bool, tmp_path: Path
-) -> None:
-    def run(folder: Path, stop: bool) -> dict[str, str]:
+    limit, last, event, background, tmp_path
+):
+    def run(folder, stop):
         trainer = trainer_of()
 
-        def ask(model: nn.Module, batch: Any) -> Any:
+        def ask(model, batch):
             if stop and trainer.state.iteration == last:
                 trainer.request_stop("enough")
             return batch
@@ -346,11 +342,11 @@ def test_last_checkpoint_of_a_run_stopped_in_its_last_evaluation_is_the_one_afte
     assert run(tmp_path / "cut", stop=False) == whole
 
 
-def test_evaluation_interrupted_by_a_stop_fires_no_completed_of_the_evaluator(tmp_path: Path) -> None:
+def test_evaluation_interrupted_by_a_stop_fires_no_completed_of_the_evaluator(tmp_path):
     """Handlers of it, such as Ignite's EarlyStopping, read metrics that are not there."""
     trainer, completed = trainer_of(), list[float]()
 
-    def ask(model: nn.Module, batch: Any) -> Any:
+    def ask(model, batch):
         trainer.request_stop("enough")
         return batch
 
@@ -365,11 +361,11 @@ def test_evaluation_interrupted_by_a_stop_fires_no_completed_of_the_evaluator(tm
 
 
 @pytest.mark.parametrize("event", [Events.EPOCH_STARTED(once=2), Events.ITERATION_COMPLETED(once=6)])
-def test_nothing_is_trained_between_an_interrupted_evaluation_and_the_save(event: Any, tmp_path: Path) -> None:
-    def run(stop: bool) -> tuple[Trainer, list[int]]:
+def test_nothing_is_trained_between_an_interrupted_evaluation_and_the_save(event, tmp_path):
+    def run(stop):
         trainer, at = trainer_of(), list[int]()
 
-        def note(model: nn.Module, batch: Any) -> Any:
+        def note(model, batch):
             at.append(trainer.state.iteration)
             if stop:
                 trainer.request_stop("enough")
@@ -389,11 +385,11 @@ def test_nothing_is_trained_between_an_interrupted_evaluation_and_the_save(event
 
 
 @pytest.mark.parametrize("event", [TrainingEvents.EVALUATION_STARTED, TrainingEvents.EVALUATION_COMPLETED])
-def test_random_numbers_drawn_at_a_repeated_evaluation_change_no_bit(tmp_path: Path, event: TrainingEvents) -> None:
-    def run(folder: Path, seed: int, stop: bool) -> Trainer:
+def test_random_numbers_drawn_at_a_repeated_evaluation_change_no_bit(tmp_path, event):
+    def run(folder, seed, stop):
         trainer = trainer_of(linear(dropout=True))
 
-        def predict(model: Any, batch: Any) -> Any:
+        def predict(model, batch):
             if stop:
                 trainer.request_stop("enough")
             return batch

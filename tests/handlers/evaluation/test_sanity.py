@@ -1,13 +1,10 @@
 """A wrong metric or ``predict`` ends a run before it trains; a right one leaves no trace of the check."""
 
-from __future__ import annotations
-
 import gc
 import json
 import random
 import time
 import weakref
-from pathlib import Path
 from typing import Any
 
 import ignite.distributed as idist
@@ -16,16 +13,16 @@ import pytest
 import torch
 from ignite.engine import Events
 from ignite.metrics import Accuracy, EpochMetric, Loss, Metric, MetricsLambda
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
-from ignite_engine import Trainer, fit
+from ignite_engine import fit
 from ignite_engine.config import ConfigError
-from tests.builders import on_two_ranks
+from tests.kit.tiny import on_two_ranks
 from tests.runs.test_fit import QUIET, TRAIN, VAL, loss_fn, net
 
 
-def trained(directory: Path, **arguments: Any) -> Any:
+def trained(directory, **arguments):
     given = {"max_epochs": 1, "batch_size": 4, **QUIET, **arguments}
     return fit(
         given.pop("model", None) or net(),
@@ -37,11 +34,11 @@ def trained(directory: Path, **arguments: Any) -> Any:
     )
 
 
-def predict(model: nn.Module, batch: Any) -> Any:
+def predict(model, batch):
     return model(batch[0]), batch[1]
 
 
-def refuse_to_train(trainer: Trainer) -> None:
+def refuse_to_train(trainer):
     raise AssertionError("it trains")
 
 
@@ -51,13 +48,13 @@ UNTRAINED = [(refuse_to_train, Events.ITERATION_STARTED)]
 class Broken(Metric):
     """A metric of the user's own with a mistake in it."""
 
-    def reset(self) -> None:
+    def reset(self):
         self.total = 0
 
-    def update(self, output: Any) -> None:
+    def update(self, output):
         self.total += output["logits"]
 
-    def compute(self) -> float:
+    def compute(self):
         return float(self.total)
 
 
@@ -83,9 +80,7 @@ class Broken(Metric):
         ),
     ],
 )
-def test_wrong_part_of_an_evaluation_ends_the_run_before_it_trains(
-    tmp_path: Path, arguments: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_part_of_an_evaluation_ends_the_run_before_it_trains(tmp_path, arguments, words, capsys):
     began = time.monotonic()
     with pytest.raises(ConfigError, match=words) as refusal:
         trained(tmp_path, handlers=UNTRAINED, **arguments)
@@ -95,8 +90,8 @@ def test_wrong_part_of_an_evaluation_ends_the_run_before_it_trains(
     assert (summary["status"], summary["iteration"]) == ("failed", 0)
 
 
-def test_error_of_predict_is_raised_as_it_was_and_says_what_it_must_return(tmp_path: Path) -> None:
-    def wrong(model: nn.Module, batch: Any) -> Any:
+def test_error_of_predict_is_raised_as_it_was_and_says_what_it_must_return(tmp_path):
+    def wrong(model, batch):
         return model(batch["x"]), batch["y"]
 
     with pytest.raises(TypeError, match="list indices") as refusal:
@@ -109,13 +104,13 @@ def test_error_of_predict_is_raised_as_it_was_and_says_what_it_must_return(tmp_p
 class Counting(Dataset[Any]):
     """Augments by random numbers of each kind."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.read = 0
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 12
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         self.read += 1
         noise = torch.randn(4) + random.random() + float(np.random.rand())
         return VAL[0][index] + noise, VAL[1][index]
@@ -124,36 +119,36 @@ class Counting(Dataset[Any]):
 class Tracing(nn.Module):
     """Draws in each forward, counts them in a buffer, and remembers in which modes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = net()
         self.norm = nn.BatchNorm1d(4)
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("replaced", torch.zeros(()))
         self.register_buffer("drawn", torch.zeros(3))
-        self.modes: list[bool] = []
+        self.modes = []
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         self.calls += 1
         self.replaced = self.replaced + 1
         self.drawn += torch.rand(3)
         self.modes.append(self.training)
-        return self.inner(self.norm(inputs))  # type: ignore[no-any-return]  # a tensor
+        return self.inner(self.norm(inputs))
 
 
 class Remembering(Accuracy):
     """Keeps what ``reset`` does not clear."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.computed = 0
         super().__init__()
 
-    def compute(self) -> float:
+    def compute(self):
         self.computed += 1
         return super().compute() + self.computed
 
 
-def test_run_is_as_without_the_check(tmp_path: Path) -> None:
+def test_run_is_as_without_the_check(tmp_path):
     runs, models, sets = list[Any](), list[Any](), list[Counting]()
     for batches in (0, 2):
         models.append(Tracing())
@@ -184,23 +179,23 @@ def test_run_is_as_without_the_check(tmp_path: Path) -> None:
 class Centered(nn.Module):
     """A loss function that moves a buffer of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("center", torch.zeros(3))
 
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+    def forward(self, model, batch):
         predictions = model(batch[0])
         self.center = 0.9 * self.center + 0.1 * predictions.detach().mean(dim=0)
         return nn.functional.cross_entropy(predictions - self.center, batch[1])
 
 
-def test_loss_function_and_generator_of_a_loader_are_as_before_it(tmp_path: Path) -> None:
+def test_loss_function_and_generator_of_a_loader_are_as_before_it(tmp_path):
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(*VAL)
     order = RandomSampler(data, replacement=True, generator=generator)
     loss, before, seen = Centered(), generator.get_state(), list[bool]()
 
-    def look(trainer: Trainer) -> None:
+    def look(trainer):
         seen.append(torch.equal(generator.get_state(), before) and not loss.center.any())
 
     trained(
@@ -213,15 +208,15 @@ def test_loss_function_and_generator_of_a_loader_are_as_before_it(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_it_keeps_no_output(tmp_path: Path) -> None:
+def test_it_keeps_no_output(tmp_path):
     outputs, alive = list[Any](), list[bool]()
 
-    def predict_and_note(model: nn.Module, batch: Any) -> Any:
+    def predict_and_note(model, batch):
         predictions, targets = predict(model, batch)
         outputs.append(weakref.ref(predictions))
         return predictions, targets
 
-    def look(trainer: Trainer) -> None:
+    def look(trainer):
         gc.collect()
         alive.extend(output() is not None for output in outputs)
 
@@ -230,7 +225,7 @@ def test_it_keeps_no_output(tmp_path: Path) -> None:
     assert alive == [False, False]
 
 
-def test_resumed_run_is_not_checked_again(tmp_path: Path) -> None:
+def test_resumed_run_is_not_checked_again(tmp_path):
     trained(tmp_path)
     data = Counting()
     trained(tmp_path, val_set=data, max_epochs=2)
@@ -240,37 +235,37 @@ def test_resumed_run_is_not_checked_again(tmp_path: Path) -> None:
 class ReadOnce(IterableDataset[Any]):
     """A stream whose samples are gone when they are read."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.samples = iter(list(zip(*VAL, strict=True)))
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self):
         return next(self.samples)
 
 
 class Stored(IterableDataset[Any]):
     """Each pass goes on with the same iterator."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.samples = iter(TensorDataset(*VAL))
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return self.samples
 
 
 class OwnIterator(DataLoader[Any]):
     """A loader that is its own iterator."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(TensorDataset(*VAL), 4)
         self.batches = super().__iter__()
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self):
         return next(self.batches)
 
 
@@ -279,17 +274,15 @@ class StoredBatches:
 
     batch_size = 4
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.batches = iter(DataLoader(TensorDataset(*VAL), 4))
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return self.batches
 
 
 @pytest.mark.parametrize("kind", [ReadOnce, Stored, OwnIterator, StoredBatches, lambda: DataLoader(Stored(), 4)])
-def test_stream_that_can_be_read_once_is_left_to_its_evaluation(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any
-) -> None:
+def test_stream_that_can_be_read_once_is_left_to_its_evaluation(tmp_path, caplog, kind):
     values = [
         trained(tmp_path / name, val_set=val_set, evaluation={"every": None}).metrics["val/loss"]
         for name, val_set in {"once": kind(), "set": VAL}.items()
@@ -299,13 +292,13 @@ def test_stream_that_can_be_read_once_is_left_to_its_evaluation(
     assert lines == ["'val' is not tried before training: what is read of it is gone for its evaluations."]
 
 
-def needs_each_class(predictions: Tensor, targets: Tensor) -> float:
+def needs_each_class(predictions, targets):
     if len(set(targets.tolist())) < 3:
         raise ValueError("only some of the classes are there")
     return 1.0
 
 
-def test_metric_that_needs_more_than_a_few_batches_is_not_refused(tmp_path: Path) -> None:
+def test_metric_that_needs_more_than_a_few_batches_is_not_refused(tmp_path):
     order = torch.argsort(VAL[1])
     ordered = (VAL[0][order], VAL[1][order])
     run = trained(
@@ -319,12 +312,12 @@ def test_metric_that_needs_more_than_a_few_batches_is_not_refused(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_ranks_check_their_own_batches(tmp_path: Path) -> None:
-    def case(rank: int) -> dict[str, Any]:
+def test_ranks_check_their_own_batches(tmp_path):
+    def case(rank):
         torch.set_num_threads(1)
         known_as = set[tuple[int, int]]()
 
-        def predict_and_note(model: nn.Module, batch: Any) -> Any:
+        def predict_and_note(model, batch):
             known_as.add((idist.get_rank(), idist.get_world_size()))
             return predict(model, batch)
 

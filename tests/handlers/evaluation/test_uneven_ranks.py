@@ -1,9 +1,6 @@
 """Metrics of Ignite on 1 to 4 ranks, some without a sample: the counts and means of one process."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import ignite.distributed as idist
@@ -24,7 +21,7 @@ from tests.ranks.forkserver import on_ranks
 pytestmark = pytest.mark.distributed
 
 
-def samples(count: int) -> TensorDataset:
+def samples(count):
     generator = torch.Generator().manual_seed(3)
     return TensorDataset(torch.randn(count, 3, generator=generator), torch.randint(3, (count,), generator=generator))
 
@@ -32,14 +29,14 @@ def samples(count: int) -> TensorDataset:
 class Stream:
     """Batches of one rank, without a length."""
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data):
         self.data = data
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return iter(self.data)
 
 
-def metrics_of(count: int, *, sized: bool) -> dict[str, Any]:
+def metrics_of(count, *, sized):
     metrics = {
         "accuracy": Accuracy(),
         "loss": Loss(nn.functional.cross_entropy),
@@ -51,17 +48,17 @@ def metrics_of(count: int, *, sized: bool) -> dict[str, Any]:
     evaluator = create_evaluator(nn.Identity(), lambda model, batch: (model(batch[0]), batch[1]), metrics)
     trainer, seen = Trainer(lambda engine, batch: None), list[Any]()
     evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.extend(evaluator.state.output[0].tolist()))
-    data: Any = loader(samples(count), 2)
+    data = loader(samples(count), 2)
     Evaluation(evaluator, data if sized else Stream(data)).attach(trainer)
     trainer.run([0], max_epochs=1)
     found = {key: torch.as_tensor(value).double().tolist() for key, value in evaluator.state.metrics.items()}
     return {"metrics": found, "logged": trainer.state.metrics["val/accuracy"], "seen": seen}
 
 
-def stopped(rank: int, world: int) -> Any:
+def stopped(rank, world):
     """Rank 0 has no batch, the last one many slow ones; rank 0 is asked to stop."""
 
-    def slow() -> Iterator[Any]:
+    def slow():
         for index in range(400 if rank == world - 1 else 2 * min(rank, 1)):
             time.sleep(0.02)
             yield torch.tensor([float(index)])
@@ -78,16 +75,16 @@ def stopped(rank: int, world: int) -> Any:
 class Slow(Stream):
     """Batches of one rank, with a length, that take longer than the time between two votes."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.data)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         for each in self.data:
             time.sleep(0.1)
             yield each
 
 
-def slow(rank: int, *, stop: bool) -> Any:
+def slow(rank, *, stop):
     """Rank 1 has 2 batches, the others 8."""
     evaluator = create_evaluator(nn.Identity(), lambda model, batch: batch, {"mean": Average()})
     trainer = Trainer(lambda engine, batch: None)
@@ -100,7 +97,7 @@ def slow(rank: int, *, stop: bool) -> Any:
     return state.status, state.metrics.get("val/mean"), evaluator.state.iteration
 
 
-def invariant_mean() -> float:
+def invariant_mean():
     """Of four micro-batches: on three ranks one has two of them."""
     model = nn.Linear(3, 3)
     update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: None, rank_invariant=True)
@@ -109,9 +106,9 @@ def invariant_mean() -> float:
     return float(evaluator.state.metrics["mean"])
 
 
-def _rank(place: int, folder: str) -> None:
+def _rank(place, folder):
     torch.set_num_threads(1)
-    reports: dict[Any, Any] = {}
+    reports = {}
     for world in (2, 3, 4):
         if place < world:
             dist.init_process_group("gloo", init_method=f"file://{folder}/{world}", rank=place, world_size=world)
@@ -132,7 +129,7 @@ def _rank(place: int, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+def reports(tmp_path_factory):
     folder = tmp_path_factory.mktemp("collectives")
     on_ranks(4, _rank, folder, joined=False)
     return [torch.load(folder / f"{place}.pt", weights_only=False) for place in range(4)]
@@ -141,7 +138,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("count", "sized"), [(3, True), (17, True), (1, False), (17, False)])
-def test_metrics_are_those_of_one_process(reports: list[dict[Any, Any]], count: int, sized: bool) -> None:
+def test_metrics_are_those_of_one_process(reports, count, sized):
     whole = metrics_of(count, sized=sized)
     assert len(whole["seen"]) == count
     for world in (2, 3, 4):
@@ -156,24 +153,24 @@ def test_metrics_are_those_of_one_process(reports: list[dict[Any, Any]], count: 
 
 
 @pytest.mark.row("C2")
-def test_ranks_that_share_data_share_the_lack_of_it(reports: list[dict[Any, Any]]) -> None:
+def test_ranks_that_share_data_share_the_lack_of_it(reports):
     found = [report["tensor parallel"] for report in reports]
     assert [len(each["seen"]) for each in found] == [1, 1, 0, 0]
     assert all(each["metrics"] == metrics_of(1, sized=True)["metrics"] for each in found)
 
 
 @pytest.mark.row("C2")
-def test_all_ranks_stop_in_an_evaluation_that_some_have_ended(reports: list[dict[Any, Any]]) -> None:
+def test_all_ranks_stop_in_an_evaluation_that_some_have_ended(reports):
     outcomes = [report["stopped"] for report in reports[:3]]
     assert outcomes == [("interrupted", False, True)] * 3
 
 
-def test_a_rank_with_fewer_batches_votes_along_until_its_peers_have_none(reports: list[dict[Any, Any]]) -> None:
+def test_a_rank_with_fewer_batches_votes_along_until_its_peers_have_none(reports):
     completed, stopped = zip(*(report["slow"] for report in reports[:2]), strict=True)
     mean = (sum(range(8)) + 0 + 1) / 10
     assert completed == (("completed", pytest.approx(mean), 8), ("completed", pytest.approx(mean), 2))
     assert [each[:2] for each in stopped] == [("interrupted", None)] * 2 and stopped[0][2] < 8
 
 
-def test_sums_of_several_lengths_have_the_same_bits(reports: list[dict[Any, Any]]) -> None:
+def test_sums_of_several_lengths_have_the_same_bits(reports):
     assert [report["invariant"] for report in reports[:3]] == [invariant_mean()] * 3

@@ -1,9 +1,6 @@
 """Counting the collectives that a piece of code issues on this rank."""
 
-from __future__ import annotations
-
 from collections import Counter
-from typing import Any
 
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,11 +20,11 @@ NAMES = {
 class Collectives(TorchDispatchMode):
     """Within it, ``counts`` grows with each collective of this process, by kind, backward on the CPU included."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(each is DTensor for each in types):
             return NotImplemented  # seen again when it has become operations on plain tensors
         namespace, name = func.namespace, func._schema.name.partition("::")[2]

@@ -1,37 +1,33 @@
 """Tiny models and trainers, each run of which is a function of its arguments alone."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from ignite.engine import Engine, Events
-from torch import Tensor, nn
+from ignite.engine import Events
+from torch import nn
 from torch.utils.data import Dataset
 
 from ignite_engine import Trainer, TrainingEvents, Update, loader
 from ignite_engine.handlers import Checkpoint
-from tests.checkpointing.file_faults import start_child, wait_for
+from tests.kit.faults import start_child, wait_for
 
 
 class Numbers(Dataset[Any]):
     """``count`` samples ``(inputs, target)`` that are functions of their index; remembers which were loaded."""
 
-    def __init__(self, count: int, features: int = 3, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, count, features=3, dtype=torch.float32):
         generator = torch.Generator().manual_seed(count)
         self.inputs = torch.randn(count, features, generator=generator, dtype=dtype)
         self.targets = torch.randn(count, 1, generator=generator, dtype=dtype)
-        self.loaded: list[int] = []
+        self.loaded = []
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.inputs)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         self.loaded.append(index)
         return self.inputs[index], self.targets[index]
 
@@ -39,21 +35,21 @@ class Numbers(Dataset[Any]):
 class Passes:
     """Data without a length: each pass gives the next of ``counts`` batches, the counts in turn."""
 
-    def __init__(self, *counts: int) -> None:
+    def __init__(self, *counts):
         self.counts, self.passes = counts, 0
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self):
         number, self.passes = self.passes, self.passes + 1
         for index in range(self.counts[number % len(self.counts)]):
             yield torch.tensor([100.0 * (number + 1) + index])
 
 
-def mse(model: nn.Module, batch: Any) -> Tensor:
+def mse(model, batch):
     inputs, targets = batch
     return nn.functional.mse_loss(model(inputs), targets)
 
 
-def linear(features: int = 3, dtype: torch.dtype = torch.float32, *, dropout: bool = False) -> nn.Module:
+def linear(features=3, dtype=torch.float32, *, dropout=False):
     torch.manual_seed(7)
     layers = [nn.Linear(features, 4, dtype=dtype), nn.Tanh(), nn.Linear(4, 1, dtype=dtype)]
     if dropout:
@@ -61,29 +57,27 @@ def linear(features: int = 3, dtype: torch.dtype = torch.float32, *, dropout: bo
     return nn.Sequential(*layers)
 
 
-def trainer_of(
-    model: nn.Module | None = None, accumulation_steps: int | None = None, lr: float = 0.1, **options: Any
-) -> Trainer:
+def trainer_of(model=None, accumulation_steps=None, lr=0.1, **options):
     model = linear() if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     return Trainer(Update(model, optimizer, mse, **options), accumulation_steps)
 
 
-def one(model: nn.Module) -> Tensor:
+def one(model):
     """All weights in one vector."""
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
-def weights(trainer: Trainer) -> Tensor:
-    return one(trainer.update.model).clone()  # type: ignore[attr-defined]  # an Update
+def weights(trainer):
+    return one(trainer.update.model).clone()
 
 
-def events_of(engine: Engine, events: Sequence[Any] = tuple(Events)) -> list[tuple[str, int, int]]:
+def events_of(engine, events=tuple(Events)):
     """Gets ``(event, epoch, iteration)`` for every event that ``engine`` fires from now on."""
-    seen: list[tuple[str, int, int]] = []
+    seen = []
 
-    def record(name: str) -> Any:
-        def handler(*_: Any, **__: Any) -> None:
+    def record(name):
+        def handler(*_, **__):
             seen.append((name, engine.state.epoch, engine.state.iteration))
 
         return handler
@@ -94,22 +88,22 @@ def events_of(engine: Engine, events: Sequence[Any] = tuple(Events)) -> list[tup
     return seen
 
 
-def numbers_loader(count: int = 12, batch_size: int = 2, **options: Any) -> Any:
+def numbers_loader(count=12, batch_size=2, **options):
     return loader(Numbers(count), batch_size, **options)
 
 
 OURS = tuple(TrainingEvents)
 
 
-def without_address(value: Any) -> str:
+def without_address(value):
     """``str(value)``, the same in every process: several of them must name the tests alike."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
-def on_two_ranks(cases: Callable[[int], dict[str, Any]], meeting_point: Path) -> dict[str, list[Any]]:
+def on_two_ranks(cases, meeting_point):
     """What ``cases(rank)`` answers on each of two gloo ranks, forked from this process, by the name of the answer."""
 
-    def one_rank(rank: int) -> dict[str, Any]:
+    def one_rank(rank):
         dist.init_process_group(
             "gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
         )
@@ -117,13 +111,13 @@ def on_two_ranks(cases: Callable[[int], dict[str, Any]], meeting_point: Path) ->
         dist.destroy_process_group()
         return answers
 
-    children = [start_child(lambda rank=rank: one_rank(rank)) for rank in range(2)]  # type: ignore[misc]  # binds it
+    children = [start_child(lambda rank=rank: one_rank(rank)) for rank in range(2)]
     results = [wait_for(child, timeout_s=180) for child in children]
     assert [code for code, _ in results] == [0, 0]
     return {name: [result[name] for _, result in results] for name in results[0][1]}
 
 
-def resume_and_run(trainer: Trainer, directory: Path, die_at: int | None, *, save_every: int) -> None:
+def resume_and_run(trainer, directory, die_at, *, save_every):
     """Two epochs of 6 batches, from where ``directory`` has them; it raises ZeroDivisionError after ``die_at``."""
     checkpoint = Checkpoint(directory / "checkpoints")
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=save_every))

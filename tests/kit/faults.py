@@ -3,8 +3,6 @@
 Usable wherever ``os`` is what the code under test calls; a context replaces its functions and puts them back.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json
@@ -13,9 +11,7 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 OPERATIONS = ("mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir")
 _TOKEN = re.compile(r"-[0-9a-f]{8}\b")
@@ -31,31 +27,29 @@ class FileOperations:
         action: may raise, or end the process; on a write it comes after the first half of the bytes was written.
     """
 
-    def __init__(
-        self, root: Path, at: int | tuple[str, str] | None = None, action: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, root, at=None, action=None):
         self.root = root
-        self.seen: list[tuple[str, str]] = []
+        self.seen = []
         self.acted = 0
         self._at = at
         self._action = action
-        self._descriptors: dict[int, Path] = {}
-        self._real: dict[str, Callable[..., Any]] = {}
+        self._descriptors = {}
+        self._real = {}
 
-    def __enter__(self) -> FileOperations:
+    def __enter__(self):
         for name in OPERATIONS:
             self._real[name] = getattr(os, name)
             setattr(os, name, self._watched(name))
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         for name, function in self._real.items():
             setattr(os, name, function)
 
-    def _watched(self, name: str) -> Callable[..., Any]:
+    def _watched(self, name):
         real = self._real[name]
 
-        def operation(target: Any, *args: Any, **kwargs: Any) -> Any:
+        def operation(target, *args, **kwargs):
             path = self._descriptors.get(target) if isinstance(target, int) else Path(target)
             if path is None or not path.is_relative_to(self.root):
                 return real(target, *args, **kwargs)
@@ -76,19 +70,19 @@ class FileOperations:
 
         return operation
 
-    def _is_meant(self, number: int) -> bool:
+    def _is_meant(self, number):
         if isinstance(self._at, tuple):
             operation, path = self.seen[number]
             return self.acted == 0 and operation == self._at[0] and path.endswith(self._at[1])
         return number == self._at
 
 
-def kill_this_process() -> None:
+def kill_this_process():
     """SIGKILL, as no handler and no ``finally`` survives it."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def in_child(work: Callable[[], Any], timeout_s: float = 60.0) -> tuple[int, Any]:
+def in_child(work, timeout_s=60.0):
     """Run ``work`` in a forked process.
 
     Returns:
@@ -98,7 +92,7 @@ def in_child(work: Callable[[], Any], timeout_s: float = 60.0) -> tuple[int, Any
     return wait_for(start_child(work), timeout_s)
 
 
-def start_child(work: Callable[[], Any]) -> tuple[int, int]:
+def start_child(work):
     """Fork; the child runs ``work`` and ends. Returns its process id and the pipe that its result comes through."""
     reader, writer = os.pipe()
     process = os.fork()
@@ -117,7 +111,7 @@ def start_child(work: Callable[[], Any]) -> tuple[int, int]:
         os._exit(code)
 
 
-def wait_for(child: tuple[int, int], timeout_s: float = 60.0) -> tuple[int, Any]:
+def wait_for(child, timeout_s=60.0):
     """As ``in_child``, for a child that was started."""
     process, reader = child
     deadline = time.monotonic() + timeout_s
@@ -140,12 +134,12 @@ def wait_for(child: tuple[int, int], timeout_s: float = 60.0) -> tuple[int, Any]
 _MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_PRIVATE, _MS_REC, _CLONE_NEWNS = 1, 32, 4096, 1 << 18, 1 << 14, 0x00020000
 
 
-def _checked(result: int) -> None:
+def _checked(result):
     if result != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def mount_small_file_system(path: Path, size_kib: int) -> None:
+def mount_small_file_system(path, size_kib):
     """A tmpfs that only this process sees, so that nothing is left when it ends. For a child; needs the right to."""
     libc = ctypes.CDLL(None, use_errno=True)
     _checked(libc.unshare(_CLONE_NEWNS))
@@ -153,7 +147,7 @@ def mount_small_file_system(path: Path, size_kib: int) -> None:
     _checked(libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", 0, f"size={size_kib}k".encode()))
 
 
-def make_read_only(path: Path) -> None:
+def make_read_only(path):
     """Make a mounted directory read-only; holds for root too.
 
     By a mount on top of it: the file system itself stays writable while a file in it, as a run's lock, is open.
@@ -163,16 +157,16 @@ def make_read_only(path: Path) -> None:
     _checked(libc.mount(b"none", target, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY, None))
 
 
-def make_writable(path: Path) -> None:
+def make_writable(path):
     """Undo ``make_read_only``."""
     libc = ctypes.CDLL(None, use_errno=True)
     _checked(libc.umount(os.fsencode(path)))
 
 
-def can_mount() -> bool:
+def can_mount():
     """Whether a child may mount a file system here."""
 
-    def attempt() -> bool:
+    def attempt():
         with contextlib.suppress(OSError):
             mount_small_file_system(Path("/mnt"), 64)
             return True
@@ -182,7 +176,7 @@ def can_mount() -> bool:
 
 
 @contextlib.contextmanager
-def environment(**values: str) -> Iterator[None]:
+def environment(**values):
     """Environment variables for the time of a test."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)

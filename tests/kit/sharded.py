@@ -1,14 +1,11 @@
 """One small model in every layout over gloo ranks, and processes that run phases of different numbers of ranks."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.data import DataLoader
 
 from ignite_engine import Trainer, Update, loader
 from ignite_engine.checkpointing.digests import tensor_sha256
@@ -27,23 +23,23 @@ from ignite_engine.handlers import EMA, Checkpoint
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.mesh import use_mesh
 from ignite_engine.run_directory import weights_sha256
-from tests.builders import Numbers, mse
-from tests.checkpointing.file_faults import start_child, wait_for
+from tests.kit.faults import start_child, wait_for
+from tests.kit.tiny import Numbers, mse
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
 }
 
 
-def net() -> nn.Sequential:
+def net():
     """Its sizes divide evenly by no number of ranks."""
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 1))
 
 
-def in_layout(layout: str, model: nn.Sequential | None = None) -> tuple[nn.Module, int]:
+def in_layout(layout, model=None):
     """The model on all ranks of the default group, and the number of data-parallel ranks."""
     model = model or net()
     world = agreement.world_size()
@@ -69,20 +65,18 @@ def in_layout(layout: str, model: nn.Sequential | None = None) -> tuple[nn.Modul
     return fully_shard(model, mesh=mesh["data"]), world // 2
 
 
-def batches(size: int) -> DataLoader[Any]:
+def batches(size):
     """An epoch of four iterations of 12 samples each, shared by the data-parallel ranks."""
     return loader(Numbers(48), batch_size=12 // size, shuffle=True)
 
 
-def look_at(model: nn.Module) -> None:
+def look_at(model):
     """A forward without a backward, as an evaluation has it: FSDP2 then leaves parameters unsharded."""
     with torch.no_grad():
         model(torch.ones(2, 3))
 
 
-def trainer_in(
-    layout: str, folder: Path, optimizer: str = "adamw", model: nn.Sequential | None = None, **options: Any
-) -> tuple[Trainer, Checkpoint, DataLoader[Any]]:
+def trainer_in(layout, folder, optimizer="adamw", model=None, **options):
     """A trainer with an average that saves every two iterations, and its data."""
     module, size = in_layout(layout, model)
     trainer = Trainer(Update(module, OPTIMIZERS[optimizer](module.parameters()), mse, clip_norm=0.5))
@@ -93,29 +87,29 @@ def trainer_in(
     return trainer, checkpoint, batches(size)
 
 
-def train(trainer: Trainer, data: DataLoader[Any], epochs: int = 2) -> dict[str, Any]:
+def train(trainer, data, epochs=2):
     """Train to the end: the losses by iteration, means over ranks, and digests of the whole state."""
-    losses: dict[int, float] = {}
+    losses = {}
 
-    def keep(engine: Any) -> None:
+    def keep(engine):
         losses[engine.state.iteration] = agreement.mean_of(
             [row[0] for row in agreement.gather_floats([float(engine.state.output["loss"])])]
         )
 
     trainer.add_event_handler(Events.ITERATION_COMPLETED, keep)
     trainer.run(data, max_epochs=epochs)
-    look_at(trainer.update.model)  # type: ignore[attr-defined]
+    look_at(trainer.update.model)
     report = trainer.reproducibility()
-    digest = weights_sha256(trainer.update.model)  # type: ignore[attr-defined]  # an Update
+    digest = weights_sha256(trainer.update.model)
     return {"losses": losses, "state": whole_digests(trainer), "weights_sha256": digest, "report": report}
 
 
-def gathered(value: Tensor) -> Tensor:
+def gathered(value):
     """The whole of a sharded tensor, a collective; any other tensor itself."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def whole_digests(trainer: Trainer) -> dict[str, str]:
+def whole_digests(trainer):
     """The digest of each tensor of model, optimizer and average, gathered from all ranks."""
     names = ("model", "optimizer", "ema")
     states = {name: trainer.registry.objects[name].state_dict() for name in names if name in trainer.registry.objects}
@@ -127,14 +121,14 @@ Phase = tuple[int, Callable[[], Any]]
 """Ranks, and what each of them does."""
 
 
-def run_phases(folder: Path, phases: Mapping[str, Phase], *, timeout_s: float = 100.0) -> dict[str, list[Any]]:
+def run_phases(folder, phases, *, timeout_s=100.0):
     """Each phase in turn, with a process group of its own size; the processes are the same for all of them.
 
     Returns:
         By phase what each of its ranks returned, through JSON.
     """
 
-    def one_rank(rank: int) -> None:
+    def one_rank(rank):
         torch.set_num_threads(1)
         logging.getLogger("torch").setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
@@ -152,7 +146,7 @@ def run_phases(folder: Path, phases: Mapping[str, Phase], *, timeout_s: float = 
         (folder / f"answers_{rank}.json").write_text(json.dumps(answers))  # too much for a pipe
 
     ranks = range(max(world for world, _ in phases.values()))
-    children = [start_child(lambda rank=rank: one_rank(rank)) for rank in ranks]  # type: ignore[misc]  # binds it
+    children = [start_child(lambda rank=rank: one_rank(rank)) for rank in ranks]
     codes = [wait_for(child, timeout_s=timeout_s)[0] for child in children]
     assert codes == [0] * len(codes)
     found = [json.loads((folder / f"answers_{rank}.json").read_text()) for rank in ranks]
