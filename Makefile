@@ -8,6 +8,7 @@ MINUTES ?= 20
 
 SHELL := /bin/bash
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -q -p no:cacheprovider
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Paths set for another program must not bring other packages into this environment.
@@ -16,7 +17,7 @@ unexport PYTHONPATH PYTHONHOME
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test device ignite check lint types imports format search bench goodput docs house clean
+.PHONY: help install train test nightly device ignite check lint types imports format search bench goodput docs house clean
 
 help:  ## print the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -36,8 +37,13 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 train: $(STAMP)  ## train CONFIG (default: the byte GPT, about 20 minutes on 2 cores); ARGS="run.seed=1 ..."
 	$(BIN)/python -m ignite_engine train $(CONFIG) $(ARGS)
 
-test: $(STAMP)  ## run the tests but the slow ones (SLOW=1: these, too, as CI does; LONG=1: all); PYTEST_ARGS="-k schedule"
-	$(BIN)/python -m pytest -q -p no:cacheprovider -n $(if $(SLOW)$(LONG),3,4) --dist worksteal -m "not cuda and not accelerator$(if $(LONG),, and not long$(if $(SLOW),, and not slow))" $(PYTEST_ARGS)
+test: $(STAMP)  ## run the tests, but the nightly ones: 4 minutes on 2 cores; PYTEST_ARGS="-k schedule"
+	$(PYTEST) -n 4 --dist loadfile -m "not nightly and not cuda and not accelerator" $(PYTEST_ARGS)
+
+nightly: $(STAMP)  ## run all tests in new ranks each, the judge for MINUTES=20, those of devices, and all of Ignite's
+	TEST_FRESH_WORLDS=1 TEST_JUDGE_MINUTES=$(MINUTES) $(PYTEST) -n 2 --dist loadfile -m "not cuda and not accelerator" $(PYTEST_ARGS)
+	$(BIN)/python -m tests.device
+	$(BIN)/python -m tests.ignite_suite
 
 device: $(STAMP)  ## run the tests that need a device, on this machine's or on fake ones; docs/devices.md
 	$(BIN)/python -m tests.device $(PYTEST_ARGS)

@@ -1,7 +1,6 @@
-"""For every test: one thread per process, tests of a device skipped where there is none, a record of all skips."""
+"""For every test: one thread per process, tests of a device skipped where there is none, none that takes long."""
 
 import gc
-import json
 import os
 import signal
 from pathlib import Path
@@ -15,11 +14,11 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda number, frame: None)
 
+from tests.device import fake  # noqa: E402  # imports no torch
+
 NO_DEVICE = "needs a CUDA device, this machine has none: `make device` runs it on a fake one"
 KIND = os.environ.get("TEST_DEVICE")  # a fake device, of a kind that tests/device/fake.py names
 if KIND:  # before torch is imported
-    from tests.device import fake
-
     try:
         fake.load(KIND)
     except fake.Unavailable as error:
@@ -46,11 +45,12 @@ def _forked():
 
 os.register_at_fork(after_in_child=_forked)
 
-SKIPPED = pytest.StashKey[list[dict[str, str]]]()
+BUDGET_S = 2.0
+"""What a test may take that is not nightly, where the machine has a core for it."""
 
 
 def pytest_addoption(parser):
-    parser.addoption("--skipped-to", metavar="FILE", help="write the skipped tests and their reasons as JSON lines")
+    parser.addoption("--no-skips", action="store_true", help="a skipped test fails, but one of another kind of device")
 
 
 ROWS = Path(__file__).parent  # rows.txt, and one of each folder that may be deleted with its tests
@@ -58,10 +58,8 @@ ROWS = Path(__file__).parent  # rows.txt, and one of each folder that may be del
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "row(*ids): proves these rows of the feature table, which rows.txt lists")
-    config.stash[SKIPPED] = []
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         processes.serve()  # all processes that test share its fork server
-    config.pluginmanager.register(SkipRecorder(config.stash[SKIPPED]))
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are left out by their markers
@@ -107,28 +105,22 @@ def threads_as_before():
         torch.set_num_threads(before)
 
 
-class SkipRecorder:
-    """Remembers every skipped test and every module skipped as a whole; an expected failure is no skip."""
-
-    def __init__(self, skipped):
-        self.skipped = skipped
-
-    def pytest_runtest_logreport(self, report):
-        if report.skipped and not hasattr(report, "wasxfail"):
-            self._record(report.nodeid, report.longrepr)
-
-    def pytest_collectreport(self, report):
-        if report.skipped:
-            self._record(report.nodeid, report.longrepr)
-
-    def _record(self, nodeid, longrepr):
-        reason = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
-        self.skipped.append({"test": nodeid, "reason": str(reason).removeprefix("Skipped: ")})
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail") and item.config.getoption("--no-skips"):
+        reason = str(report.longrepr[2]).removeprefix("Skipped: ")
+        if KIND or not reason.startswith(fake.ONLY):
+            report.outcome, report.longrepr = "failed", f"skipped: {reason}"
+    # more processes than cores take turns: so much longer may a test take
+    allowed_s = BUDGET_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    if call.when == "call" and report.passed and call.duration > allowed_s and not is_long(item):
+        report.outcome = "failed"
+        report.longrepr = f"took {call.duration:.1f} s, more than {allowed_s:.1f}: make it quicker, or mark it nightly"
+    return report
 
 
-def pytest_sessionfinish(session):
-    target = session.config.getoption("--skipped-to")
-    if target and not hasattr(session.config, "workerinput"):  # one process of several that test: the others report
-        # the last line tells a run without skips from one that never got here
-        lines = [*session.config.stash[SKIPPED], {"collected": session.testscollected}]
-        Path(target).write_text("".join(json.dumps(line) + "\n" for line in lines))
+def is_long(item):
+    return any(
+        item.get_closest_marker(name) for name in ("nightly", "cuda", "accelerator", "slow", "long", "packaging")
+    )
