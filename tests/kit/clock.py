@@ -1,23 +1,27 @@
 """A clock that a test moves: no test waits for a real one."""
 
+import sys
 import time
 
 import pytest
+
+NAMES = ("time", "monotonic", "perf_counter", "time_ns", "monotonic_ns", "perf_counter_ns", "sleep")
 
 
 class Clock:
     """Stands still until it is moved; ``time.sleep`` moves it, and calls ``on_sleep`` with the seconds.
 
-    Replaces ``time``, ``monotonic``, ``perf_counter``, their ``_ns`` and ``sleep`` of the module ``time``.
+    Replaces what NAMES has of the module ``time``, also where a module of the engine or of Ignite has imported it.
     """
 
     def __init__(self, patch):
-        self.now, self._began = 1_700_000_000.0, time.monotonic()
+        self.now = 1_700_000_000.0
         self.on_sleep = lambda seconds: None
-        for name in ("time", "monotonic", "perf_counter"):
-            patch.setattr(time, name, lambda: self.now)
-            patch.setattr(time, f"{name}_ns", lambda: int(self.now * 1e9))
-        patch.setattr(time, "sleep", self.sleep)
+        self._real = {name: getattr(time, name) for name in NAMES}
+        self._own = {name: self._now_ns if name.endswith("_ns") else self._now for name in NAMES}
+        self._own["sleep"] = self.sleep
+        for module, name in [*((time, name) for name in NAMES), *_importers_of(self._real)]:
+            patch.setattr(module, name, self._own[name])
 
     def move(self, seconds):
         self.now += seconds
@@ -26,7 +30,30 @@ class Clock:
         self.move(seconds)
         self.on_sleep(seconds)
 
+    def leave(self):
+        """Give the real ones to modules that were imported meanwhile."""
+        for module, name in _importers_of(self._own):
+            setattr(module, name, self._real[name])
+
+    def _now(self):
+        return self.now
+
+    def _now_ns(self):
+        return int(self.now * 1e9)
+
+
+def _importers_of(functions):
+    modules = [each for name, each in sys.modules.items() if name.partition(".")[0] in ("ignite", "ignite_engine")]
+    return [
+        (module, name)
+        for module in modules
+        for name, function in functions.items()
+        if vars(module).get(name) == function
+    ]
+
 
 @pytest.fixture
 def clock(monkeypatch):
-    return Clock(monkeypatch)
+    clock = Clock(monkeypatch)
+    yield clock
+    clock.leave()

@@ -33,6 +33,7 @@ class Program:
         limits: of ``run()``.
         checkpoint: further options of its Checkpoint.
         measured: names of metrics that are times, or else differ from run to run.
+        parts: names of parts that its checkpoints must hold, or else "states" would compare none of them.
     """
 
     build: object
@@ -40,6 +41,7 @@ class Program:
     limits: dict = field(default_factory=lambda: {"max_epochs": 2})
     checkpoint: dict = field(default_factory=dict)
     measured: tuple = ()
+    parts: tuple = ()
 
 
 def program(handlers=(), *, model=None, data=None, accumulation_steps=None, **options):
@@ -51,7 +53,7 @@ def program(handlers=(), *, model=None, data=None, accumulation_steps=None, **op
         model: makes the model; by default a small one with dropout.
         options: those that ``Program`` has, the others of ``Update``.
     """
-    own = {name: options.pop(name) for name in ("limits", "checkpoint", "measured") if name in options}
+    own = {name: options.pop(name) for name in ("limits", "checkpoint", "measured", "parts") if name in options}
 
     def build():
         seed_everything(7)
@@ -134,7 +136,9 @@ class _Run:
         assert repr(values(self)) == repr(values(whole)), name
 
     def same_states(self, whole, name):
-        expected, found = dict(leaves(whole.saved())), dict(leaves(self.saved()))
+        parts, saved = whole.saved(), self.saved()
+        assert set(self.program.parts) <= parts.keys() & saved.keys(), (name, list(parts), list(saved))
+        expected, found = dict(leaves(parts)), dict(leaves(saved))
         assert found.keys() == expected.keys(), name
         differ = [key for key, value in expected.items() if not same_bits(value, found[key])]
         assert not differ, f"{name}: {[(key, expected[key], found[key]) for key in differ[:3]]}"
