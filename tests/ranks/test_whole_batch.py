@@ -1,31 +1,23 @@
 """Ranks with ragged tokens, uneven shards, a short tail or no batch at all train as one process on the whole batch."""
 
-from itertools import product
-from typing import Any
+import logging
+from itertools import chain
 
 import pytest
 import torch
-import torch.distributed as dist
 from ignite.engine import Events
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from ignite_engine import Trainer, Update, loader
-from ignite_engine.ranks import agreement
-from tests.kit.tiny import linear, one
-from tests.ranks.forkserver import on_ranks
-
-pytestmark = pytest.mark.distributed
+from ignite_engine.handlers import Checkpoint
+from tests.kit.processes import ranks
+from tests.kit.tiny import Numbers, linear, mse, one
 
 SAMPLES, SIZE, STEPS = 23, 2, 2
 COUNTS = (1, 5, 2, 3)
 """Batches of each rank where each has data of its own."""
-CASES = (
-    [(world, data, empty) for world, data, empty in product((2, 3, 4), ("list", "stream"), (False, True))]
-    + [(world, "loader", False) for world in (2, 3, 4)]
-    + [(4, "one sample", True)]
-)
 
 
 def sample(index):
@@ -34,7 +26,7 @@ def sample(index):
     return torch.randn(5, 3, generator=generator), torch.arange(5) <= index * 7 % 5
 
 
-class Ragged(Dataset[Any]):
+class Ragged(Dataset):
     def __init__(self, count):
         self.count = count
 
@@ -55,33 +47,35 @@ class Stream:
         return iter(self.batches)
 
 
+def batch_of(ids):
+    inputs, real = zip(*map(sample, ids), strict=True)
+    return torch.tensor(ids), torch.stack(inputs), torch.stack(real)
+
+
 def loss_fn(model, batch):
     _, inputs, real = batch
     return (model(inputs[real]).squeeze(1) - inputs[real].sum(1)).square().mean()
 
 
-def tokens(batch):
-    return int(batch[2].sum())
+def ids_of(rank, empty):
+    """The samples of each batch of this rank, the last of which has one; rank 0 may have none."""
+    count = 0 if empty and rank == 0 else COUNTS[rank]
+    firsts = [10 * rank + 2 * number for number in range(count)]
+    return [[first] if first == firsts[-1] else [first, first + 1] for first in firsts]
 
 
 def data_of(data, rank, empty):
     if data in ("loader", "one sample"):
         return loader(Ragged(1 if data == "one sample" else SAMPLES), SIZE, shuffle=True)
-    batches = []
-    for number in range(0 if empty and rank == 0 else COUNTS[rank]):
-        first = 10 * rank + 2 * number
-        last = number == COUNTS[rank] - 1  # one sample
-        ids = [first] if last else [first, first + 1]
-        inputs, real = zip(*map(sample, ids), strict=True)
-        batches.append((torch.tensor(ids), torch.stack(inputs), torch.stack(real)))
+    batches = [batch_of(ids) for ids in ids_of(rank, empty)]
     return batches if data == "list" else Stream(batches)
 
 
 def train(rank, data, empty):
     model = linear()
-    wrapped = DistributedDataParallel(model)
-    update = Update(wrapped, torch.optim.AdamW(model.parameters(), lr=0.05), loss_fn, weight_fn=tokens, clip_norm=1.0)
-    trainer, seen = Trainer(update, STEPS), list[list[int]]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    weighted = {"weight_fn": lambda batch: int(batch[2].sum()), "clip_norm": 1.0}
+    trainer, seen = Trainer(Update(DistributedDataParallel(model), optimizer, loss_fn, **weighted), STEPS), []
 
     @trainer.on(Events.ITERATION_COMPLETED)
     def note():
@@ -89,52 +83,128 @@ def train(rank, data, empty):
         seen.append([int(each) for ids, _, _ in group for each in ids])
 
     trainer.run(data_of(data, rank, empty), max_epochs=2)
-    return {"seen": seen, "weights": one(model).clone()}
+    return seen, one(model)
 
 
-def _rank(place, folder):
-    torch.set_num_threads(1)
-    reports = {}
-    for world in (2, 3, 4):
-        if place < world:
-            dist.init_process_group("gloo", init_method=f"file://{folder}/{world}", rank=place, world_size=world)
-            for case in CASES:
-                if case[0] == world:
-                    reports[case] = train(place, *case[1:])
-            agreement.forget_groups()
-            dist.destroy_process_group()
-    torch.save(reports, f"{folder}/{place}.pt")
-
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole_batch")
-    on_ranks(4, _rank, folder, joined=False)
-    return [torch.load(folder / f"{place}.pt", weights_only=False) for place in range(4)]
+CASES = [
+    (2, "list", False),
+    (2, "stream", True),
+    (2, "loader", False),
+    (3, "list", True),
+    (3, "loader", False),
+    (4, "stream", False),
+    (4, "one sample", True),
+]
 
 
 @pytest.mark.row("B11")
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_weights_are_those_of_one_process_with_the_whole_batch(reports, case):
-    world, data, empty = case
-    ranks = [report[case] for report in reports[:world]]
-    assert any(not any(each["seen"]) for each in ranks) == empty, "a rank without a batch"
+@pytest.mark.parametrize(("world", "data", "empty"), CASES)
+def test_weights_are_those_of_one_process_with_the_whole_batch(world, data, empty):
+    found = ranks(world, train, data, empty)
+    assert any(not any(seen) for seen, _ in found) == empty, "a rank without a batch"
     model = linear()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    updates = [[index for each in ranks for index in each["seen"][step]] for step in range(len(ranks[0]["seen"]))]
-    for update in updates:
-        inputs, real = zip(*map(sample, update), strict=True)
+    updates = [[*chain(*of_ranks)] for of_ranks in zip(*(seen for seen, _ in found), strict=True)]
+    for ids in updates:
         optimizer.zero_grad()
-        loss_fn(model, (update, torch.stack(inputs), torch.stack(real))).backward()
+        loss_fn(model, batch_of(ids)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-    expected = sorted(range(1 if data == "one sample" else SAMPLES)) * 2
+    expected = list(range(1 if data == "one sample" else SAMPLES))
     if data in ("list", "stream"):
-        alone = [data_of("list", rank, empty) for rank in range(world)]
-        expected = [int(each) for batches in alone for ids, _, _ in batches for each in ids] * 2
-    assert sorted(index for update in updates for index in update) == sorted(expected), "each sample once an epoch"
-    for each in ranks:
-        torch.testing.assert_close(each["weights"], one(model).detach(), rtol=0, atol=2e-6)
+        expected = [index for rank in range(world) for ids in ids_of(rank, empty) for index in ids]
+    assert sorted(chain(*updates)) == sorted(expected * 2), "each sample once an epoch"
+    for _, weights in found:
+        torch.testing.assert_close(weights, one(model), rtol=0, atol=2e-6)
+
+
+# ------------------------------------------------------------------------------------------------ micro-batches dealt
+
+
+def see(rank, folder, samples, stop_at=None, **options):
+    """The samples of each of this rank's micro-batches that counts, by epoch and iteration, and what was warned of."""
+    seen, lines = [], []
+    handler = logging.Handler(logging.WARNING)
+    handler.addFilter(lambda record: "samples" in record.getMessage())
+    handler.emit = lambda record: lines.append(record.getMessage())
+
+    def update(engine, batch):
+        real = batch[: len(batch) - engine.state.padding]
+        seen.append((engine.state.epoch, engine.state.iteration, [each.tolist() for each in real]))
+
+    trainer = Trainer(update, global_micro_batches=5)
+    checkpoint = Checkpoint(folder)
+    checkpoint.attach(trainer)
+    checkpoint.resume()
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def stop():
+        if trainer.state.iteration == stop_at:
+            trainer.request_stop("here")
+            trainer.vote_at_next_boundary()
+
+    logging.getLogger("ignite_engine").addHandler(handler)
+    trainer.run(loader(torch.arange(samples), 2, shuffle=True, **options), max_epochs=2)
+    logging.getLogger("ignite_engine").removeHandler(handler)
+    return seen, lines
+
+
+def seen_on(world, folder, samples, stop_at=None, **options):
+    """Epoch, iteration and micro-batches of all ranks, in the order of ranks."""
+    work = lambda rank: see(rank, folder, samples, stop_at, **options)  # noqa: E731
+    found = [work(0)] if world == 1 else ranks(world, work)
+    assert not any(lines for _, lines in found), "the position means the same on any number of ranks"
+    joined = []
+    for same in zip(*(seen for seen, _ in found), strict=True):
+        assert len({each[:2] for each in same}) == 1
+        joined.append((*same[0][:2], [*chain(*(each[2] for each in same))]))
+    return joined
+
+
+@pytest.mark.parametrize(
+    ("samples", "worlds", "options"),
+    [(29, (2, 3, 4), {}), (29, (2,), {"drop_last": True, "num_workers": 2}), (24, (4,), {})],
+    ids=str,
+)
+def test_an_iteration_is_the_same_micro_batches_on_any_number_of_ranks(samples, worlds, options, tmp_path):
+    alone = seen_on(1, tmp_path / "1", samples, **options)
+    for world in worlds:
+        assert seen_on(world, tmp_path / str(world), samples, **options) == alone
+
+    sizes, dropped = [len(each) for *_, group in alone for each in group], options.get("drop_last", False)
+    batches = samples // 2 if dropped else -(-samples // 2)
+    assert len(sizes) == 2 * batches and sum(sizes) == 2 * (samples - (samples % 2) * dropped)
+    assert len(alone) == 2 * -(-batches // 5)
+    assert alone[0][2] != alone[len(alone) // 2][2], "each epoch has its own order"
+
+
+def test_run_continues_on_another_number_of_ranks_with_the_next_micro_batch(tmp_path):
+    parts = []
+    for world, stop_at in ((2, 1), (4, 2), (1, 3), (3, 5), (2, None)):
+        parts += seen_on(world, tmp_path / "parts", 29, stop_at)
+    assert parts == seen_on(1, tmp_path / "whole", 29)
+
+
+def learn(rank, wrap):
+    """Weights and losses with the ordinary update."""
+    model = linear(dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(
+        Update(wrap(model), optimizer, mse, weight_fn=lambda batch: len(batch[0])), global_micro_batches=5
+    )
+    losses = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(float(trainer.state.output["loss"])))
+    trainer.run(loader(Numbers(23, dtype=torch.float64), 2, shuffle=True), max_epochs=2)
+    return one(model), torch.tensor(losses)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_update_learns_the_same_on_uneven_shares_and_a_short_tail(world):
+    """23 samples in batches of 2 make 12 micro-batches; 5 on 2 to 4 ranks are uneven, and 2 are left at the end."""
+    weights, losses = learn(0, lambda model: model)
+    found = ranks(world, learn, DistributedDataParallel)
+    for each, _ in found:
+        torch.testing.assert_close(each, weights, rtol=0, atol=1e-12)
+    mean = torch.stack([each for _, each in found]).mean(0)
+    torch.testing.assert_close(mean, losses, rtol=1e-6, atol=0)
