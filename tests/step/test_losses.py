@@ -1,16 +1,14 @@
-"""What a loss function may return, the error where it returns something else, and the averages of a group."""
+"""What a loss function may return, the error where it returns something else, and what is reported of a group."""
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
-from ignite.engine import Events
+from ignite.engine import Engine, Events
 from torch import Tensor, nn
 
 from ignite_engine import Trainer, Update
-from ignite_engine.step.losses import scalar, weighted, weighted_by_name
+from tests.kit.refusals import refusals
 from tests.kit.tiny import Numbers, linear, mse, one
 
 
@@ -22,33 +20,47 @@ def trained(loss_fn, steps=2, **options):
     return one(model), state.output
 
 
-def beside(**values):
-    return lambda model, batch: (mse(model, batch), values)
+class Parts(NamedTuple):
+    fit: Tensor
+    size: Tensor
 
 
-def test_errors_of_the_users_own_stay_as_they_are():
-    def failing(model, batch):
-        raise KeyError("mine")
-
-    def failing_in_backward(model, batch):
-        loss = mse(model, batch)
-        loss.register_hook(failing)  # one argument is missing
-        return loss
-
-    with pytest.raises(KeyError, match="mine"):
-        trained(failing)
-    with pytest.raises(TypeError, match="missing 1 required positional argument"):
-        trained(failing_in_backward)
+def in_parts(model, batch):
+    return {"fit": mse(model, batch), "size": 0.1 * next(model.parameters()).square().sum().reshape(1)}
 
 
-@pytest.mark.parametrize("shape", [(1,), (1, 1)])
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_loss_of_one_element_is_a_loss(shape, precision):
-    weights, output = trained(lambda model, batch: mse(model, batch).reshape(shape), precision=precision)
-    expected, same = trained(mse, precision=precision)
+def summed(model, batch):
+    fit, size = in_parts(model, batch).values()
+    return fit + size.reshape(())
 
-    assert torch.equal(weights, expected)
-    assert output["loss"].shape == () and torch.equal(output["loss"], same["loss"])
+
+FORMS = {
+    "one element": (lambda model, batch: summed(model, batch).reshape(1), []),
+    "one element of two dimensions": (lambda model, batch: summed(model, batch).reshape(1, 1), []),
+    "with others": (lambda m, b: (summed(m, b), {"count": (b[1] > -9).sum()}), ["count"]),
+    "by name": (in_parts, ["loss/fit", "loss/size"]),
+    "named tuple": (lambda m, b: Parts(**in_parts(m, b)), ["loss/fit", "loss/size"]),
+    "by name, with others": (
+        lambda m, b: (in_parts(m, b), {"count": torch.tensor(2)}), ["loss/fit", "loss/size", "count"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.row("A8")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_of_a_loss_trains_alike_and_reports_its_parts(form, steps, precision):
+    loss_fn, names = FORMS[form]
+    weights, output = trained(loss_fn, steps, precision=precision)
+    expected, whole = trained(summed, steps, precision=precision)
+
+    assert torch.equal(weights, expected) and torch.equal(output["loss"], whole["loss"])
+    assert list(output) == ["loss", *names]
+    assert not any(value.requires_grad or value.dim() for value in output.values())
+    if "loss/fit" in output:
+        assert torch.allclose(output["loss/fit"] + output["loss/size"], output["loss"])
+    assert float(output.get("count", 2)) == 2.0  # a count is averaged too
 
 
 @pytest.mark.parametrize("steps", [None, 2])
@@ -61,19 +73,6 @@ def test_reported_views_do_not_keep_the_whole_tensor(steps):
 
     assert {name: value.untyped_storage().nbytes() for name, value in output.items()} == dict.fromkeys(output, 4)
     assert torch.equal(output["first"], output["loss"]) and output["last"].shape == ()
-
-
-def test_counts_are_averaged_too():
-    output = trained(lambda model, batch: (mse(model, batch), {"right": (batch[1] > -9).sum()}), 4)[1]
-
-    assert output["right"].item() == 2.0
-
-
-def test_what_is_a_scalar_of_its_own_is_not_copied():
-    value = torch.ones((), requires_grad=True) * 2
-
-    assert scalar(value).data_ptr() == value.data_ptr() and not scalar(value).requires_grad
-    assert scalar(torch.ones(2)[1]).item() == 1.0
 
 
 class Tempered(nn.Module):
@@ -90,103 +89,130 @@ class Tempered(nn.Module):
 
 
 REPORTED = {
-    "detached parameter": lambda model: {"value": model.logit_scale.detach()},
-    "data of a parameter": lambda model: {"value": model.logit_scale.data},
-    "parameter": lambda model: {"value": model.logit_scale},
-    "view of a parameter": lambda model: {"value": model.logit_scale.view(1)},
-    "buffer": lambda model: {"value": model.seen},
-    "view of a buffer": lambda model: {"value": model.seen[0]},
-    "alias in numpy": lambda model: {"value": torch.from_numpy(model.seen.numpy())},
+    "parameter": lambda model: model.logit_scale,
+    "detached parameter": lambda model: model.logit_scale.detach(),
+    "view of a parameter": lambda model: model.logit_scale.view(1),
+    "buffer": lambda model: model.seen,
+    "view of a buffer": lambda model: model.seen[0],
+    "alias in numpy": lambda model: torch.from_numpy(model.seen.numpy()),
+    "a loss": lambda model: model.logit_scale,
 }
 
 
-@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("name", REPORTED)
 def test_a_reported_value_keeps_its_number_when_the_model_changes(name, steps):
-    model, outputs, at_once = Tempered(), list[Tensor](), list[float]()
+    model, outputs, at_once = Tempered(), [], []
 
     def loss_fn(model, batch):
-        loss, values = model(batch), REPORTED[name](model)
-        at_once.append(values["value"].item())
-        return loss, values
+        loss, value = model(batch), REPORTED[name](model)
+        at_once.append(value.item())
+        return {"value": value} if name == "a loss" else (loss, {"value": value})
 
     trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.5), loss_fn), steps)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: outputs.append(trainer.state.output["value"]))
+    key = "loss/value" if name == "a loss" else "value"
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: outputs.append(trainer.state.output[key]))
     trainer.run([torch.ones(2)] * 6, max_epochs=1)
 
-    groups = [at_once[start : start + (steps or 1)] for start in range(0, 6, steps or 1)]
+    groups = [at_once[start : start + steps] for start in range(0, 6, steps)]
     assert [output.item() for output in outputs] == [sum(group) / len(group) for group in groups]
     assert len({output.item() for output in outputs}) == len(outputs)
 
 
-def test_a_loss_that_is_a_parameter_keeps_its_number():
-    model, outputs = Tempered(), list[Any]()
-
-    def loss_fn(model, batch):
-        return {"scale": model.logit_scale}
-
-    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.5), loss_fn))
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: outputs.append(trainer.state.output))
-    trainer.run([torch.ones(2)] * 3, max_epochs=1)
-
-    assert [(each["loss"].item(), each["loss/scale"].item()) for each in outputs] == [(1, 1), (0.5, 0.5), (0, 0)]
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
-def test_weighted_sums_leave_out_what_weighs_nothing():
-    values = [torch.tensor(1.0), torch.tensor(float("nan")), torch.tensor(4.0)]
+def test_errors_of_the_users_own_stay_as_they_are():
+    def failing(model, batch):
+        raise KeyError("mine")
 
-    assert weighted(values, [0.25, 0.0, 0.75]).item() == 3.25
-    assert weighted(values[:1], [0.0]).item() == 0.0
-    assert weighted([values[0], values[2]], [0.5, 0.5]).item() == 2.5
-    assert weighted([values[0], values[2]], [2.0, 2.0]).item() == 10.0
-    assert weighted_by_name([{"a": values[0]}, {"a": values[2]}], [0.25, 0.75])["a"].item() == 3.25
+    def failing_in_backward(model, batch):
+        loss = mse(model, batch)
+        loss.register_hook(failing)  # one argument is missing
+        return loss
 
-
-class Parts(NamedTuple):
-    fit: Tensor
-    size: Tensor
-
-
-def in_parts(model, batch):
-    return {"fit": mse(model, batch), "size": 0.1 * one_of(model).square().sum().reshape(1)}
-
-
-def one_of(model):
-    return next(iter(model.parameters()))
-
-
-@pytest.mark.row("A8")
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("steps", [None, 2])
-@pytest.mark.parametrize("form", ["dict", "named tuple", "with others"])
-def test_losses_by_name_are_summed_and_each_is_reported(form, steps, precision):
-    def summed(model, batch):
-        fit, size = in_parts(model, batch).values()
-        return fit + size.reshape(())
-
-    def loss_fn(model, batch):
-        losses = in_parts(model, batch)
-        if form == "named tuple":
-            return Parts(**losses)
-        return losses if form == "dict" else (losses, {"count": torch.tensor(2.0)})
-
-    weights, output = trained(loss_fn, steps, precision=precision)
-    expected, whole = trained(summed, steps, precision=precision)
-
-    assert torch.equal(weights, expected) and torch.equal(output["loss"], whole["loss"])
-    assert list(output) == ["loss", "loss/fit", "loss/size", *(["count"] if form == "with others" else [])]
-    assert not any(value.requires_grad or value.dim() for value in output.values())
-    assert torch.allclose(output["loss/fit"] + output["loss/size"], output["loss"])
+    with pytest.raises(KeyError, match="mine"):
+        trained(failing)
+    with pytest.raises(TypeError, match="argument"):
+        trained(failing_in_backward)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_error_of_the_model_is_noted_with_the_shapes_of_its_batch(precision):
-    def wrong(model, batch):
-        return model(batch["x"].T).mean()
-
     model = linear()
-    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), wrong, precision=precision)
+    update = Update(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b["x"].T).mean(), precision=precision
+    )
     batch = {"x": torch.ones(5, 3), "y": [torch.ones(5, dtype=torch.int64), "a text"]}
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+    with pytest.raises(RuntimeError, match="shapes") as raised:
         Trainer(update).run([batch], max_epochs=1)
-    assert "The micro-batch: {'x': Tensor [5, 3] float32, 'y': [Tensor [5] int64, str]}." in raised.value.__notes__
+    (note,) = [note for note in raised.value.__notes__ if "batch" in note]
+    assert "'x': Tensor [5, 3] float32" in note and "[Tensor [5] int64, str]" in note
+
+
+class Full:
+    """A loss function that runs out of memory in its third call; ``late``: in backward."""
+
+    def __init__(self, late):
+        self.late, self.calls = late, 0
+
+    def __call__(self, model, batch):
+        loss, self.calls = mse(model, batch), self.calls + 1
+        if self.calls == 3:
+            if not self.late:
+                self.fail()
+            loss.register_hook(self.fail)
+        return loss
+
+    def fail(self, *_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nGPU 0 has more to say.")
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("kind", "steps", "iteration"), [(Engine, [], 3), (Trainer, [], 3), (Trainer, [2], 2)])
+def test_a_micro_batch_that_does_not_fit_into_memory_is_named_with_its_shapes(kind, steps, iteration, late):
+    model, data = linear(), Numbers(20)
+    batches = [(data.inputs[start:end], data.targets[start:end]) for start, end in ((0, 2), (2, 4), (4, 11), (11, 12))]
+    engine = kind(Update(model, torch.optim.SGD(model.parameters(), lr=0.05), Full(late)), *steps)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        engine.run(batches, max_epochs=1)
+    message = str(raised.value)
+    assert "\n" not in message and "more to say" not in message
+    for words in ("rank 0", f"iteration {iteration}", "Tensor [7, 3] float32", "accumulation_steps", "allocate 2 GiB"):
+        assert words in message
+
+
+def returning(result):
+    """A run whose loss function returns ``result(loss)``."""
+    return lambda: trained(lambda model, batch: result(mse(model, batch)))
+
+
+def alternating(*results):
+    """Its results in turn."""
+    left = list(results)
+    return lambda: trained(lambda model, batch: left.pop(0)(mse(model, batch)))
+
+
+test_refusals = refusals(
+    [
+        ("number", returning(lambda loss: 0.5), ValueError, "number 0.5 tensor"),
+        ("item", returning(lambda loss: loss.item()), ValueError, "number without item()"),
+        ("nothing", returning(lambda loss: None), ValueError, "None tensor"),
+        ("a text", returning(lambda loss: "word"), ValueError, "a str"),
+        ("several elements", returning(lambda loss: loss.repeat(3)), ValueError, "shape (3,) mean()"),
+        ("no gradient", returning(lambda loss: loss.detach()), ValueError, "requires_grad detach()"),
+        ("triple", returning(lambda loss: (loss, {}, {})), ValueError, "tuple of 3"),
+        ("pair of losses", returning(lambda loss: (loss, loss)), ValueError, "(loss, Tensor) name"),
+        ("a number beside it", returning(lambda loss: (loss, {"a": 1})), ValueError, "'a' number 1 torch.tensor"),
+        ("a vector beside it", returning(lambda loss: (loss, {"a": torch.ones(2)})), ValueError, "'a' shape (2,)"),
+        ("total among its parts", returning(lambda loss: {"loss": loss, "a": loss}), ValueError, "summed 'loss'"),
+        ("no losses", returning(lambda loss: {}), ValueError, "by name none"),
+        ("a part that is a number", returning(lambda loss: {"a": loss, "b": 1}), ValueError, "loss 'b' number 1"),
+        ("a part of two", returning(lambda loss: {"a": loss.repeat(2)}), ValueError, "loss 'a' shape (2,)"),
+        ("parts without gradient", returning(lambda loss: {"a": loss.detach()}), ValueError, "requires_grad"),
+        ("name twice", returning(lambda loss: ({"a": loss}, {"loss/a": loss})), ValueError, "'loss/a' name choose"),
+        ("a name of ours", returning(lambda loss: (loss, {"grad_norm": loss})), ValueError, "'grad_norm' choose"),
+        ("other names", alternating(lambda x: (x, {"a": x}), lambda x: (x, {"b": x})), ValueError, "names 'a' 'b'"),
+        ("no names", alternating(lambda x: (x, {"a": x}), lambda x: x), ValueError, "same names for 2"),
+    ]
+)  # fmt: skip

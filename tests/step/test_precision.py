@@ -1,93 +1,85 @@
-"""What a precision's name means, and one verdict of the loss scaler over several optimizers."""
-
-from __future__ import annotations
+"""What a precision's name means, one verdict of the loss scaler over several optimizers, and FP8."""
 
 from contextlib import contextmanager
 
 import pytest
 import torch
-from ignite.engine import Events
 from torch import nn
 
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader
-from ignite_engine.handlers import Checkpoint
-from ignite_engine.step.precision import LossScaler, autocast, check_precision, loss_scaler
-from tests.kit.tiny import Numbers, mse, one
+from tests.kit.refusals import refusals
+from tests.kit.resume import Program, assert_resumes
+from tests.kit.tiny import Numbers, linear, mse, one
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )
 def test_a_precision_is_the_dtype_of_matrix_products(name, dtype):
-    with autocast(name, "cpu"):
-        assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == dtype
+    model, seen = nn.Linear(2, 2), []
+
+    def loss_fn(model, batch):
+        seen.append(model(batch).dtype)
+        return model(batch).float().mean()
+
+    Trainer(Update(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, precision=name)).run([torch.ones(1, 2)])
+    create_evaluator(model, loss_fn, precision=name).run([torch.ones(1, 2)])
+    assert seen == [dtype] * 2
 
 
-def test_unknown_precisions_and_options_without_effect_are_refused():
-    with pytest.raises(ValueError, match="precision must be one of fp32, bf16, fp16, got 'half'"):
-        check_precision("half")
-    with pytest.raises(ValueError, match="have no effect with precision 'fp32'"):
-        loss_scaler("fp32", "cpu", {"init_scale": 2.0})
-    assert loss_scaler("bf16", "cpu", None) is None and loss_scaler("fp32", "cpu", {}) is None
+class Two(nn.Module):
+    """Two weights, whose gradients are those that the batch says."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
 
 
-def optimizer(gradient, scale=1.0):
-    parameter = nn.Parameter(torch.ones(2))
-    parameter.grad = None if gradient is None else torch.full((2,), gradient * scale)
-    return torch.optim.SGD([parameter], lr=1.0)
+def given(model, batch):
+    loss = model.first.sum() * 0.0 if batch[0] is None else model.first.sum() * batch[0]
+    return loss if batch[1] is None else loss + model.second.sum() * batch[1]
 
 
-def scaler(**options):
-    made = LossScaler("cpu", init_scale=8.0, growth_interval=1, **options)
-    made.scale(torch.ones(()))  # torch makes its tensors here
-    return made
+def scaled(batches, optimizers=lambda model: [[model.first], [model.second]], **options):
+    """Weights, scale and gradients after each iteration of two optimizers under one scaler."""
+    model, seen = Two(), []
+    named = {str(n): torch.optim.SGD(part, lr=1.0) for n, part in enumerate(optimizers(model))}
+    scaler = {"init_scale": 8.0, "growth_interval": 1, **options}
+    trainer = Trainer(Update(model, named, given, precision="fp16", grad_scaler=scaler))
+
+    def look(trainer):
+        state = trainer.state
+        at = trainer.update.scaler.get_scale() if scaler.get("enabled", True) else None
+        seen.append((one(model).tolist(), at, state.optimizer_steps, state.skipped_steps))
+
+    trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_COMPLETED | TrainingEvents.OPTIMIZER_STEP_SKIPPED, look)
+    trainer.run(batches, max_epochs=1)
+    return seen
 
 
-def gradient(of):
-    return of.param_groups[0]["params"][0].grad.tolist()
+inf = float("inf")
 
 
-def test_finite_gradients_are_unscaled_and_the_scale_grows():
-    made, optimizers = scaler(), [optimizer(3.0, 8.0), optimizer(5.0, 8.0), optimizer(None)]
-
-    assert made.unscale_all(optimizers)
-    assert [gradient(each) for each in optimizers[:2]] == [[3.0, 3.0], [5.0, 5.0]]
-    assert optimizers[0].param_groups[0]["params"][0].tolist() == [1.0, 1.0]  # no optimizer was stepped
-    made.adjust()
-    assert made.get_scale() == 16.0
-
-
-@pytest.mark.parametrize("place", [0, 1])
-def test_an_overflow_anywhere_is_one_for_all_and_the_scale_falls(place):
-    made, optimizers = scaler(), [optimizer(3.0), optimizer(5.0)]
-    optimizers[place] = optimizer(float("inf"))
-
-    assert not made.unscale_all(optimizers)
-    made.adjust()
-    assert made.get_scale() == 4.0
-    assert made.unscale_all([optimizer(3.0)])  # the next update begins with none
+@pytest.mark.parametrize("bad", [(inf, 5.0), (3.0, inf)])
+def test_an_overflow_anywhere_is_one_for_all_and_the_next_update_begins_with_none(bad):
+    assert scaled([(3.0, 5.0), bad, (1.0, 1.0)]) == [
+        ([-3.0, -3.0, -5.0, -5.0], 16.0, 1, 0),
+        ([-3.0, -3.0, -5.0, -5.0], 8.0, 1, 1),
+        ([-4.0, -4.0, -6.0, -6.0], 16.0, 2, 1),
+    ]
 
 
-def test_without_a_gradient_nothing_is_judged():
-    made = scaler()
-
-    assert made.unscale_all([optimizer(None)])
-    made.adjust()
-    assert made.get_scale() == 8.0
+def test_an_optimizer_without_a_gradient_is_not_judged():
+    assert scaled([(3.0, None)]) == [([-3.0, -3.0, 0.0, 0.0], 16.0, 1, 0)]
 
 
 def test_a_parameter_of_two_optimizers_is_unscaled_once():
-    made, first = scaler(), optimizer(3.0, 8.0)
-    second = torch.optim.SGD(first.param_groups[0]["params"], lr=1.0)
-
-    assert made.unscale_all([first, second]) and gradient(first) == [3.0, 3.0]
+    both = scaled([(3.0, 5.0)], lambda model: [[model.first, model.second], [model.second]])
+    assert both == [([-3.0, -3.0, -10.0, -10.0], 16.0, 1, 0)]
 
 
 def test_a_scaler_that_is_switched_off_lets_everything_step():
-    made = loss_scaler("fp16", "cpu", {"enabled": False})
-
-    assert made is not None and made.unscale_all([optimizer(float("inf"))])
-    made.adjust()
+    assert [(steps, skipped) for *_, steps, skipped in scaled([(inf, 5.0)], enabled=False)] == [(1, 0)]
 
 
 class Recipe:
@@ -97,8 +89,7 @@ class Recipe:
     """
 
     def __init__(self):
-        self.entered, self.is_open = 0, False
-        self.layers = []
+        self.entered, self.is_open, self.layers = 0, False, []
 
     @contextmanager
     def __call__(self):
@@ -112,8 +103,6 @@ class Recipe:
 
 class Rounded(nn.Linear):
     """A layer as an FP8 library puts it in the place of ``nn.Linear``."""
-
-    largest: torch.Tensor
 
     def __init__(self, features, outputs, recipe):
         super().__init__(features, outputs)
@@ -138,10 +127,15 @@ def in_eight_bits():
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), recipe
 
 
+def trainer_in_eight_bits(use=True):
+    model, optimizer, recipe = in_eight_bits()
+    return Trainer(Update(model, optimizer, mse, precision=recipe if use else "fp32"), accumulation_steps=2)
+
+
 @pytest.mark.row("B10")
-def test_an_fp8_library_plugs_in_by_its_layers_and_a_context_around_each_forward_pass(tmp_path):
+def test_an_fp8_library_plugs_in_by_its_layers_and_a_context_around_each_forward_pass():
     by_hand, hand_optimizer, hand_recipe = in_eight_bits()
-    data = Numbers(24)
+    data, closed = Numbers(24), []
     for first in range(0, 24, 8):
         for micro_batch in (slice(first, first + 4), slice(first + 4, first + 8)):
             with hand_recipe():
@@ -149,29 +143,31 @@ def test_an_fp8_library_plugs_in_by_its_layers_and_a_context_around_each_forward
             (loss * 0.5).backward()
         hand_optimizer.step()
         hand_optimizer.zero_grad()
+    trainer, plain = trainer_in_eight_bits(), trainer_in_eight_bits(use=False)
+    recipe = trainer.update.precision
+    for event in (TrainingEvents.BACKWARD_COMPLETED, TrainingEvents.OPTIMIZER_STEP_STARTED):
+        trainer.add_event_handler(event, lambda: closed.append(not recipe.is_open))
+    for each in (trainer, plain):
+        each.run(loader(data, 4), max_epochs=1)
 
-    def train(until):
-        model, optimizer, recipe = in_eight_bits()
-        trainer = Trainer(Update(model, optimizer, mse, precision=recipe), accumulation_steps=2)
-        for event in (TrainingEvents.BACKWARD_COMPLETED, TrainingEvents.OPTIMIZER_STEP_STARTED):
-            trainer.add_event_handler(event, lambda: closed.append(not recipe.is_open))
-        checkpoint = Checkpoint(tmp_path)
-        checkpoint.attach(trainer, Events.ITERATION_COMPLETED)
-        checkpoint.resume()
-        trainer.run(loader(data, 4), max_iters=until)
-        return model, recipe
+    model = trainer.update.model
+    assert recipe.entered == 6 and closed and all(closed)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in by_hand.state_dict().items())
+    assert not torch.equal(one(plain.update.model), one(model))  # it really rounds
 
-    closed = []
-    train(1)
-    model, recipe = train(3)  # in another process: the scales are in the checkpoint
-    assert recipe.entered == 4 and closed and all(closed)
-    for name, value in by_hand.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value), name
-    plain, optimizer, _ = in_eight_bits()
-    Trainer(Update(plain, optimizer, mse), accumulation_steps=2).run(loader(data, 4), max_iters=3)
-    assert not torch.equal(one(plain), one(model))  # it really rounds
-
-    counted = recipe.entered
     evaluator = create_evaluator(model, lambda model, batch: (model(batch[0]), batch[1]), precision=recipe)
     evaluator.run(loader(data, 4))
-    assert recipe.entered == counted + 6
+    assert recipe.entered == 12
+
+
+def test_scales_of_an_fp8_library_are_resumed(tmp_path):
+    assert_resumes(Program(trainer_in_eight_bits, lambda: loader(Numbers(24), 4)), tmp_path, at=(2,), how=("stop",))
+
+
+def no_context():
+    model = linear()
+    update = Update(model, torch.optim.SGD(model.parameters(), 0.1), mse, precision=lambda: 3)
+    Trainer(update).run(loader(Numbers(4), 2))
+
+
+test_refusals = refusals([("a recipe that makes no context", no_context, TypeError, "precision context manager 3")])
