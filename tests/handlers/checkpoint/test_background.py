@@ -1,0 +1,185 @@
+"""Saved beside the training: the same bytes as if training had waited, whatever happens meanwhile."""
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+from ignite.engine import Events
+from torch import nn
+
+from ignite_engine import Trainer, TrainingEvents, Update
+from ignite_engine.handlers import Checkpoint
+from tests.kit import saved
+from tests.kit.resume import leaves, same_bits
+from tests.kit.tiny import linear, numbers_loader, trainer_of
+
+EACH = Events.ITERATION_COMPLETED
+
+
+@pytest.fixture
+def slow_writes(monkeypatch):
+    """Each file is opened late in a thread that saves beside the training."""
+    opens = os.open
+
+    def late(*arguments, **options):
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.02)
+        return opens(*arguments, **options)
+
+    monkeypatch.setattr(os, "open", late)
+
+
+def halves(halve):
+    """A run whose weights are changed before each update."""
+
+    def build():
+        trainer = trainer_of()
+
+        @trainer.on(Events.ITERATION_STARTED)
+        def halve_all():
+            for parameter in trainer.update.model.parameters():
+                halve(parameter)
+
+        return trainer
+
+    return build
+
+
+def in_place(parameter):
+    with torch.no_grad():
+        parameter.mul_(0.5)
+
+
+def with_numpy(parameter):
+    parameter.detach().numpy()[...] *= 0.5
+
+
+def damps():
+    """An optimizer's state that is changed outside of its step."""
+    trainer = trainer_of()
+
+    @trainer.on(Events.ITERATION_STARTED)
+    def damp():
+        for values in trainer.update.optimizers["optimizer"].state.values():
+            values["momentum_buffer"].mul_(0.5)
+
+    return trainer
+
+
+def updates(model):
+    def build():
+        torch.manual_seed(0)
+        made = model()
+        optimizer = torch.optim.AdamW(made.parameters(), lr=0.1)
+        return Trainer(Update(made, optimizer, lambda model, batch: model(batch[0][:, :1]).square().mean()))
+
+    return build
+
+
+class Counts(nn.Linear):
+    """A parameter that is not trained, and that the forward pass changes."""
+
+    def __init__(self):
+        super().__init__(1, 1)
+        self.passes = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, inputs):
+        self.passes.add_(1)
+        return super().forward(inputs)
+
+
+class Renormalises(nn.Embedding):
+    """Its forward pass changes weights."""
+
+    def __init__(self):
+        super().__init__(4, 3, max_norm=0.5)
+
+    def forward(self, inputs):
+        return super().forward(inputs.long().abs()[:, 0] % 4)
+
+
+def of_ones_own():
+    model = linear()
+
+    def update(engine, batch):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(engine.state.iteration)
+        return 0.0
+
+    trainer = Trainer(update)
+    trainer.register("model", model, shared=True)
+    return trainer
+
+
+WHOEVER = {
+    "batch norm and dropout": updates(
+        lambda: nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+    ),
+    "weights in place": halves(in_place),
+    "weights without autograd": halves(lambda parameter: parameter.data.mul_(0.5)),
+    "weights with numpy": halves(with_numpy),
+    "momentum": damps,
+    "the forward pass": updates(Counts),
+    "an embedding": updates(Renormalises),
+    "an update of one's own": of_ones_own,
+}
+
+
+@pytest.mark.row("D16")
+@pytest.mark.usefixtures("slow_writes")
+@pytest.mark.parametrize("whoever", WHOEVER)
+def test_every_checkpoint_is_that_of_a_run_that_waited(whoever, tmp_path):
+    """Whoever changes weights and states before the save has ended."""
+    for name in ("waited", "beside"):
+        trainer, failed = WHOEVER[whoever](), []
+        Checkpoint(tmp_path / name, keep_last=9, background=name == "beside").attach(trainer, EACH)
+        trainer.add_event_handler(TrainingEvents.CHECKPOINT_FAILED, lambda failed=failed: failed.append(1))
+        torch.manual_seed(1)
+        trainer.run(numbers_loader(), max_iters=5)
+        assert not failed and saved.iterations(tmp_path / name) == [1, 2, 3, 4, 5]
+    for iteration in range(1, 6):
+        waited, beside = (dict(leaves(saved.parts(tmp_path / name, iteration))) for name in ("waited", "beside"))
+        assert waited.keys() == beside.keys()
+        assert not [key for key in waited if not same_bits(waited[key], beside[key])], f"at iteration {iteration}"
+
+
+def test_training_goes_on_and_the_save_is_announced_at_the_first_boundary_after_it(tmp_path, monkeypatch):
+    trainer, go_on, announced, rename = trainer_of(), threading.Event(), [], os.rename
+    committed = threading.Event()
+
+    def held(source, target, **options):
+        if str(target).endswith("iteration_00000002"):
+            assert go_on.wait(30)
+        rename(source, target, **options)
+        if str(target).endswith("iteration_00000002"):
+            committed.set()
+
+    def let_go():
+        assert saved.iterations(tmp_path) == []
+        go_on.set()
+        assert committed.wait(30)
+
+    monkeypatch.setattr(os, "rename", held)
+    Checkpoint(tmp_path, background=True).attach(trainer, EACH(once=2))
+    trainer.add_event_handler(EACH(once=5), let_go)
+    trainer.add_event_handler(EACH, lambda: time.sleep(0.02))  # the commit's last operations follow its rename
+    trainer.add_event_handler(
+        TrainingEvents.CHECKPOINT_SAVED,
+        lambda: announced.append((trainer.state.saved_iteration, trainer.state.iteration)),
+    )
+    trainer.run(numbers_loader(40), max_iters=20)
+
+    assert [what for what, _ in announced] == [2, 20] and 5 <= announced[0][1] < 20
+    assert trainer.state.save_seconds > 0
+
+
+def test_a_stop_waits_for_both_saves_and_the_last_one_is_in_the_foreground(tmp_path):
+    trainer = trainer_of()
+    Checkpoint(tmp_path, background=True).attach(trainer, EACH(once=3))
+    trainer.add_event_handler(EACH(once=4), lambda: trainer.request_stop("enough"))
+    trainer.run(numbers_loader(), max_iters=60)
+
+    assert saved.iterations(tmp_path) == [3, 4] and trainer.state.status == "interrupted"

@@ -1,0 +1,208 @@
+"""A save that fails does not end the training; what could not be saved is refused before it."""
+
+import errno
+import math
+import os
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+from ignite.engine import Events
+
+from ignite_engine import TrainingEvents
+from ignite_engine.errors import CheckpointError
+from ignite_engine.handlers import Checkpoint
+from tests.kit import saved
+from tests.kit.faults import FileOperations
+from tests.kit.tiny import numbers_loader, trainer_of, weights
+
+EACH = Events.ITERATION_COMPLETED
+
+
+class Foreign:
+    """Has a state that no checkpoint can hold, at some iterations."""
+
+    def __init__(self, trainer, iterations, state):
+        self.trainer, self.iterations, self.state = trainer, iterations, state
+
+    def state_dict(self):
+        return self.state() if self.trainer.state.iteration in self.iterations else {}
+
+    def load_state_dict(self, state): ...
+
+
+def cyclic():
+    state = {}
+    state["again"] = [state]
+    return state
+
+
+def deep():
+    state = 0
+    for _ in range(10_000):
+        state = [state]
+    return state
+
+
+UNSAVABLE = {
+    "an object": (lambda: {"x": object()}, "foreign['x'] builtins.object"),
+    "a subclass": (lambda: {"points": defaultdict(list)}, "foreign['points'] collections.defaultdict"),
+    "numpy": (lambda: {"best": np.float64(1.0)}, "foreign['best'] numpy.float64"),
+    "meta": (lambda: {"x": torch.empty(2, device="meta")}, "foreign['x'] meta device"),
+    "cyclic": (cyclic, "'foreign' contains itself"),
+    "deep": (deep, "'foreign' nested"),
+    "its own error": (lambda: 1 // 0, "ZeroDivisionError"),
+}
+
+
+def run_with(folder, iterations, state, **options):
+    """A run of 6 iterations that saves after each second one; the events of its saves, and the error that ended it."""
+    trainer, events, error = trainer_of(), [], None
+    trainer.register("foreign", Foreign(trainer, iterations, state))
+    checkpoint = Checkpoint(folder, **options)
+    checkpoint.attach(trainer, EACH(every=2))
+    for event in (TrainingEvents.CHECKPOINT_SAVED, TrainingEvents.CHECKPOINT_FAILED):
+        trainer.add_event_handler(event, lambda name: events.append((name, str(checkpoint.error))), event.name)
+    try:
+        trainer.run(numbers_loader(), max_iters=6)
+    except Exception as raised:
+        error = raised
+    return trainer, events, error
+
+
+def names(text, words):
+    assert all(word in text for word in words.split()) and "\n" not in text, text
+
+
+@pytest.mark.parametrize("case", UNSAVABLE)
+@pytest.mark.parametrize("background", [False, True])
+def test_training_goes_on_after_a_save_that_failed(case, background, tmp_path, caplog):
+    state, words = UNSAVABLE[case]
+    trainer, events, error = run_with(tmp_path, {2}, state, background=background)
+
+    assert error is None and trainer.state.status == "completed" and trainer.state.checkpoints == 2
+    assert [name for name, _ in events] == ["CHECKPOINT_FAILED", "CHECKPOINT_SAVED", "CHECKPOINT_SAVED"]
+    names(events[0][1], words)
+    names(next(line for line in caplog.messages if "was not saved" in line), words)
+    assert saved.iterations(tmp_path) == [4, 6] and saved.parts(tmp_path, 4)["trainer"]["checkpoints"] == 1
+
+
+@pytest.mark.parametrize("case", UNSAVABLE)
+@pytest.mark.parametrize("at", [0, 6])
+def test_the_save_at_the_end_and_what_could_never_be_saved_end_the_run(case, at, tmp_path):
+    state, words = UNSAVABLE[case]
+    trainer, _, error = run_with(tmp_path, {at}, state)
+
+    assert isinstance(error, ZeroDivisionError if (case, at) == ("its own error", 0) else CheckpointError)
+    names(f"{type(error).__name__}: {error}", words)
+    assert (trainer.state.iteration, trainer.state.status) == (at, "failed")
+    assert saved.iterations(tmp_path) == ([] if at == 0 else [2, 4])
+
+
+def test_what_is_excluded_may_be_anything(tmp_path):
+    _, _, error = run_with(tmp_path, range(10), UNSAVABLE["an object"][0], exclude=["foreign"])
+    assert error is None and saved.iterations(tmp_path)[-1] == 6
+
+
+# -- the file system --------------------------------------------------------------------------------------------------
+
+
+def refusing(operation, ending, number):
+    """An operation of ``os`` that fails for paths with this in it; the paths, filled."""
+    tried, real = [], getattr(os, operation)
+
+    def refuse(path, *more, **options):
+        if any(ending in str(each) for each in (path, *more)):
+            tried.append(path)
+            raise OSError(number, os.strerror(number))
+        return real(path, *more, **options)
+
+    return tried, refuse
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_fails_one_save(background, tmp_path, monkeypatch):
+    tried, refuse = refusing("rename", "iteration_00000002", errno.ENOSPC)
+    monkeypatch.setattr(os, "rename", refuse)
+    trainer, events, error = run_with(tmp_path, (), dict, background=background)
+
+    assert error is None and tried and saved.iterations(tmp_path) == [4, 6]
+    assert [name for name, _ in events] == ["CHECKPOINT_FAILED", "CHECKPOINT_SAVED", "CHECKPOINT_SAVED"]
+    names(events[0][1], "No space left")
+
+
+def test_an_old_one_that_cannot_be_deleted_does_not_stop_training(tmp_path, monkeypatch, caplog):
+    tried, refuse = refusing("rename", ".trash", errno.EROFS)
+    monkeypatch.setattr(os, "rename", refuse)
+    trainer, events, error = run_with(tmp_path, (), dict, keep_last=1)
+
+    assert error is None and len(tried) >= 2 and trainer.state.checkpoints == 3
+    assert saved.iterations(tmp_path) == [2, 4, 6] and "Read-only file system" in caplog.text
+
+
+def test_a_leftover_that_cannot_be_deleted_does_not_stop_a_run(tmp_path, caplog):
+    stuck = tmp_path / ".trash-iteration_00000005-0123abcd"
+    stuck.mkdir()
+
+    def busy():
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    for _ in range(2):
+        with FileOperations(tmp_path, at=("rmdir", stuck.name.rsplit("-", 1)[0]), action=busy) as seen:
+            _, _, error = run_with(tmp_path, (), dict)
+        assert error is None and seen.acted == 1 and saved.iterations(tmp_path)[-1] == 6
+    assert caplog.text.count("cannot be deleted") == 2
+
+
+# -- the run that fails -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.row("D2")
+def test_an_exception_saves_what_was_done_before_it(tmp_path):
+    whole = trainer_of()
+    whole.run(numbers_loader(), max_iters=6)
+    for mended in (False, True):
+        trainer = trainer_of()
+        loss_fn, checkpoint = trainer.update.loss_fn, Checkpoint(tmp_path, on_exception=True)
+
+        def failing(model, batch, trainer=trainer, loss_fn=loss_fn, mended=mended):
+            if trainer.state.iteration == 4 and not mended:
+                raise RuntimeError("broken sample")
+            return loss_fn(model, batch)
+
+        trainer.update.loss_fn = failing
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        if mended:
+            trainer.run(numbers_loader(), max_iters=6)
+        else:
+            with pytest.raises(RuntimeError, match="broken sample"):
+                trainer.run(numbers_loader(), max_iters=6)
+            assert saved.iterations(tmp_path) == [3]
+            assert any("exception" in reason for reason in saved.manifest(tmp_path)["reproducibility"])
+    assert torch.equal(weights(trainer), weights(whole))
+
+
+def test_an_exception_within_an_optimizers_step_saves_nothing(tmp_path):
+    trainer = trainer_of()
+    optimizer = trainer.update.optimizers["optimizer"]
+    optimizer.register_step_post_hook(lambda *_: 1 / 0 if trainer.state.iteration == 3 else None)
+    checkpoint = Checkpoint(tmp_path, on_exception=True)
+    checkpoint.attach(trainer)
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(numbers_loader(), max_iters=6)
+    with pytest.raises(CheckpointError):
+        checkpoint.save()
+    assert saved.iterations(tmp_path) == [] and not math.isnan(float(weights(trainer).sum()))
+
+
+def test_an_exception_leaves_what_was_being_written_whole(tmp_path):
+    trainer = trainer_of()
+    Checkpoint(tmp_path, background=True).attach(trainer, EACH(once=3))
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=4), lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(numbers_loader(), max_iters=6)
+
+    assert saved.parts(tmp_path, 3)["trainer"]["iteration"] == 3
+    assert not [each for each in tmp_path.iterdir() if each.name.startswith(".")]
