@@ -125,7 +125,7 @@ def refusing(operation, ending, number):
 def test_a_full_disk_fails_one_save(background, tmp_path, monkeypatch):
     tried, refuse = refusing("rename", "iteration_00000002", errno.ENOSPC)
     monkeypatch.setattr(os, "rename", refuse)
-    trainer, events, error = run_with(tmp_path, (), dict, background=background)
+    _, events, error = run_with(tmp_path, (), dict, background=background)
 
     assert error is None and tried and saved.iterations(tmp_path) == [4, 6]
     assert [name for name, _ in events] == ["CHECKPOINT_FAILED", "CHECKPOINT_SAVED", "CHECKPOINT_SAVED"]
@@ -135,7 +135,7 @@ def test_a_full_disk_fails_one_save(background, tmp_path, monkeypatch):
 def test_an_old_one_that_cannot_be_deleted_does_not_stop_training(tmp_path, monkeypatch, caplog):
     tried, refuse = refusing("rename", ".trash", errno.EROFS)
     monkeypatch.setattr(os, "rename", refuse)
-    trainer, events, error = run_with(tmp_path, (), dict, keep_last=1)
+    trainer, _, error = run_with(tmp_path, (), dict, keep_last=1)
 
     assert error is None and len(tried) >= 2 and trainer.state.checkpoints == 3
     assert saved.iterations(tmp_path) == [2, 4, 6] and "Read-only file system" in caplog.text
