@@ -1,0 +1,231 @@
+"""Ignite's own handlers, metrics and loggers on our bus, attached as its documentation says."""
+
+import io
+import logging
+import re
+from collections import deque
+from pathlib import Path
+
+import pytest
+import torch
+from ignite.engine import Events
+from ignite.handlers import (
+    Checkpoint,
+    DiskSaver,
+    EarlyStopping,
+    EMAHandler,
+    FastaiLRFinder,
+    FBResearchLogger,
+    PiecewiseLinear,
+    ProgressBar,
+    TerminateOnNan,
+    TimeLimit,
+    global_step_from_engine,
+)
+from ignite.metrics import Average, Frequency, MeanSquaredError, MetricsLambda, RunningAverage
+from torch.optim import SGD
+
+from ignite_engine import Trainer, TrainingEvents, create_evaluator
+from ignite_engine.handlers import Evaluation
+from tests.kit.tiny import numbers_loader, one, trainer_of, weights
+
+
+def loss_of(output):
+    return float(output["loss"])
+
+
+def losses_of(trainer):
+    """Gets the loss of each iteration."""
+    losses = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(loss_of(trainer.state.output)))
+    return losses
+
+
+def predict(model, batch):
+    inputs, targets = batch
+    return model(inputs), targets
+
+
+# -- stopping ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["a handler", "Evaluation"])
+def test_early_stopping_on_an_evaluator_stops_the_trainer(by):
+    trainer, scores = trainer_of(), iter([1, 2, 3, 3, 2, 9])
+    stopping = EarlyStopping(patience=2, score_function=lambda engine: next(scores), trainer=trainer)
+    evaluator = create_evaluator(trainer.update.model, predict)
+    evaluator.add_event_handler(Events.COMPLETED, stopping)
+    if by == "Evaluation":
+        Evaluation(evaluator, numbers_loader(4)).attach(trainer)
+    else:
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(numbers_loader(4)))
+    state = trainer.run(numbers_loader(4), max_epochs=10)
+
+    assert (state.epoch, state.status, state.reason) == (5, "completed", "terminate")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_terminate_on_nan_looks_into_the_updates_output(bad):
+    trainer = trainer_of()
+    trainer.update.loss_fn = lambda model, batch: (
+        model(batch[0]).mean() * 0 + (bad if trainer.state.iteration == 3 else 1.0)
+    )
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
+    state = trainer.run(numbers_loader(12, 2))
+
+    assert (state.iteration, state.reason) == (3, "terminate")
+
+
+def test_time_limit_ends_the_run(clock):
+    trainer = Trainer(lambda engine, batch: clock.move(0.4))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, TimeLimit(limit_sec=1))
+    state = trainer.run(range(20))
+
+    assert (state.iteration, state.status) == (3, "completed")
+
+
+# -- files, averages and rates -----------------------------------------------------------------------------------------
+
+
+def test_checkpoint_saves_the_best_and_loads_into_another_trainer(tmp_path):
+    def objects(trainer):
+        update = trainer.update
+        return {"model": update.model, "optimizer": update.optimizers["optimizer"], "trainer": trainer}
+
+    trainer = trainer_of()
+    evaluator = create_evaluator(trainer.update.model, predict, {"mse": MeanSquaredError()})
+    Evaluation(evaluator, numbers_loader(8, 4)).attach(trainer)
+    best = Checkpoint(
+        objects(trainer),
+        DiskSaver(str(tmp_path), create_dir=True),
+        n_saved=2,
+        filename_prefix="best",
+        score_function=lambda engine: -engine.state.metrics["mse"],
+        score_name="mse",
+        global_step_transform=global_step_from_engine(trainer),
+    )
+    evaluator.add_event_handler(Events.COMPLETED, best)
+    trainer.run(numbers_loader(8, 2), max_epochs=3)
+    name = Path(str(best.last_checkpoint)).name
+    assert len(list(tmp_path.iterdir())) == 2 and name.startswith("best_checkpoint_3_mse=-")
+
+    again = trainer_of()
+    Checkpoint.load_objects(objects(again), tmp_path / name)
+    assert torch.equal(weights(again), weights(trainer))
+    state = again.run(numbers_loader(8, 2), max_epochs=4)
+    assert (state.iteration, state.epoch) == (16, 4)
+
+
+def test_ema_follows_the_weights_of_each_iteration():
+    trainer = trainer_of(lr=1.0)
+    model = trainer.update.model
+    ema, expected = EMAHandler(model, momentum=0.25), [one(model).clone()]
+    ema.attach(trainer, event=Events.ITERATION_COMPLETED)
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda: expected.append(0.75 * expected[-1] + 0.25 * one(model))
+    )
+    trainer.run(numbers_loader(8, 2))
+
+    torch.testing.assert_close(one(ema.ema_model), expected[-1])
+    assert not torch.allclose(one(ema.ema_model), weights(trainer), atol=1e-3)
+
+
+def test_lr_finder_raises_the_rate_and_puts_everything_back():
+    trainer = trainer_of(lr=1e-5)
+    optimizer, before, finder = trainer.update.optimizers["optimizer"], weights(trainer), FastaiLRFinder()
+    to_save = {"model": trainer.update.model, "optimizer": optimizer}
+    with finder.attach(trainer, to_save, loss_of, num_iter=20, end_lr=10.0, diverge_th=1e9) as finding:
+        finding.run(numbers_loader(40, 2))
+    results = finder.get_results()
+
+    assert results["lr"][0] < 1e-4 < 1.0 < results["lr"][-1] and len(results["loss"]) == 20
+    assert torch.equal(weights(trainer), before) and optimizer.param_groups[0]["lr"] == 1e-5
+    state = trainer.run(numbers_loader(8, 2), max_epochs=2)
+    assert (state.iteration, state.optimizer_steps) == (8, 8)
+
+
+def test_scheduler_moves_once_per_optimizer_step():
+    def piecewise(optimizer):
+        return PiecewiseLinear(optimizer, "lr", [(2, 0.5), (6, 0.1), (10, 0.3)])
+
+    trainer, rates, foretold = trainer_of(accumulation_steps=3, lr=0.7), [], []
+    group = trainer.update.optimizers["optimizer"].param_groups[0]
+    trainer.add_event_handler(Events.ITERATION_STARTED, piecewise(trainer.update.optimizers["optimizer"]))
+    trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_STARTED, lambda: rates.append(group["lr"]))
+    trainer.run(numbers_loader(36, 1), max_iters=12)
+    alone = SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.7)
+    scheduler = piecewise(alone)
+    for _ in range(12):
+        scheduler(None)
+        foretold.append(alone.param_groups[0]["lr"])
+
+    assert rates == pytest.approx(foretold) and len(set(rates)) > 4
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_on_the_trainer_are_those_of_each_epoch():
+    trainer, epochs = trainer_of(), []
+    losses = losses_of(trainer)
+    Average(output_transform=loss_of).attach(trainer, "mean")
+    doubled = Average(output_transform=lambda output: 2 * loss_of(output))
+    MetricsLambda(lambda value: value + 1.0, doubled).attach(trainer, "twice")
+    RunningAverage(alpha=0.75, output_transform=loss_of).attach(trainer, "running")
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: epochs.append(dict(trainer.state.metrics)))
+    trainer.run(numbers_loader(6, 2), max_epochs=2)
+
+    running = losses[0]
+    for loss in losses[1:]:
+        running = 0.75 * running + 0.25 * loss
+    means = [sum(losses[:3]) / 3, sum(losses[3:]) / 3]
+    assert [each["mean"] for each in epochs] == pytest.approx(means)
+    assert [each["twice"] for each in epochs] == pytest.approx([2 * mean + 1 for mean in means])
+    assert epochs[1]["running"] == pytest.approx(running)
+
+
+def test_metric_that_cannot_be_saved_is_in_the_exactness_report():
+    class Recent(Average):
+        def reset(self):
+            super().reset()
+            self.recent = deque([0.0])
+
+    trainer = trainer_of()
+    Recent(output_transform=loss_of).attach(trainer, "recent")
+    Frequency(output_transform=lambda output: 2).attach(trainer, "samples/s")  # of which nothing is to be saved
+    Average(output_transform=loss_of).attach(trainer, "mean")
+    trainer.run(numbers_loader(6, 2))
+
+    (line,) = trainer.reproducibility()
+    assert "Recent" in line and "deque" in line
+
+
+# -- loggers -----------------------------------------------------------------------------------------------------------
+
+
+def test_progress_bar_draws_each_epoch_with_output_and_metrics():
+    screen, trainer = io.StringIO(), trainer_of()
+    losses = losses_of(trainer)
+    RunningAverage(output_transform=loss_of).attach(trainer, "average")
+    bar = ProgressBar(persist=True, file=screen, mininterval=0, ncols=200)
+    bar.attach(trainer, ["average"], output_transform=lambda output: {"loss": loss_of(output)})
+    trainer.run(numbers_loader(6, 2), max_epochs=2)
+    lines = [line for line in re.split(r"[\r\n]+", screen.getvalue()) if line.strip()]
+
+    for epoch, last in ((1, losses[2]), (2, losses[5])):
+        ended = [line for line in lines if line.startswith(f"Epoch [{epoch}/2]") and "3/3" in line]
+        assert "100%" in ended[-1] and f"loss={last:.3g}" in ended[-1] and "average=" in ended[-1]
+
+
+def test_fbresearch_logger_logs_epochs_iterations_outputs_and_rate(caplog):
+    caplog.set_level(logging.INFO, "fb")
+    trainer = trainer_of(lr=0.25)
+    losses, optimizer = losses_of(trainer), trainer.update.optimizers["optimizer"]
+    FBResearchLogger(logging.getLogger("fb"), show_output=True).attach(trainer, "Train", every=3, optimizer=optimizer)
+    trainer.run(numbers_loader(6, 2), max_epochs=2)
+    lines = [record.getMessage() for record in caplog.records if record.name == "fb" and "[3/3]" in record.getMessage()]
+
+    for epoch, line in enumerate(lines, 1):
+        assert line.startswith(f"Epoch [{epoch}/2]") and "lr: 0.25000" in line
+        assert f"loss: {losses[3 * epoch - 1]:.4f}" in line
+    assert len(lines) == 2
