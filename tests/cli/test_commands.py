@@ -15,7 +15,7 @@ import ignite_engine
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.cli import main
 from tests.faults.commands import Command, fork_the_runs_of_verify_resume
-from tests.runs.test_fit import fitted
+from tests.kit.fitting import fitted
 
 ROOT = Path(__file__).resolve().parents[2]
 

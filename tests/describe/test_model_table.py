@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ignite_engine.describe.model_table import ROWS, model_table
-from tests.runs.test_fit import QUIET, fitted
+from tests.kit.fitting import QUIET, fitted
 
 
 def cells(lines):

@@ -14,7 +14,7 @@ from ignite_engine.handlers.metric_values import number_of, publish
 from ignite_engine.run_directory import json_values
 from ignite_engine.state import TrainingState
 from tests.handlers.evaluation.test_sanity import trained
-from tests.runs.test_fit import QUIET
+from tests.kit.fitting import QUIET
 
 
 def first_class(output):

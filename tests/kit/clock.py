@@ -12,10 +12,13 @@ class Clock:
     """Stands still until it is moved; ``time.sleep`` moves it, and calls ``on_sleep`` with the seconds.
 
     Replaces what NAMES has of the module ``time``, also where a module of the engine or of Ignite has imported it.
+
+    Attributes:
+        tick_s: by so much it goes on when it is read, where something is divided by what has passed.
     """
 
     def __init__(self, patch):
-        self.now = 1_700_000_000.0
+        self.now, self.tick_s = 1_700_000_000.0, 0.0
         self.on_sleep = lambda seconds: None
         self._real = {name: getattr(time, name) for name in NAMES}
         self._own = {name: self._now_ns if name.endswith("_ns") else self._now for name in NAMES}
@@ -36,10 +39,11 @@ class Clock:
             setattr(module, name, self._real[name])
 
     def _now(self):
+        self.now += self.tick_s
         return self.now
 
     def _now_ns(self):
-        return int(self.now * 1e9)
+        return int(self._now() * 1e9)
 
 
 def _importers_of(functions):

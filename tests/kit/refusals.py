@@ -40,7 +40,8 @@ def refuses(call, error, words, *arguments):
 
 
 def command(*words):
-    """The command line in this process: what it prints; CommandRefused with its standard error where its code is 2."""
+    """The command line in this process: what it prints; CommandRefused with its standard error, but for
+    warnings, where its code is 2."""
     printed, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
         try:
@@ -48,6 +49,7 @@ def command(*words):
         except SystemExit as end:
             code = end.code
     if code == 2:
-        raise CommandRefused(errors.getvalue().strip())
+        lines = [line for line in errors.getvalue().splitlines() if not line.startswith("warning:")]
+        raise CommandRefused("\n".join(lines))
     assert code == 0, f"code {code}: {errors.getvalue()}"
     return printed.getvalue()

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from ignite_engine import fit
 from ignite_engine.config import ConfigError
+from tests.kit.fitting import QUIET, TRAIN, VAL, loss_fn, net
 from tests.kit.tiny import on_two_ranks
-from tests.runs.test_fit import QUIET, TRAIN, VAL, loss_fn, net
 
 
 def trained(directory, **arguments):

@@ -1,0 +1,72 @@
+"""Small runs by ``fit``: they learn three classes from four numbers, in six updates an epoch."""
+
+import json
+
+import torch
+from ignite.engine import Events
+from torch import nn
+
+from ignite_engine import fit, seed_everything
+
+QUIET = {"logging": dict.fromkeys(("clearml", "progress", "report", "console", "memory", "throughput"), False)}
+_generator = torch.Generator().manual_seed(5)
+INPUTS = torch.randn(60, 4, generator=_generator)
+TARGETS = torch.randint(3, (60,), generator=_generator)
+TRAIN, VAL = (INPUTS[:48], TARGETS[:48]), (INPUTS[48:], TARGETS[48:])
+
+
+def loss_fn(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def net():
+    seed_everything(7)
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
+def fitted(directory, loss=loss_fn, train=TRAIN, val=VAL, **arguments):
+    """A run of three epochs; ``arguments`` are those of ``fit``, ``...`` leaves one of ours out."""
+    given = {"model": net(), "max_epochs": 3, "batch_size": 8, **QUIET, **arguments}
+    given = {name: value for name, value in given.items() if value is not ...}
+    return fit(given.pop("model"), loss, train, val, directory=directory, **given)
+
+
+def at(iteration, act):
+    """``act(trainer)`` after this iteration: for ``handlers=[...]``."""
+    return lambda trainer: act(trainer), Events.ITERATION_COMPLETED(once=iteration)
+
+
+def stop(trainer):
+    trainer.request_stop("enough")
+
+
+def digest(run):
+    """Of the weights at its end."""
+    return run.summary["weights_sha256"]
+
+
+def log(folder):
+    """The lines of a run's log, without what is measured in seconds and bytes."""
+    timed = ("memory/", "time/", "throughput/")
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [{key: value for key, value in line.items() if not key.startswith(timed)} for line in lines]
+
+
+def points(folder, key="loss"):
+    """The iterations whose line has this value."""
+    return [line["iteration"] for line in log(folder) if key in line]
+
+
+def read(folder, name="summary"):
+    """A JSON file of a run's folder."""
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def saved(folder):
+    """The iterations of a run's checkpoints."""
+    return sorted(int(path.name[-8:]) for path in (folder / "checkpoints").glob("iteration_*"))
+
+
+def manifest(folder, iteration):
+    return json.loads((folder / "checkpoints" / f"iteration_{iteration:08}" / "manifest.json").read_text())
