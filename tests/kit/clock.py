@@ -1,5 +1,6 @@
 """A clock that a test moves: no test waits for a real one."""
 
+import contextlib
 import sys
 import time
 
@@ -56,8 +57,16 @@ def _importers_of(functions):
     ]
 
 
+@contextlib.contextmanager
+def still_clock():
+    """The clock of this process, a standing rank's too, is moved by hand within it."""
+    with pytest.MonkeyPatch.context() as patch:
+        clock = Clock(patch)
+        yield clock
+        clock.leave()
+
+
 @pytest.fixture
-def clock(monkeypatch):
-    clock = Clock(monkeypatch)
-    yield clock
-    clock.leave()
+def clock():
+    with still_clock() as clock:
+        yield clock

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, W
 from ignite_engine import Trainer, Update, loader
 from ignite_engine.errors import Interrupted
 from ignite_engine.handlers import Checkpoint, GracefulStop
-from tests.kit.clock import Clock
+from tests.kit.clock import still_clock
 from tests.kit.processes import ranks
 from tests.kit.tiny import Numbers, linear, mse, one
 
@@ -374,8 +374,7 @@ def exchanges(rank, sized):
         calls.clear()
 
     data = loader(Numbers(22), 2)
-    with pytest.MonkeyPatch.context() as patch:
-        Clock(patch)
+    with still_clock(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_gather", counting)
         trainer.run(data if sized else (batch for batch in list(data)), max_epochs=1)
     return steps

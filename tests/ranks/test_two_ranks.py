@@ -1,135 +1,292 @@
-"""Two gloo ranks from the command line: stopped together, resumed to the same bits, one reduction per step."""
+"""Whatever stops or ends one rank does so on both, at the same iteration, and the run goes on to the same bits."""
 
-import json
 import os
 import signal
 
 import pytest
+import torch
+import torch.distributed as dist
+from ignite.engine import Events
+from ignite.handlers import TerminateOnNan
+from ignite.metrics import Average
+from torch.nn.parallel import DistributedDataParallel
 
-from ignite_engine.checkpointing import CheckpointStore
-from tests.faults.processes import (
-    evaluated,
-    group_is_gone,
-    interrupt,
-    lines,
-    start,
-    summary,
-    train,
-    wait_until,
-    write_config,
-)
+from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader, seed_everything
+from ignite_engine.errors import Interrupted
+from ignite_engine.handlers import Checkpoint, Evaluation, GracefulStop, StopFile, WallClockLimit
+from tests.kit.clock import still_clock
+from tests.kit.processes import ranks
+from tests.kit.tiny import Numbers, linear, mse, one, trainer_of
 
-pytestmark = [pytest.mark.distributed, pytest.mark.long]
+ITERATIONS, STEP_S = 40, 0.04
 
-TWO_RANKS = ("--nproc-per-node", "2", "--backend", "gloo")
+
+def by_ranks(number, *those):
+    """A handler that sends this process a signal, on some of the ranks."""
+
+    def prepare(rank, trainer, folder, clock):
+        if rank in those:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=9), lambda: os.kill(os.getpid(), number))
+
+    return prepare
+
+
+def asked_for(rank, trainer, folder, clock):
+    if rank == 1:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=9), lambda: trainer.request_stop("enough"))
+
+
+def by_a_file(rank, trainer, folder, clock):
+    StopFile(folder / "stop").attach(trainer)
+    if rank == 1:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=9), lambda: (folder / "stop").touch())
+
+
+def by_a_clock(rank, trainer, folder, clock):
+    """Rank 0's runs ahead."""
+    WallClockLimit(seconds=30.0, margin_s=1.0).attach(trainer)
+    if rank == 0:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=9), lambda: clock.move(30.0))
+
+
+STOPS = {
+    "SIGINT to both": (by_ranks(signal.SIGINT, 0, 1), 130, "SIGINT"),
+    "SIGTERM to rank 1": (by_ranks(signal.SIGTERM, 1), 143, "SIGTERM"),
+    "SIGHUP to rank 0": (by_ranks(signal.SIGHUP, 0), 143, "SIGHUP"),
+    "request of rank 1": (asked_for, None, "enough"),
+    "stop file": (by_a_file, None, "stop file"),
+    "time limit": (by_a_clock, None, "time limit"),
+}
+
+
+def train(rank, folder, clock, prepare=None, background=False):
+    """A process's part of a run: its losses, what was saved and when each rank was told, and how it ended."""
+    seed_everything(3)
+    trainer = trainer_of(DistributedDataParallel(linear(dropout=True)), lr=0.01)
+    checkpoint, losses, saved = Checkpoint(folder, background=background), [], []
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=8))
+    GracefulStop().attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: clock.move(STEP_S))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(float(trainer.state.output["loss"])))
+
+    @trainer.on(TrainingEvents.CHECKPOINT_SAVED)
+    def note():
+        saved.append((trainer.state.iteration, trainer.state.saved_iteration))
+
+    if prepare is not None:
+        prepare(rank, trainer, folder, clock)
+    checkpoint.resume()
+    code = None
+    try:
+        trainer.run(loader(Numbers(2 * ITERATIONS), 2, shuffle=True), max_epochs=2)
+    except Interrupted as error:
+        code = error.code
+    state = trainer.state
+    return losses, saved, (code, state.status, state.reason, state.iteration), one(trainer.update.model)
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    config = write_config(folder, task_options={"count_reductions": True})
-    train(config, *TWO_RANKS)
-    counts = [json.loads((folder / f"reductions_{rank}.json").read_text()) for rank in range(2)]
-    return {"digest": summary(folder)["weights_sha256"], "lines": lines(folder), "counts": counts}
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
 
+    def work(rank):
+        with still_clock() as clock:
+            return train(rank, folder, clock)
 
-@pytest.mark.row("B2")
-def test_one_reduction_per_step(uninterrupted):
-    # 103 samples on two ranks: 52 and 51, 13 batches of 4 each, 4 groups an epoch (the last of one batch), 6 epochs
-    for counts in uninterrupted["counts"]:
-        assert {name: counts[name] for name in ("reductions", "optimizer_steps", "micro_batches")} == {
-            "reductions": 24,
-            "optimizer_steps": 24,
-            "micro_batches": 78,
-        }
-    assert uninterrupted["lines"][-1]["iteration"] == 24
-
-
-def rank_pids(folder):
-    found = {int(path.stem.split("_")[1]): int(path.read_text() or 0) for path in folder.glob("pid_*")}
-    return found if len(found) == 2 and all(found.values()) else {}
+    return ranks(2, work)
 
 
 @pytest.mark.row("G2")
-@pytest.mark.parametrize(
-    "how", ["ctrl-c to the group", "SIGHUP to the group", "SIGTERM to rank 1", "SIGTERM to the parent"]
-)
-def test_both_ranks_stop_at_one_iteration(tmp_path, uninterrupted, how):
-    """In one case checkpoints are written in the background: their events too come at one iteration on both ranks."""
-    background = how == "SIGTERM to rank 1"
-    checkpoint = {"every": 2, "background": True} if background else {}
-    config = write_config(tmp_path, task_options={"slow_step_s": 0.1, "count_reductions": True}, checkpoint=checkpoint)
-    process = start(config, *TWO_RANKS)
-    wait_until(lambda: len(lines(tmp_path)) >= 2 and rank_pids(tmp_path), process)
-    if how == "ctrl-c to the group":
-        code, expected = interrupt(process)[0], 130
-    elif how == "SIGHUP to the group":  # its terminal was closed
-        os.killpg(process.pid, signal.SIGHUP)
-        code, expected = process.wait(timeout=60), 143
-    else:
-        os.kill(rank_pids(tmp_path)[1] if how == "SIGTERM to rank 1" else process.pid, signal.SIGTERM)
-        code, expected = process.wait(timeout=60), 143
-    assert code == expected, (tmp_path / "output.txt").read_text()
-    assert group_is_gone(process.pid), "an orphan is left"
-    stopped_at = summary(tmp_path)["iteration"]
-    counts = [json.loads((tmp_path / f"reductions_{rank}.json").read_text()) for rank in range(2)]
-    assert counts[0] == counts[1] and counts[0]["optimizer_steps"] == stopped_at < 24
-    assert counts[0]["saved"][-1] == [stopped_at, stopped_at]
-    assert not background or any(notified > saved for notified, saved in counts[0]["saved"])
-    newest = CheckpointStore(tmp_path / "run" / "checkpoints").latest()
-    assert newest.checkpoint is not None and newest.checkpoint.iteration == stopped_at and not newest.skipped
-    (tmp_path / "fast").touch()
-    train(config, *TWO_RANKS)
-    assert summary(tmp_path)["status"] == "completed"
-    assert summary(tmp_path)["weights_sha256"] == uninterrupted["digest"]
-    assert lines(tmp_path) == uninterrupted["lines"]
+@pytest.mark.parametrize(("how", "background"), [*((how, False) for how in STOPS), ("SIGTERM to rank 1", True)])
+def test_both_ranks_stop_at_one_iteration(how, background, whole, tmp_path):
+    prepare, code, reason = STOPS[how]
 
+    def work(rank):
+        with still_clock() as clock:
+            return train(rank, tmp_path, clock, prepare, background), train(rank, tmp_path, clock)
 
-def saved(folder):
-    return [each.iteration for each in CheckpointStore(folder / "run" / "checkpoints").checkpoints()]
+    found = ranks(2, work)
+    (_, first, end, _), (_, second, other_end, _) = (stopped for stopped, _ in found)
+    assert end == other_end and end[:2] == (code, "interrupted") and reason in end[2] and 9 <= end[3] < ITERATIONS
+    assert first == second and first[-1] == (end[3], end[3]), "the events come at one iteration, the last one here"
+    for (stopped, rest), (losses, _, last, weights) in zip(found, whole, strict=True):
+        assert stopped[0] + rest[0] == losses and rest[2] == last and torch.equal(rest[3], weights)
 
 
 @pytest.mark.row("G2")
-def test_sigusr1_saves_on_all_ranks_and_a_stop_file_stops_them(tmp_path, uninterrupted):
-    options = {"slow_step_s": 0.1, "count_reductions": True}
-    config = write_config(tmp_path, task_options=options, checkpoint={"every": None}, run={"stop_file": "stop"})
-    process = start(config, *TWO_RANKS)
-    wait_until(lambda: lines(tmp_path) and rank_pids(tmp_path), process)
-    assert saved(tmp_path) == []
-    os.kill(rank_pids(tmp_path)[1], signal.SIGUSR1)
-    first = wait_until(lambda: saved(tmp_path), process)[0]
-    os.kill(process.pid, signal.SIGUSR1)  # as `scancel --signal=USR1` would, which knows the parent alone
-    wait_until(lambda: saved(tmp_path)[-1] > first, process)
-    (tmp_path / "run" / "stop").touch()
-    assert process.wait(timeout=60) == 0
-    ended = summary(tmp_path)
-    assert (ended["status"], ended["reason"]) == ("interrupted", f"stop file {tmp_path}/run/stop")
-    assert saved(tmp_path)[-1] == ended["iteration"] < 24
-    (tmp_path / "fast").touch()
-    train(config, *TWO_RANKS)
-    assert summary(tmp_path)["weights_sha256"] == uninterrupted["digest"]
-    assert lines(tmp_path) == uninterrupted["lines"]
+def test_sigusr1_to_one_rank_saves_on_both_and_the_run_continues(whole, tmp_path):
+    def work(rank):
+        with still_clock() as clock:
+            return train(rank, tmp_path, clock, by_ranks(signal.SIGUSR1, 1))
+
+    (_, first, end, weights), (_, second, other_end, _) = ranks(2, work)
+    assert first == second and end == other_end == whole[0][2] and torch.equal(weights, whole[0][3])
+    (more,) = {iteration for iteration, _ in first} - {iteration for iteration, _ in whole[0][1]}
+    assert 9 <= more < 2 * ITERATIONS
+
+
+def evaluates(rank, folder, stops):
+    """A run that evaluates 25 samples after iterations 4 and 8: when it saw each of its batches, and the metrics."""
+    seed_everything(3)
+    trainer, seen = trainer_of(DistributedDataParallel(linear(dropout=True))), []
+    with still_clock() as clock:
+
+        def predict(model, batch):
+            clock.move(1.0)
+            seen.append(trainer.state.iteration)
+            if stops and rank == 1 and len(seen) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return model(batch[0]) * torch.rand(1), batch[1]
+
+        def square(output):
+            return (output[0] - output[1]).square()
+
+        evaluator = create_evaluator(trainer.update.model, predict, {"square": Average(square)})
+        evaluation = Evaluation(evaluator, loader(Numbers(25), 2), resumes=True)
+        evaluation.attach(trainer, Events.ITERATION_COMPLETED(every=4))
+        checkpoint = Checkpoint(folder)
+        checkpoint.attach(trainer)
+        GracefulStop(exit=False).attach(trainer)
+        checkpoint.resume()
+        trainer.run(loader(Numbers(32), 2, shuffle=True), max_epochs=1)
+    return seen, trainer.state.status, dict(trainer.state.metrics)
 
 
 @pytest.mark.row("C5")
-def test_long_evaluation_continues_where_both_ranks_were(tmp_path, uninterrupted):
-    """25 samples on each rank, 7 batches: stopped in the first evaluation, then completed."""
-    options = {"slow_evaluation_s": 1.0, "count_batches": True, "count_reductions": True}
-    config = write_config(tmp_path, task_options=options, evaluation={"resumes": True, "sanity_batches": 0})
+def test_long_evaluation_continues_where_both_ranks_were(tmp_path):
+    def work(rank):
+        return evaluates(rank, tmp_path / "whole", False), [
+            evaluates(rank, tmp_path / "parts", stops) for stops in (True, False)
+        ]
 
-    def both():
-        return min(evaluated(tmp_path, rank) for rank in range(2))
+    found = ranks(2, work)
+    (first, *_), (second, *_) = (parts[0] for _, parts in found)
+    assert first == second and 2 <= len(first) < 7, "they broke off at different batches, or late"
+    for count, ((batches, _, metrics), (stopped, rest)) in zip((7, 6), found, strict=True):
+        assert stopped[1] == "interrupted" and stopped[0] + rest[0] == batches
+        assert batches == [4] * count + [8] * count and rest[2] == metrics
 
-    process = start(config, *TWO_RANKS)
-    wait_until(lambda: both() >= 1, process)
-    os.kill(rank_pids(tmp_path)[1], signal.SIGTERM)
-    assert process.wait(timeout=60) == 143
-    assert (summary(tmp_path)["status"], summary(tmp_path)["iteration"]) == ("interrupted", 4)
-    stopped = [evaluated(tmp_path, rank) for rank in range(2)]
-    assert stopped[0] == stopped[1] < 4, "they broke off at different batches, or late"
 
-    (tmp_path / "fast").touch()
-    train(config, *TWO_RANKS)
-    assert summary(tmp_path)["weights_sha256"] == uninterrupted["digest"]
-    assert lines(tmp_path) == uninterrupted["lines"]
-    assert [evaluated(tmp_path, rank) for rank in range(2)] == [6 * 7] * 2  # of six evaluations each batch once
+# --------------------------------------------------------------------------------------------------------- terminate
+
+
+def terminates(event):
+    def prepare(trainer, rank):
+        if rank == 1:
+            trainer.add_event_handler(event, lambda: trainer.terminate())
+
+    return prepare
+
+
+def terminates_on_nan(trainer, rank):
+    handler = TerminateOnNan(output_transform=lambda output: float("nan") if rank == 1 else 0.0)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=7), handler)
+
+
+def terminates_where_all_pause(trainer, rank):
+    terminates(Events.ITERATION_COMPLETED(once=3))(trainer, rank)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), trainer.interrupt)
+
+
+# with the iteration and the epoch, which no clock decides: a run that is killed and run again ends there, too
+ENDINGS = {
+    "pausing": (terminates_where_all_pause, (3, 1)),
+    "start": (terminates(Events.STARTED), (0, 0)),
+    "epoch started": (terminates(Events.EPOCH_STARTED(once=2)), (48, 2)),
+    "fetching": (terminates(Events.GET_BATCH_STARTED(once=5)), (16, 1)),
+    "iteration": (terminates(Events.ITERATION_COMPLETED(once=5)), (16, 1)),
+    "epoch completed": (terminates(Events.EPOCH_COMPLETED(once=2)), (80, 2)),
+    "not a number": (terminates_on_nan, (16, 1)),
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_terminate_on_one_rank_ends_all_at_the_same_iteration(name):
+    prepare, place = ENDINGS[name]
+
+    def work(rank):
+        trainer = trainer_of(DistributedDataParallel(linear()), lr=0.01)
+        prepare(trainer, rank)
+        state = trainer.run(loader(Numbers(80)), max_epochs=3)
+        return (state.iteration, state.epoch), state.status, state.reason
+
+    assert ranks(2, work) == [(place, "completed", "terminate() on rank 1")] * 2
+
+
+def test_terminate_is_not_forgotten_where_the_run_goes_back(tmp_path):
+    """``terminate()`` on rank 1 in the iteration before one that is not finite, for which the run goes back."""
+
+    def work(rank):
+        model = DistributedDataParallel(linear())
+        trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), 0.01), mse, non_finite="rollback"))
+        Checkpoint(tmp_path).attach(trainer, Events.ITERATION_COMPLETED(once=2))
+        broken = []
+
+        @trainer.on(Events.ITERATION_COMPLETED(once=4))
+        def terminate_once():
+            if rank == 1 and not broken:
+                trainer.terminate()
+
+        @trainer.on(Events.ITERATION_STARTED(once=5))
+        def break_once():
+            if not broken:
+                broken.append(trainer.state.iteration)
+                trainer.state.batch = [value * float("nan") for value in trainer.state.batch]
+
+        state = trainer.run(loader(Numbers(80)), max_epochs=3)
+        return broken, state.iteration, state.status, state.reason
+
+    first, second = ranks(2, work)
+    assert first == second and first[0] == [5] and first[1] < 120
+    assert first[2:] == ("completed", "terminate() on rank 1")
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+
+class Picky(Exception):
+    """Pickle takes it, and cannot make it again."""
+
+    def __init__(self, host, port):
+        super().__init__(f"no answer from {host}:{port}")
+
+
+class Unsaved:
+    """A state that rank 1 cannot give."""
+
+    def __init__(self, fail):
+        self.fail = fail
+
+    def state_dict(self):
+        if dist.get_rank() == 1:
+            self.fail()
+        return {}
+
+    def load_state_dict(self, state):
+        """There is none."""
+
+
+def picky():
+    raise Picky("store", 80)
+
+
+def long():
+    raise OSError("x" * 10_000)  # more than what is exchanged at once
+
+
+@pytest.mark.parametrize(
+    ("fail", "own", "of_peer", "text"),
+    [(picky, "Picky", "PeerFailed", "no answer from store:80"), (long, "OSError", "OSError", "x" * 10_000)],
+    ids=["that pickle cannot carry", "long"],
+)
+def test_error_of_one_rank_is_raised_on_both_with_its_text(fail, own, of_peer, text, tmp_path):
+    def work(rank):
+        trainer = trainer_of(DistributedDataParallel(linear()))
+        trainer.register("unsaved", Unsaved(fail))
+        Checkpoint(tmp_path).attach(trainer)
+        try:
+            trainer.run(loader(Numbers(12), 2), max_epochs=1)
+        except Exception as error:
+            return type(error).__name__, text in str(error), trainer.state.status
+
+    assert ranks(2, work) == [(of_peer, True, "failed"), (own, True, "failed")]
