@@ -4,7 +4,6 @@ None of them imports torch anew, and the ranks that they start are forked, too, 
 """
 
 import json
-import os
 import resource
 import runpy
 import signal
@@ -108,15 +107,26 @@ def summary(folder):
 
 
 def group_is_gone(leader, timeout_s=10.0):
-    """No process of the group is left; multiprocessing's resource tracker goes a moment after its parent."""
+    """No process of the group lives; multiprocessing's resource tracker goes a moment after its parent."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        try:
-            os.killpg(leader, 0)
-        except ProcessLookupError:
+        if not any(map(_lives_in(leader), Path("/proc").glob("[0-9]*/stat"))):
             return True
         time.sleep(0.02)
     return False
+
+
+def _lives_in(group):
+    """Those that have ended, and that nobody has waited for, are still listed."""
+
+    def lives(path):
+        try:
+            state, _, its_group, *_ = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            return False
+        return state != "Z" and int(its_group) == group
+
+    return lives
 
 
 def free_port():
