@@ -61,12 +61,14 @@ class _Lock:
             if self.taken:
                 return
             _locks.remove(self)
-            with contextlib.suppress(OSError):  # the folder may be read-only or gone by now
-                if self.own_file and _is_at(self.descriptor, self.path):
-                    os.unlink(self.path)
-            with contextlib.suppress(OSError):
-                fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # also for a process that was forked without Python
-            os.close(self.descriptor)
+            try:
+                with contextlib.suppress(OSError):  # the folder may be read-only or gone by now
+                    if self.own_file and _is_at(self.descriptor, self.path):
+                        os.unlink(self.path)
+            finally:
+                with contextlib.suppress(OSError):
+                    fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # also for a process that was forked without Python
+                os.close(self.descriptor)
 
 
 _locks: set[_Lock] = set()
@@ -93,10 +95,15 @@ def _take(path: Path, shared: bool, again: bool, own_file: bool) -> _Lock | None
         if not _is_at(descriptor, path):
             os.close(descriptor)
             return None
-        if own_file and not shared:
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
         _locks.add(held)
+        if own_file and not shared:
+            try:
+                with contextlib.suppress(OSError):  # on a full disk it names nobody
+                    os.ftruncate(descriptor, 0)
+                    os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
+            except BaseException:
+                held.release()
+                raise
         return held
 
 
