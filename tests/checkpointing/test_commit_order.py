@@ -1,6 +1,5 @@
-"""The order of file operations of a save. A kill cannot show a missing fsync: the page cache survives it."""
+"""What is synchronised before what. A kill cannot show that it is missing: the page cache survives it."""
 
-import itertools
 import json
 import os
 from pathlib import Path
@@ -8,98 +7,95 @@ from pathlib import Path
 import pytest
 from ignite.engine import Events
 
-from ignite_engine.checkpointing import CheckpointStore, Retention
 from ignite_engine.handlers import Checkpoint, MetricLogger
-from tests.checkpointing.states import save
+from tests.checkpointing.states import CheckpointStore, Retention, attached, save
 from tests.kit.faults import FileOperations
 from tests.kit.tiny import numbers_loader, trainer_of
 
-TEMPORARY = ".tmp-iteration_00000200"
+
+def places(seen, operation, path):
+    """When these operations were, on a path with this beginning."""
+    return [number for number, (kind, where) in enumerate(seen) if kind == operation and where.startswith(path)]
 
 
-def operations(root, seen):
-    """What was seen, several writes in a row to one file as one."""
-    return [each for each, _ in itertools.groupby(seen.seen)]
+def assert_durable(seen, name, before=()):
+    """What was written under a temporary name is on the disk before it has the name ``name``, the manifest last.
+
+    Args:
+        before: what goes only after that.
+    """
+    temporary = f".tmp-{name.partition('.')[0]}"
+    (renamed,) = places(seen, "rename", f"{temporary} -> {name}")
+    written = {path for kind, path in seen[:renamed] if kind == "write" and path.startswith(f"{temporary}/")}
+    *data, manifest = sorted(written, key=lambda path: places(seen, "open", path)[0])
+    assert manifest.endswith("/manifest.json") and data
+    for path in written:
+        assert places(seen, "write", path)[-1] < places(seen, "fsync", path)[-1] < renamed, path
+        folder = [at for at in places(seen, "fsync", temporary) if seen[at][1] == temporary]
+        assert any(places(seen, "open", path)[0] < at < renamed for at in folder), path
+    for path in data:
+        assert places(seen, "fsync", path)[-1] < places(seen, "open", manifest)[0], path
+    durable = next(at for at in places(seen, "fsync", ".") if at > renamed and seen[at][1] == ".")
+    for other in before:
+        gone = [*places(seen, "rename", other), *places(seen, "unlink", f".trash-{other}")]
+        assert gone and min(gone) > durable, other
 
 
 @pytest.mark.row("D6")
 def test_a_save_is_durable_before_it_is_visible(tmp_path):
-    store = CheckpointStore(tmp_path)
-    save(store, 100)
     with FileOperations(tmp_path) as seen:
-        save(store, 200)
-    assert operations(tmp_path, seen) == [
-        ("mkdir", TEMPORARY),
-        ("open", TEMPORARY),  # its lock
-        *file_operations("shared.pt"),
-        *file_operations("rank_0.pt"),
-        *directory_operations(TEMPORARY),
-        *file_operations("manifest.json"),
-        *directory_operations(TEMPORARY),
-        ("rename", f"{TEMPORARY} -> iteration_00000200"),
-        *directory_operations("."),
-    ]
-
-
-def file_operations(name):
-    return [(operation, f"{TEMPORARY}/{name}") for operation in ("open", "write", "fsync")]
-
-
-def directory_operations(name):
-    return [("open", name), ("fsync", name)]
-
-
-def test_an_old_checkpoint_goes_only_after_the_new_one_is_durable(tmp_path):
-    store = CheckpointStore(tmp_path)
-    save(store, 100)
-    with FileOperations(tmp_path) as seen:
-        save(store, 200)
-        assert store.prune(Retention(keep_last=1)) == [tmp_path / "iteration_00000100"]
-    order = operations(tmp_path, seen)
-    committed = order.index(("rename", f"{TEMPORARY} -> iteration_00000200"))
-    trash = ".trash-iteration_00000100"
-    assert order[committed + 1 :] == [
-        *directory_operations("."),
-        ("open", "iteration_00000100"),  # the lock that no reader has
-        ("rename", f"iteration_00000100 -> {trash}"),
-        *directory_operations("."),
-        *[("unlink", f"{trash}/{name}") for name in ("manifest.json", "rank_0.pt", "shared.pt")],
-        ("rmdir", trash),
-    ]
+        save(CheckpointStore(tmp_path / "run" / "checkpoints"), 200)
+    for made, parent in (("run", "."), ("run/checkpoints", "run")):  # new folders, too
+        assert max(places(seen.seen, "fsync", parent)) > min(places(seen.seen, "mkdir", made))
+    with FileOperations(tmp_path / "run" / "checkpoints") as seen:
+        save(CheckpointStore(tmp_path / "run" / "checkpoints"), 300)
+    assert_durable(seen.seen, "iteration_00000300")
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_training_run_saves_and_prunes_in_that_order(tmp_path, background):
-    trainer = trainer_of()
-    checkpoint = Checkpoint(tmp_path, keep_last=1, background=background)
-    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=100))
+def test_an_old_checkpoint_goes_only_after_the_new_one_is_durable(tmp_path, background):
+    trainer, _ = attached(tmp_path, keep_last=1, background=background)
     with FileOperations(tmp_path) as seen:
-        trainer.run(numbers_loader(), max_iters=300)
-    order = operations(tmp_path, seen)
-    begun = order.index(("mkdir", TEMPORARY))
-    committed = order.index(("rename", f"{TEMPORARY} -> iteration_00000200"))
-    assert order[begun : committed + 1] == [
-        ("mkdir", TEMPORARY),
-        ("open", TEMPORARY),
-        *file_operations("shared.pt"),
-        *file_operations("rank_0.pt"),
-        *directory_operations(TEMPORARY),
-        *file_operations("manifest.json"),
-        *directory_operations(TEMPORARY),
-        ("rename", f"{TEMPORARY} -> iteration_00000200"),
+        trainer.run(numbers_loader(), max_iters=6)
+    for old, new in ((2, 4), (4, 6)):
+        assert_durable(seen.seen, f"iteration_{new:08d}", [f"iteration_{old:08d}"])
+
+
+def test_what_is_deleted_has_no_name_of_a_checkpoint_any_more(tmp_path):
+    """Else a half of it would be found after a kill."""
+    for iteration in (100, 200):
+        save(CheckpointStore(tmp_path), iteration)
+    with FileOperations(tmp_path) as seen:
+        CheckpointStore(tmp_path).prune(Retention(keep_last=1))
+    gone = [path for kind, path in seen.seen if kind in ("unlink", "rmdir")]
+    assert len(gone) > 2 and all(path.startswith(".trash-iteration_00000100") for path in gone)
+
+
+def test_saved_again_at_the_same_iteration_the_old_one_goes_last(tmp_path):
+    save(CheckpointStore(tmp_path), 200)
+    with FileOperations(tmp_path) as seen:
+        assert save(CheckpointStore(tmp_path), 200) == tmp_path / "iteration_00000200"
+    assert [path for operation, path in seen.seen if operation == "rename"] == [
+        ".tmp-iteration_00000200 -> iteration_00000200.1",
+        "iteration_00000200 -> .trash-iteration_00000200",
+        "iteration_00000200.1 -> iteration_00000200",
     ]
-    assert order[committed + 1 : committed + 7] == [
-        *directory_operations("."),
-        ("open", "iteration_00000100"),
-        ("rename", "iteration_00000100 -> .trash-iteration_00000100"),
-        *directory_operations("."),
-    ]
+    assert_durable(seen.seen, "iteration_00000200.1", ["iteration_00000200 "])
+
+
+def test_a_manifest_is_replaced_by_a_durable_one(tmp_path):
+    path = save(CheckpointStore(tmp_path), 200)
+    with FileOperations(tmp_path) as seen:
+        CheckpointStore(tmp_path).annotate(path, labels=["a"])
+    (written,) = {where for kind, where in seen.seen if kind == "write"}
+    operations = [kind for kind, where in seen.seen if where.startswith((path.name, written))]
+    assert operations == ["open", "write", "fsync", "rename", "open", "fsync"]
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_the_log_is_durable_before_the_checkpoint_that_goes_on_with_it(tmp_path, background, monkeypatch):
     """Else a run that resumes after a power cut would go on behind a hole in its log."""
-    log, durable, last_line = tmp_path / "metrics.jsonl", [b""], dict[str, int]()
+    log, durable, last_line = tmp_path / "metrics.jsonl", [b""], {}
     fsync, rename = os.fsync, os.rename
 
     def note_synchronised(descriptor):
@@ -114,53 +110,10 @@ def test_the_log_is_durable_before_the_checkpoint_that_goes_on_with_it(tmp_path,
 
     trainer = trainer_of()
     MetricLogger(tmp_path, console=False).attach(trainer, Events.ITERATION_COMPLETED)
-    checkpoint = Checkpoint(tmp_path / "checkpoints", background=background)
-    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    Checkpoint(tmp_path / "checkpoints", background=background).attach(trainer, Events.ITERATION_COMPLETED(every=2))
     monkeypatch.setattr(os, "fsync", note_synchronised)
     monkeypatch.setattr(os, "rename", note_committed)
     trainer.run(numbers_loader(), max_iters=6)
 
     # in the background the log may have gone on meanwhile, but it is synchronised by saves alone
     assert last_line == {f"iteration_0000000{iteration}": iteration for iteration in (2, 4, 6)}
-
-
-def test_saved_again_at_the_same_iteration_the_old_one_goes_last(tmp_path):
-    store = CheckpointStore(tmp_path)
-    save(store, 200)
-    with FileOperations(tmp_path) as seen:
-        assert save(store, 200) == tmp_path / "iteration_00000200"
-    renames = [path for operation, path in seen.seen if operation == "rename"]
-    assert renames == [
-        f"{TEMPORARY} -> iteration_00000200.1",
-        "iteration_00000200 -> .trash-iteration_00000200",
-        "iteration_00000200.1 -> iteration_00000200",
-    ]
-    after = operations(tmp_path, seen)[operations(tmp_path, seen).index(("rename", renames[0])) + 1 :]
-    assert after[:4] == [*directory_operations("."), ("open", "iteration_00000200"), ("rename", renames[1])]
-
-
-def test_a_new_store_directory_is_durable_in_its_parents(tmp_path):
-    with FileOperations(tmp_path) as seen:
-        save(CheckpointStore(tmp_path / "run" / "checkpoints"), 200)
-    assert operations(tmp_path, seen)[:6] == [
-        ("mkdir", "run"),
-        *directory_operations("."),
-        ("mkdir", "run/checkpoints"),
-        *directory_operations("run"),
-    ]
-
-
-def test_annotating_replaces_the_manifest_by_a_durable_one(tmp_path):
-    store = CheckpointStore(tmp_path)
-    path = save(store, 200)
-    with FileOperations(tmp_path) as seen:
-        store.annotate(path, labels=["a"])
-    temporary = "iteration_00000200/.manifest.json.tmp"
-    assert operations(tmp_path, seen) == [
-        ("open", "."),  # the lock of whoever changes a manifest
-        ("open", temporary),
-        ("write", temporary),
-        ("fsync", temporary),
-        ("rename", f"{temporary} -> iteration_00000200/manifest.json"),
-        *directory_operations("iteration_00000200"),
-    ]

@@ -1,229 +1,228 @@
-"""Disks that are full, read-only or failing: one clear line, the checkpoint before stands, the next save works."""
+"""Killed, a full disk, an interrupt at every file operation: a valid checkpoint is there, and the next run goes on."""
 
-import contextlib
 import errno
 import os
-import re
 import resource
 import signal
-from pathlib import Path
 
 import pytest
 import torch
 
-from ignite_engine.checkpointing import CheckpointError, CheckpointStore, Retention
-from ignite_engine.checkpointing.filesystem import write_file
-from tests.checkpointing.states import holds, left_over, local_parts, save, shared_parts
+from ignite_engine.errors import CheckpointError
+from tests.checkpointing.states import (
+    CheckpointStore,
+    Retention,
+    holds,
+    iterations,
+    left_over,
+    newest,
+    run_to,
+    save,
+)
 from tests.kit.faults import (
     FileOperations,
     can_mount,
-    in_child,
+    everywhere,
+    full_disk,
+    interrupt,
+    kill_this_process,
     make_read_only,
     mount_small_file_system,
 )
+from tests.kit.processes import child, start, wait_until
+from tests.kit.refusals import refuses
 
-pytestmark = pytest.mark.faults
-
-
-def failing_save(store, iteration, size=300):
-    with pytest.raises(CheckpointError) as failed:
-        store.save(shared_parts(iteration, size), local_parts(iteration), iteration=iteration, epoch=1)
-    message = str(failed.value)
-    assert "\n" not in message
-    return message
+FAULTS = {"killed": kill_this_process, "full disk": full_disk, "interrupt": interrupt}
 
 
-def out_of_space_on_a_small_file_system(directory):
-    mount_small_file_system(directory, 1024)
-    store = CheckpointStore(directory)
-    save(store, 100)
-    message = failing_save(store, 200, size=4000)
-    # the fault is real: what is free is less than what was to be written
-    free_bytes = os.statvfs(directory).f_bavail * os.statvfs(directory).f_frsize
-    assert free_bytes < 4000 * 100 * 4
-    assert left_over(directory) == []
-    assert holds(store, store.latest().checkpoint.path, 100)
-    assert holds(store, save(store, 300), 300)
-    return message
+def save_and_prune(folder):
+    save(CheckpointStore(folder), 200)
+    return CheckpointStore(folder).prune(Retention(keep_last=1))
 
 
-def out_of_space_by_a_size_limit(directory):
-    store = CheckpointStore(directory)
-    save(store, 100)
+def by_two_writers(folder, iteration=200):
+    return save(CheckpointStore(folder), iteration, size=3000, writers=2)
+
+
+def prune(folder):
+    return CheckpointStore(folder).prune(Retention(keep_last=1))
+
+
+def annotate(folder):
+    return CheckpointStore(folder).annotate(folder / "iteration_00000100", labels=["new"])
+
+
+# what is done to a folder, what it holds before, and what it may be found with
+WORKS = {
+    "a save and a prune": (save_and_prune, (100,), 300),
+    "several writers": (by_two_writers, (100,), 3000),
+    "the same iteration again": (lambda folder: save(CheckpointStore(folder), 100, labels=["again"]), (50, 100), 300),
+    "a prune": (prune, (100, 200, 300), 300),
+    "new labels": (annotate, (100,), 300),
+}
+
+
+@pytest.mark.row("D6")
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", WORKS)
+def test_at_any_file_operation_the_newest_one_is_whole_and_the_next_save_works(tmp_path, name, fault):
+    work, before, size = WORKS[name]
+    for iteration in before:
+        save(CheckpointStore(tmp_path / "run"), iteration, size=size)
+    made = not name.startswith(("the same", "a prune", "new"))
+
+    def check(folder, point):
+        store = CheckpointStore(folder)
+        found, skipped = store.latest()
+        committed = point.has_done("rename", "-> iteration_") or point.returned
+        assert skipped == [] and found.iteration == (200 if made and committed else before[-1]), point.done[-1:]
+        assert all(holds(store, each.path, each.iteration, size) for each in store.checkpoints())
+        if fault == "full disk" and not committed and name != "a prune":
+            assert isinstance(point.result, CheckpointError) and "No space left" in str(point.result)
+        if name == "the same iteration again":
+            assert found.manifest.labels == (["again"] if committed else [])
+        if fault == "interrupt" and not point.returned:  # it was another thread's operation
+            assert isinstance(point.result, KeyboardInterrupt)
+        if fault != "killed" and not committed and name != "a prune":
+            assert left_over(folder) == []  # who lives clears up
+        assert all(each.name.startswith((".tmp-", ".trash-", "iteration_")) for each in folder.iterdir())
+        store.sweep()
+        assert holds(store, save(store, 400, size=size), 400, size)
+        store.prune(Retention(keep_last=1))
+        assert iterations(folder) == [400] and left_over(folder) == []
+
+    points = everywhere(work, tmp_path / "run", FAULTS[fault], check)
+    assert len(points) >= 5
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The weights of a run that nothing happened to."""
+    return run_to(tmp_path_factory.mktemp("whole"), 3)[1]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("fault", "background"),
+    [(FAULTS["killed"], False), (FAULTS["killed"], True), (full_disk, False), (full_disk, True), (interrupt, False)],
+)
+def test_at_any_file_operation_of_a_run_the_next_one_ends_with_the_same_bits(tmp_path, whole, fault, background):
+    options = {"every": 1, "keep_last": 1, "background": background}
+    run_to(tmp_path / "run", 1, **options)
+
+    def check(folder, point):
+        left = newest(folder)
+        assert left == (2 if point.has_done("rename", "-> iteration_") or point.returned else 1), point.done[-1:]
+        resumed, weights = run_to(folder, 3, **options)
+        assert resumed == left and torch.equal(weights, whole)
+        assert iterations(folder) == [3] and left_over(folder) == []
+
+    points = everywhere(lambda folder: run_to(folder, 2, **options), tmp_path / "run", fault, check)
+    assert len(points) > 30
+
+
+# --------------------------------------------------------------------------------------------------------- real disks
+
+
+def refused_save(store, iteration, size=300):
+    """The message of a save that is refused in one line, with the iteration and the folder."""
+    return str(refuses(lambda: save(store, iteration, size=size), CheckpointError, f"{iteration} {store.directory}"))
+
+
+def on_a_small_disk(folder):
+    mount_small_file_system(folder, 1024)
+    return "No space left on device"
+
+
+def below_a_size_limit(folder):
+    """Where nothing may be mounted; it takes the same path through the code."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails then, as on a full disk
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
-    message = failing_save(store, 200, size=4000)
-    assert left_over(directory) == []
-    assert holds(store, store.latest().checkpoint.path, 100)
-    assert holds(store, save(store, 300), 300)
-    return message
+    return "File too large"
 
 
-# Where nothing may be mounted the size limit remains, which takes the same path through the code.
-FULL_DISKS = [(out_of_space_by_a_size_limit, "File too large")]
-if can_mount():
-    FULL_DISKS.append((out_of_space_on_a_small_file_system, "No space left on device"))
+@pytest.mark.parametrize("limit", [below_a_size_limit, *([on_a_small_disk] if can_mount() else [])])
+def test_a_full_disk_is_one_line_and_the_checkpoint_before_stands(tmp_path, limit):
+    def fill():
+        cause, store = limit(tmp_path), CheckpointStore(tmp_path)
+        save(store, 100)
+        message = refused_save(store, 200, size=4000)
+        left = left_over(tmp_path)
+        assert newest(tmp_path) == 100 and holds(store, save(store, 300), 300)
+        return cause in message and "earlier checkpoints are untouched" in message, left
+
+    assert child(fill) == (True, [])
 
 
-@pytest.mark.parametrize(("fill", "cause"), FULL_DISKS)
-def test_full_disk_is_one_line_and_the_checkpoint_before_stands(tmp_path, fill, cause):
-    code, message = in_child(lambda: fill(tmp_path))
-    assert code == 0
-    start = f"The checkpoint of iteration 200 was not saved in {tmp_path}: {cause} ({tmp_path}/.tmp-iteration_00000200-"
-    assert message.startswith(start)
-    free = r", \d+\.\d MiB free" if cause == "No space left on device" else ""
-    assert re.search(rf"/shared\.pt{free}\); earlier checkpoints are untouched\.$", message)
-
-
-def read_only_file_system(directory):
-    mount_small_file_system(directory, 1024)
-    store = CheckpointStore(directory)
+def read_only_disk(folder):
+    mount_small_file_system(folder, 1024)
+    store = CheckpointStore(folder)
     for iteration in (100, 200):
         save(store, iteration)
-    make_read_only(directory)
+    make_read_only(folder)
     with pytest.raises(OSError) as refused:  # the fault is real
-        (directory / "probe").touch()
+        (folder / "probe").touch()
     assert refused.value.errno == errno.EROFS
-    message = failing_save(store, 300)
-    with pytest.raises(CheckpointError, match=r"Pruning failed: Read-only file system"):
-        store.prune(Retention(keep_last=1))
-    assert [each.iteration for each in store.checkpoints()] == [100, 200]
-    assert holds(store, store.latest().checkpoint.path, 200)
-    return message
+    refuses(lambda: store.prune(Retention(keep_last=1)), CheckpointError, "read-only")
+    assert iterations(folder) == [100, 200] and holds(store, folder / "iteration_00000200", 200)
+    return refused_save(store, 300)
 
 
-def a_file_in_the_way(directory):
-    (directory / "file").touch()
-    return failing_save(CheckpointStore(directory / "file" / "checkpoints"), 300)
+def a_file_in_the_place_of_the_folder(folder):
+    (folder / "file").touch()
+    return refused_save(CheckpointStore(folder / "file" / "checkpoints"), 300)
 
 
-# root ignores permission bits, so a directory that cannot be written to needs a mount or a file in its place
-READ_ONLY = [(a_file_in_the_way, "Not a directory")]
-if can_mount():
-    READ_ONLY.append((read_only_file_system, "Read-only file system"))
+NOT_WRITABLE = {"Not a directory": a_file_in_the_place_of_the_folder}
+if can_mount():  # root ignores permission bits
+    NOT_WRITABLE["Read-only file system"] = read_only_disk
 
 
-class Fault:
-    """Raises an error once and remembers that it did."""
-
-    def __init__(self, error):
-        self.error = error
-        self.raised = 0
-
-    def __call__(self):
-        self.raised += 1
-        raise self.error
+@pytest.mark.parametrize("cause", NOT_WRITABLE)
+def test_a_folder_that_cannot_be_written_is_one_line_and_its_checkpoints_load(tmp_path, cause):
+    assert cause in child(NOT_WRITABLE[cause], tmp_path)
 
 
-def everywhere(tmp_path, work, error):
-    """Raise ``error`` at each operation of ``work`` in turn, each time over a new store with checkpoint 100.
-
-    Returns:
-        Of each: the directory, whether it was before the first rename, and what came out of ``work``.
-    """
-    rehearsal = tmp_path / "rehearsal"
-    save(CheckpointStore(rehearsal), 100)
-    with FileOperations(rehearsal) as seen:
-        work(rehearsal)
-    first_rename = [operation for operation, _ in seen.seen].index("rename")
-    outcomes = []
-    for number in range(len(seen.seen)):
-        directory = tmp_path / f"failed_{number}"
-        save(CheckpointStore(directory), 100)
-        fault = Fault(error)
-        outcome = None
-        with FileOperations(directory, at=number, action=fault):
-            try:
-                outcome = work(directory)
-            except BaseException as raised:
-                outcome = raised
-        assert fault.raised == 1
-        outcomes.append((directory, number <= first_rename, outcome))
-    return outcomes
-
-
-@pytest.mark.slow
-def test_an_error_at_any_file_operation_of_a_save_leaves_a_valid_checkpoint_and_no_rubbish(tmp_path):
-    outcomes = everywhere(
-        tmp_path, lambda directory: save(CheckpointStore(directory), 200), OSError(errno.EIO, "Input/output error")
-    )
-    for directory, before_commit, outcome in outcomes:
-        assert isinstance(outcome, CheckpointError) and "Input/output error" in str(outcome)
-        assert left_over(directory) == []
-        store = CheckpointStore(directory)
-        newest, skipped = store.latest()
-        assert newest is not None and skipped == []
-        assert holds(store, newest.path, 100 if before_commit else 200)
-        assert holds(store, save(store, 200), 200)
-        assert [each.iteration for each in store.checkpoints()] == [100, 200]
-
-
-def test_an_interrupt_during_a_save_passes_through_and_leaves_no_rubbish(tmp_path):
-    outcomes = everywhere(tmp_path, lambda directory: save(CheckpointStore(directory), 200), KeyboardInterrupt())
-    for directory, before_commit, outcome in outcomes:
-        assert isinstance(outcome, KeyboardInterrupt)
-        assert left_over(directory) == []
-        newest = CheckpointStore(directory).latest().checkpoint
-        assert newest is not None and newest.iteration == (100 if before_commit else 200)
-
-
-def test_an_error_in_a_prune_leaves_the_newest_and_the_next_prune_finishes(tmp_path):
-    def save_and_prune(directory):
-        store = CheckpointStore(directory)
-        save(store, 200)
-        store.prune(Retention(keep_last=1))
-
-    for directory, before_commit, outcome in everywhere(tmp_path, save_and_prune, OSError(errno.EIO, "I/O error")):
-        assert isinstance(outcome, CheckpointError)
-        store = CheckpointStore(directory)
-        newest, skipped = store.latest()
-        assert newest is not None and skipped == []
-        assert holds(store, newest.path, 100 if before_commit else 200)
-        store.sweep()
-        store.prune(Retention(keep_last=1))
-        assert [each.iteration for each in store.checkpoints()] == [newest.iteration]
-        assert left_over(directory) == []
-
-
-def test_an_error_while_annotating_leaves_the_old_manifest(tmp_path):
+def test_a_disk_that_takes_less_than_it_is_given_has_all_in_the_end(tmp_path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, memoryview(data)[: 1 << 16]))
     store = CheckpointStore(tmp_path)
-    path = save(store, 100, labels=["old"])
-    for number in range(5):  # its lock, open, write, fsync, rename
-        fault = Fault(OSError(errno.ENOSPC, "No space left on device"))
-        with FileOperations(tmp_path, at=number, action=fault), pytest.raises(CheckpointError, match="No space left"):
-            store.annotate(path, labels=["new"])
-        assert fault.raised == 1
-        assert store.checkpoints()[0].manifest.labels == ["old"]
-        assert sorted(each.name for each in path.iterdir()) == ["manifest.json", "rank_0.pt", "shared.pt"]
+    path = save(store, 100, size=3000)
+    monkeypatch.undo()
+    assert CheckpointStore(tmp_path).verify(path) == [] and holds(CheckpointStore(tmp_path), path, 100, 3000)
 
 
-def test_a_write_error_that_the_writer_hides_is_raised_all_the_same(tmp_path):
-    def hide_errors(file):
-        for _ in range(3):
-            with contextlib.suppress(OSError):
-                file.write(bytes(2_000_000))
-
-    fault = Fault(OSError(errno.EIO, "I/O error"))
-    with FileOperations(tmp_path, at=1, action=fault), pytest.raises(OSError, match="I/O error") as failed:
-        write_file(tmp_path / "file", hide_errors)
-    assert fault.raised == 1 and failed.value.filename == str(tmp_path / "file")
-
-
-@pytest.mark.parametrize("value", [Path("runs"), torch.nn.Linear(1, 1), torch.Generator(), frozenset((1,))])
-def test_what_could_not_be_loaded_is_refused_before_anything_is_written(tmp_path, value):
+def test_what_a_dead_writer_left_goes_and_a_living_one_is_left_alone(tmp_path):
     store = CheckpointStore(tmp_path)
-    with FileOperations(tmp_path) as seen, pytest.raises(CheckpointError, match=r"model\['layers'\]\[1\] is a "):
-        store.save({"model": {"layers": [1, value]}}, {}, iteration=1, epoch=0)
-    assert "write" not in [operation for operation, _ in seen.seen]
-    assert left_over(tmp_path) == []
+    save(store, 100)
+
+    def writer():
+        with FileOperations(tmp_path, at=("fsync", "manifest.json"), action=signal.pause):
+            save(CheckpointStore(tmp_path), 200)
+
+    process = start(writer)
+    wait_until(lambda: list(tmp_path.glob(".tmp-*/manifest.json")), process)
+    (temporary,) = left_over(tmp_path)
+    assert store.sweep() == [] and store.latest().checkpoint.iteration == 100
+    process.signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert store.sweep() == [tmp_path / temporary] and left_over(tmp_path) == []
 
 
-def test_metrics_and_config_that_cannot_be_written_are_refused_by_name(tmp_path):
+@pytest.mark.parametrize("operation", ["unlink", "rmdir", "rename"])
+def test_what_cannot_be_deleted_keeps_nothing_else(tmp_path, operation):
+    """One file is held by another program for a while."""
     store = CheckpointStore(tmp_path)
-    with pytest.raises(CheckpointError, match="Metric 'val/loss' is str, expected a number"):
-        save(store, 1, metrics={"val/loss": "low"})
-    with pytest.raises(CheckpointError, match="config of a checkpoint must be plain JSON data"):
-        save(store, 1, config={"model": torch.ones(1)})
-    with pytest.raises(ValueError, match="iteration must be at least 0, got -1"):
-        save(store, -1)
-    assert store.checkpoints() == [] and left_over(tmp_path) == []
+    for iteration in (100, 200, 300, 400):
+        save(store, iteration)
+
+    def busy():
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    at = (operation, "iteration_00000100" if operation == "rename" else "")
+    with FileOperations(tmp_path, at=at, action=busy) as seen:
+        refuses(lambda: store.prune(Retention(keep_last=1)), CheckpointError, "busy")
+    assert seen.acted == 1 and set(iterations(tmp_path)) <= {100, 400}
+    store.sweep()
+    store.prune(Retention(keep_last=1))
+    assert iterations(tmp_path) == [400] and left_over(tmp_path) == []

@@ -1,16 +1,25 @@
-"""The names in a checkpoint directory, and what is removed of them: nothing that is not the store's own."""
+"""The names in a folder of checkpoints, and what is removed of them: nothing that is not the store's own."""
 
-import errno
-import logging
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from ignite_engine.checkpointing import CheckpointError, CheckpointStore, Retention, layout
-from tests.checkpointing.states import left_over, save
-from tests.kit.faults import FileOperations
+from ignite_engine import load_weights
+from ignite_engine.errors import CheckpointError
+from tests.checkpointing.states import (
+    CheckpointStore,
+    Retention,
+    file_of,
+    holds,
+    iterations,
+    left_over,
+    manifest_of,
+    newest,
+    run_to,
+    save,
+)
+from tests.kit.refusals import refuses
+from tests.kit.tiny import linear
 
 
 def content(folder):
@@ -20,43 +29,26 @@ def content(folder):
 @pytest.fixture
 def other(tmp_path):
     """Another run's folder, which must not change."""
-    save(CheckpointStore(tmp_path / "other"), 100)
-    save(CheckpointStore(tmp_path / "other"), 300)
-    return tmp_path / "other"
-
-
-@pytest.mark.parametrize("name", ["iteration_00000001", "iteration_123456789", "iteration_00000001.2"])
-def test_names_of_committed_checkpoints(name):
-    assert layout.named_iteration(Path("x") / name) == int(name[10:].split(".")[0])
-
-
-@pytest.mark.parametrize("name", ["iteration_1", "iteration_00000001.x", ".tmp-iteration_00000001-01234567", "x\n"])
-def test_other_names_are_not_checkpoints(name):
-    assert layout.named_iteration(Path("x") / name) is None
-
-
-def test_a_name_that_is_taken_gets_a_revision(tmp_path):
-    assert layout.free_name(tmp_path, 7) == tmp_path / "iteration_00000007"
-    (tmp_path / "iteration_00000007").mkdir()
-    assert layout.free_name(tmp_path, 7) == tmp_path / "iteration_00000007.1"
+    for iteration in (100, 300):
+        save(CheckpointStore(tmp_path / "other"), iteration)
+    before = content(tmp_path / "other")
+    yield tmp_path / "other"
+    assert content(tmp_path / "other") == before
 
 
 def test_a_checkpoint_that_is_a_symbolic_link_is_never_read_or_deleted(tmp_path, other):
-    before, store = content(other), CheckpointStore(tmp_path / "run")
+    store = CheckpointStore(tmp_path / "run")
     save(store, 200)
     for number in (100, 300):
         (store.directory / f"iteration_{number:08d}").symlink_to(other / f"iteration_{number:08d}")
-    newest = store.latest()
-    assert newest.checkpoint is not None and newest.checkpoint.iteration == 200
-    assert [(path.name, "symbolic link" in reason) for path, reason in newest.skipped] == [("iteration_00000300", True)]
-    save(store, 400)
-    save(store, 300)
+    found, skipped = store.latest()
+    assert found.iteration == 200
+    assert [(path.name, "symbolic link" in reason) for path, reason in skipped] == [("iteration_00000300", True)]
+    for iteration in (400, 300):
+        save(store, iteration)
     store.prune(Retention(keep_last=1))
-    assert content(other) == before
-    assert sorted(each.name for each in store.directory.iterdir() if each.is_symlink()) == [
-        "iteration_00000100",
-        "iteration_00000300",
-    ]
+    links = sorted(each.name for each in store.directory.iterdir() if each.is_symlink())
+    assert links == ["iteration_00000100", "iteration_00000300"]
 
 
 def test_a_dangling_link_in_the_place_of_a_checkpoint_is_left(tmp_path):
@@ -71,109 +63,76 @@ def test_a_dangling_link_in_the_place_of_a_checkpoint_is_left(tmp_path):
 def test_the_folder_itself_may_be_a_link(tmp_path):
     (tmp_path / "scratch").mkdir()
     (tmp_path / "run").symlink_to("scratch")
-    store = CheckpointStore(tmp_path / "run")
-    for iteration in (100, 200):
-        save(store, iteration)
     (tmp_path / "scratch" / ".tmp-iteration_00000300-0123abcd").mkdir()
-    assert len(store.sweep()) == 1 and len(store.prune(Retention(keep_last=1))) == 1
-    assert os.listdir(tmp_path / "scratch") == ["iteration_00000200"]
+    for iteration in (2, 4):
+        run_to(tmp_path / "run", iteration, keep_last=1)
+    assert os.listdir(tmp_path / "scratch") == ["iteration_00000004"]
 
 
 @pytest.mark.parametrize("kind", [".tmp", ".trash"])
-def test_a_leftover_that_is_a_symbolic_link_is_unlinked(tmp_path, other, kind):
-    before, store = content(other), CheckpointStore(tmp_path / "run")
-    save(store, 200)
-    link = store.directory / f"{kind}-iteration_00000300-0123abcd"
-    link.symlink_to(other)
-    assert store.sweep() == [link] and not link.is_symlink()
-    assert content(other) == before
-
-
-@pytest.mark.parametrize("kind", [".tmp", ".trash"])
-def test_links_inside_a_leftover_are_unlinked(tmp_path, other, kind):
-    before = content(other)
-    leftover = tmp_path / "run" / f"{kind}-iteration_00000300-0123abcd"
-    leftover.mkdir(parents=True)
-    (leftover / "folder").symlink_to(other)
-    (leftover / "file").symlink_to(other / "iteration_00000100" / "manifest.json")
-    assert CheckpointStore(tmp_path / "run").sweep() == [leftover] and not leftover.exists()
-    assert content(other) == before
-
-
-@pytest.mark.parametrize(
-    "name", [".tmp-x", ".trash-mine", ".tmp-iteration_00000300", ".tmp-iteration_00000300-0123abcd~"]
-)
-def test_what_only_looks_like_a_leftover_is_left(tmp_path, name):
-    (tmp_path / name).mkdir()
-    (tmp_path / name / "mine").write_text("work")
-    assert CheckpointStore(tmp_path).sweep() == [] and (tmp_path / name / "mine").read_text() == "work"
-
-
-@pytest.mark.parametrize("file", ["manifest.json", "shared.pt"])
-def test_a_file_of_a_checkpoint_that_is_a_symbolic_link_is_not_read(tmp_path, other, file):
+@pytest.mark.parametrize("link", ["itself", "inside"])
+def test_of_a_leftover_with_links_the_links_go(tmp_path, other, kind, link):
     store = CheckpointStore(tmp_path / "run")
-    path = save(store, 100)
-    (path / file).unlink()
-    (path / file).symlink_to(other / "iteration_00000100" / file)
-    (problem,) = store.verify(path)
-    assert f"{file}" in problem and ("missing" in problem or "symbolic link" in problem)
-    with pytest.raises(CheckpointError, match="symbolic link, which is not followed"):
-        store.load(path)
-    assert store.latest().checkpoint is None
+    save(store, 200)
+    leftover = store.directory / f"{kind}-iteration_00000300-0123abcd"
+    if link == "itself":
+        leftover.symlink_to(other)
+    else:
+        leftover.mkdir()
+        (leftover / "folder").symlink_to(other)
+        (leftover / "loop").symlink_to("loop")
+        (leftover / "file").symlink_to(other / "iteration_00000100" / "manifest.json")
+    assert store.sweep() == [leftover] and not os.path.lexists(leftover)
 
 
-def busy():
-    raise OSError(errno.EBUSY, "Device or resource busy")
-
-
-Leave = Callable[[CheckpointStore], Path]
-
-
-@pytest.mark.parametrize("kind", [".tmp", ".trash"])
-@pytest.mark.parametrize("operation", ["unlink", "rmdir"])
-def test_a_leftover_that_cannot_be_deleted_is_a_warning(tmp_path, caplog, kind, operation):
-    stuck, next_one = (tmp_path / f"{kind}-iteration_0000030{number}-0123abcd" for number in (0, 1))
-    for each in (stuck, next_one):
-        each.mkdir()
-        (each / "shared.pt").write_bytes(b"")
-    at = (operation, "/shared.pt" if operation == "unlink" else stuck.name.rsplit("-", 1)[0])
-    with caplog.at_level(logging.WARNING), FileOperations(tmp_path, at=at, action=busy) as seen:
-        assert CheckpointStore(tmp_path).sweep() == [next_one]
-    assert seen.acted == 1
-    (record,) = caplog.records
-    assert "leftover that cannot be deleted: Device or resource busy" in record.getMessage()
-    assert str(stuck) in record.getMessage() and "\n" not in record.getMessage()
-    assert CheckpointStore(tmp_path).sweep() == [stuck]
-
-
-def test_a_leftover_that_is_a_file_is_a_warning(tmp_path, caplog):
-    (tmp_path / ".tmp-iteration_00000300-0123abcd").write_text("")
-    assert CheckpointStore(tmp_path).sweep() == []
-    assert "cannot be deleted: Not a directory" in caplog.text
-
-
-def test_one_checkpoint_that_cannot_be_deleted_does_not_keep_the_others(tmp_path):
+def test_what_is_not_its_own_is_left(tmp_path):
+    names = [".tmp-x", ".trash-mine", ".tmp-iteration_00000300", ".tmp-iteration_00000300-0123abcd~", "iteration_final"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").write_text("work")
+    files = ["notes.txt", "iteration_00000009", "iteration_1", ".tmp-iteration_00000300-0123abcd"]
+    for name in files:
+        (tmp_path / name).write_text("a file, no checkpoint")
+    before = content(tmp_path)
     store = CheckpointStore(tmp_path)
-    for iteration in (100, 200, 300, 400):
+    for iteration in (1, 2):
         save(store, iteration)
-    with (
-        FileOperations(tmp_path, at=("rename", "iteration_00000100"), action=busy) as seen,
-        pytest.raises(CheckpointError, match="Pruning failed: Device or resource busy"),
-    ):
-        store.prune(Retention(keep_last=1))
-    assert seen.acted == 1
-    assert [each.iteration for each in store.checkpoints()] == [100, 400] and left_over(tmp_path) == []
-    store.prune(Retention(keep_last=1))
-    assert [each.iteration for each in store.checkpoints()] == [400]
-
-
-def test_a_save_is_committed_though_the_one_it_replaces_cannot_be_deleted(tmp_path, caplog):
-    store = CheckpointStore(tmp_path)
-    save(store, 100)
-    with FileOperations(tmp_path, at=("unlink", "/shared.pt"), action=busy) as seen:
-        path = save(store, 100)
-    assert seen.acted == 1 and "cannot be deleted: Device or resource busy" in caplog.text
-    newest = store.latest().checkpoint
-    assert newest is not None and newest.path == path and os.path.isdir(path)
     store.sweep()
-    assert left_over(tmp_path) == []
+    store.prune(Retention(keep_last=1))
+    assert set(os.listdir(tmp_path)) == {*names, *files, "iteration_00000002"}
+    assert before.items() <= content(tmp_path).items() and newest(tmp_path) == 2
+
+
+@pytest.mark.parametrize("file", ["manifest", "shared", "rank_0"])
+def test_a_file_of_a_checkpoint_that_is_a_link_is_not_read(tmp_path, other, file):
+    """Where it leads to may be another run's, and whole."""
+    path = save(CheckpointStore(tmp_path / "run"), 100)
+    name = file_of(path, file).name
+    (path / name).unlink()
+    (path / name).symlink_to(other / "iteration_00000100" / name)
+    refuses(lambda: CheckpointStore(tmp_path / "run").load(path), CheckpointError, f"{name} symbolic link")
+    refuses(lambda: load_weights(linear(), path), CheckpointError, name)
+    assert newest(tmp_path / "run") is None
+
+
+def test_new_labels_and_metrics_change_no_data(tmp_path):
+    store = CheckpointStore(tmp_path)
+    path = save(store, 1, metrics={"loss": 1.0}, labels=["a"])
+    files = {each: each.stat() for each in path.iterdir() if each.name != "manifest.json"}
+    knows_it = CheckpointStore(tmp_path)
+    assert knows_it.checkpoints()[0].manifest.labels == ["a"]
+    changed = store.annotate(path, labels=["b", "c"], metrics={"val/loss": 0.5})
+    assert changed.labels == manifest_of(path)["labels"] == ["b", "c"]
+    assert manifest_of(path)["metrics"] == {"loss": 1.0, "val/loss": 0.5}
+    assert knows_it.checkpoints()[0].manifest == CheckpointStore(tmp_path).checkpoints()[0].manifest == changed
+    assert all(each.stat() == before for each, before in files.items()) and len(files) == 2
+    assert store.verify(path) == [] and holds(store, path, 1)
+
+
+@pytest.mark.row("D7", "D14")
+def test_labels_of_a_run_are_on_every_checkpoint(tmp_path):
+    run_to(tmp_path, 4, labels=(each for each in ("sweep 3", "mine")), config={"betas": (0.9, 0.95)})
+    for iteration in iterations(tmp_path):
+        manifest = manifest_of(tmp_path / f"iteration_{iteration:08d}")
+        assert manifest["labels"] == ["sweep 3", "mine"] and manifest["config"] == {"betas": [0.9, 0.95]}
+    assert len(iterations(tmp_path)) == 2 and left_over(tmp_path) == []

@@ -21,7 +21,7 @@ from ignite_engine.checkpointing.filesystem import hash_file
 from ignite_engine.cli import main
 from ignite_engine.run_directory import weights_sha256
 from ignite_engine.states.model_and_optimizer import unwrap
-from tests.checkpointing.test_damage import rewrite_manifest
+from tests.checkpointing.states import forge as rewrite_manifest
 from tests.kit.sharded import gathered, in_layout, net, run_phases, train, trainer_in, whole_digests
 from tests.kit.tiny import Numbers, mse
 

@@ -1,17 +1,25 @@
 """Record, fail or kill a process at every file operation under one directory, with real files underneath.
 
-Usable wherever ``os`` is what the code under test calls; a context replaces its functions and puts them back.
+- ``everywhere(work, folder, fault, check)``: the fault at each file operation of ``work`` in turn.
+- ``DAMAGES``: what may happen to a file, by name.
+- ``FileOperations``: the same by hand; usable wherever ``os`` is what the code under test calls.
 """
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import re
+import shutil
 import signal
+import threading
 import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
+
+from tests.kit.processes import child
 
 OPERATIONS = ("mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir")
 _TOKEN = re.compile(r"-[0-9a-f]{8}\b")
@@ -60,9 +68,10 @@ class FileOperations:
             self.seen.append((name, " -> ".join(_TOKEN.sub("", str(each)) for each in relative)))
             if self._action is not None and self._is_meant(number):
                 self.acted += 1
-                if name == "write":
-                    real(target, memoryview(args[0])[: len(args[0]) // 2])
+                written = real(target, memoryview(args[0])[: len(args[0]) // 2]) if name == "write" else 0
                 self._action()
+                if name == "write":
+                    return written + real(target, memoryview(args[0])[written:])
             result = real(target, *args, **kwargs)
             if name == "open":
                 self._descriptors[result] = path
@@ -80,6 +89,150 @@ class FileOperations:
 def kill_this_process():
     """SIGKILL, as no handler and no ``finally`` survives it."""
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def full_disk():
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def interrupt():
+    """As Ctrl-C does, which no other thread sees."""
+    if threading.current_thread() is threading.main_thread():
+        raise KeyboardInterrupt
+
+
+@dataclass
+class Point:
+    """Where a fault was.
+
+    Attributes:
+        done: the operations before it, as ``FileOperations.seen``.
+        result: what ``work`` returned or raised; None where it was killed.
+    """
+
+    done: list
+    result: object = None
+
+    @property
+    def returned(self):
+        """Whether ``work`` returned all the same."""
+        return self.result is not None and not isinstance(self.result, BaseException)
+
+    def has_done(self, operation, path):
+        """Whether an operation came before the fault, on a path in which this pattern is found."""
+        return any(kind == operation and re.search(path, where) for kind, where in self.done)
+
+
+def everywhere(work, folder, fault, check):
+    """Do ``work`` on a copy of ``folder`` to see its file operations; then, on a fresh copy each, with a fault at each.
+
+    Args:
+        work: called with the copy; the order of its operations may differ from time to time, not their number.
+        folder: what there is before it.
+        fault: ``kill_this_process``, which a process of its own meets, or what raises an error, as ``full_disk``.
+        check: called after each fault with the copy and its ``Point``.
+
+    Returns:
+        The points.
+    """
+    copies = folder.parent / f"copies_of_{folder.name}"
+    with _unsynchronised():
+        if fault is kill_this_process:
+            points = child(_killed_everywhere, work, folder, copies)
+            for number, point in enumerate(points):
+                check(copies / str(number), point)
+        else:
+            points = []
+            for number in range(len(_rehearsed(work, folder, copies))):
+                points.append(_with_a_fault(work, _copy(folder, copies / str(number)), number, fault))
+                check(copies / str(number), points[number])
+    shutil.rmtree(copies)
+    return points
+
+
+@contextlib.contextmanager
+def _unsynchronised():
+    """No power fails here: synchronising would only take most of the time."""
+    real, os.fsync = os.fsync, lambda descriptor: None
+    try:
+        yield
+    finally:
+        os.fsync = real
+
+
+def _copy(folder, copy):
+    shutil.copytree(folder, copy, symlinks=True)
+    return copy
+
+
+def _rehearsed(work, folder, copies):
+    with FileOperations(_copy(folder, copies / "rehearsal")) as operations:
+        work(copies / "rehearsal")
+    return operations.seen
+
+
+def _with_a_fault(work, folder, number, fault):
+    with FileOperations(folder, at=number, action=fault) as operations:
+        try:
+            result = work(folder)
+        except BaseException as error:
+            result = error.with_traceback(None)  # which would keep what the work has made
+    assert operations.acted == 1
+    return Point(operations.seen[:number], result)
+
+
+def _killed_everywhere(work, folder, copies):
+    """In a process that has done the work once, so that each of those it forks has little to do."""
+    with _unsynchronised():
+        seen = _rehearsed(work, folder, copies)
+    for number in range(len(seen)):
+        copy = _copy(folder, copies / str(number))
+        if (pid := os.fork()) == 0:
+            with contextlib.suppress(BaseException), _unsynchronised():
+                _with_a_fault(work, copy, number, kill_this_process)
+            os._exit(1)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert code == -signal.SIGKILL, (code, seen[number])
+    return [Point(seen[:number]) for number in range(len(seen))]
+
+
+def truncated(file):
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def changed(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def longer(file):
+    with file.open("ab") as end:
+        end.write(b"x")
+
+
+def linked(file):
+    """As if somebody had moved it to a larger disk."""
+    elsewhere = file.parent.with_name(f"{file.name}_elsewhere")
+    file.rename(elsewhere)
+    file.symlink_to(elsewhere)
+
+
+def pipe(file):
+    """Who opens it waits for its other end."""
+    file.unlink()
+    os.mkfifo(file)
+
+
+DAMAGES = {
+    "truncated": truncated,
+    "one bit changed": changed,
+    "one byte longer": longer,
+    "missing": Path.unlink,
+    "empty": lambda file: os.truncate(file, 0),
+    "a link": linked,
+    "a pipe": pipe,
+}
 
 
 def in_child(work, timeout_s=60.0):
@@ -164,15 +317,14 @@ def make_writable(path):
 
 
 def can_mount():
-    """Whether a child may mount a file system here."""
-
-    def attempt():
+    """Whether a process may mount a file system here; asked while tests are collected, so without the fork server."""
+    if (pid := os.fork()) == 0:
+        code = 1
         with contextlib.suppress(OSError):
             mount_small_file_system(Path("/mnt"), 64)
-            return True
-        return False
-
-    return in_child(attempt) == (0, True)
+            code = 0
+        os._exit(code)
+    return os.waitpid(pid, 0)[1] == 0
 
 
 @contextlib.contextmanager
