@@ -1,145 +1,187 @@
-"""Loader workers leave signals to the training process, and never outlive it."""
+"""Loader workers leave signals to the training process, end with their run, and never outlive it."""
 
-from __future__ import annotations
-
+import multiprocessing
 import os
 import signal
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
+from ignite.engine import Events
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ignite_engine.data.workers import WorkerInit, begin_pass, end_workers
-from tests.faults.commands import program
+from ignite_engine import Trainer, loader
+from tests.data.kinds import KINDS, Samples
+from tests.kit.processes import start, wait_until
+from tests.kit.resume import assert_resumes, program
+from tests.kit.seen import Seen
 
-PROGRAM = """
-import os, sys, time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-from ignite_engine import loader
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torchdata
 
-class Slow:
+
+class Waiting:
+    """Leaves its process's number in a folder, and waits for ever."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
     def __len__(self):
         return 8
 
     def __getitem__(self, index):
-        Path(sys.argv[1], str(os.getpid())).touch()
-        while True:  # no SIGTERM of anybody but its trainer ends it
+        (self.folder / str(os.getpid())).touch()
+        while True:
             time.sleep(60)
-
-if __name__ == "__main__":
-    context = sys.argv[2]
-    next(iter(loader(Slow(), num_workers=2, multiprocessing_context=context)))
-"""
 
 
 def alive(pid):
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
 
 
-def wait_until(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return False
-
-
 @pytest.mark.parametrize(
-    "context",
-    # slow: these import torch
-    ["fork", pytest.param("spawn", marks=pytest.mark.long), pytest.param("forkserver", marks=pytest.mark.long)],
+    "context", ["fork", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("spawn", "forkserver"))]
 )
 def test_busy_workers_end_when_their_trainer_is_killed(context, tmp_path):
-    pids = tmp_path / "pids"
-    pids.mkdir()
-    trainer = program(tmp_path, PROGRAM, str(pids), context)
-    assert wait_until(lambda: len(list(pids.iterdir())) == 2)
-    workers = [int(path.name) for path in pids.iterdir()]
+    trainer = start(
+        lambda: next(iter(loader(Waiting(tmp_path), num_workers=2, multiprocessing_context=context))), output=os.devnull
+    )
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 2, trainer)
+    workers = [int(path.name) for path in tmp_path.iterdir()]
     try:
-        for worker in workers:
-            os.kill(worker, signal.SIGTERM)  # a launcher's, to the whole group: the trainer is to end them
-        time.sleep(0.3)
-        assert all(map(alive, workers))
-        trainer.send_signal(signal.SIGKILL)
-        trainer.communicate()
-        assert wait_until(lambda: not any(map(alive, workers)), seconds=20)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            for worker in workers:
+                os.kill(worker, number)  # a launcher's, to the whole group: the trainer is to end them
+        os.kill(trainer.pid, 0)
+        assert not any(signal_reached(worker) for worker in workers) and all(map(alive, workers))
+        os.kill(trainer.pid, signal.SIGKILL)
+        wait_until(lambda: not any(map(alive, workers)), timeout_s=20)
     finally:
         for worker in filter(alive, workers):
             os.kill(worker, signal.SIGKILL)
 
 
-def test_data_without_workers_is_left_alone():
-    data = [1, 2]
-    iterator = begin_pass(data)
-    end_workers(iterator, data)
+def signal_reached(pid):
+    """Whether a signal waits that is neither blocked nor ignored; then the process is about to end."""
+    with open(f"/proc/{pid}/status") as file:
+        masks = {line.split(":")[0]: line.split()[-1] for line in file if line.startswith(("Sig", "Shd"))}
+    pending = int(masks["SigPnd"], 16) | int(masks["ShdPnd"], 16)
+    return bool(pending & ~int(masks["SigBlk"], 16) & ~int(masks["SigIgn"], 16))
 
-    assert list(iterator) == data
+
+class Subclass(DataLoader): ...
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("make", [loader, DataLoader, Subclass, StatefulDataLoader])
+def test_loader_workers_end_with_the_run(make, fails):
+    before = set(multiprocessing.active_children())
+    trainer, batches = Trainer(lambda engine, batch: batches.append(batch)), []
+    if fails:
+        handler = trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: 1 / 0)
+    data, error = make(Samples(8), 2, num_workers=2), None
+    try:
+        trainer.run(data, max_iters=3)
+    except ZeroDivisionError as raised:
+        error = raised  # its traceback holds the frames that hold the iterator
+        handler.remove()
+    assert (error is not None) is fails
+
+    assert not set(multiprocessing.active_children()) - before
+    trainer.run(data, max_iters=6)
+    assert len(batches) >= 6
+    assert not set(multiprocessing.active_children()) - before
+
+
+def test_loader_workers_end_with_a_pass_that_is_dealt_out():
+    trainer = Trainer(lambda engine, batch: None, global_micro_batches=2)
+    trainer.run(loader(Samples(8), 2, num_workers=1), max_epochs=2)
+
+    assert trainer.state.iteration == 4 and multiprocessing.active_children() == []
+
+
+class Around:
+    """Data of a user's around a loader."""
+
+    def __init__(self, data):
+        self.loader = data
+
+    def __iter__(self):
+        return iter(self.loader)
+
+
+@pytest.mark.parametrize("around", [lambda data: data, Around])
+def test_persistent_workers_outlive_the_run_and_are_asked_again(around):
+    before = set(multiprocessing.active_children())
+    trainer, batches = Trainer(lambda engine, batch: batches.append(int(batch))), []
+    kept = DataLoader([1, 2, 3], batch_size=None, num_workers=1, persistent_workers=True)
+    data = around(kept if around is Around else loader([1, 2, 3], num_workers=1, persistent_workers=True))
+    workers = set()
+    for iterations in (2, 6, 9):
+        trainer.run(data, max_iters=iterations)
+        workers |= set(multiprocessing.active_children()) - before
+
+    assert batches == [1, 2, 3] * 3 and len(workers) == 1
+    for worker in workers:
+        worker.terminate()
 
 
 class WithOwnWorkers:
     """An iterator of a user's with attributes of torch's names."""
 
-    _workers: Any = 2
+    _workers = 2
+    at = 0
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        raise StopIteration
+        self.at += 1
+        if self.at % 4 == 0:
+            raise StopIteration
+        return self.at
 
     def _shutdown_workers(self):
         raise AssertionError("it is not asked")
 
 
 def test_an_iterator_of_a_users_is_left_alone_whatever_its_attributes_are():
-    data = WithOwnWorkers()
-    end_workers(begin_pass(data), data)
+    batches = []
+    Trainer(lambda engine, batch: batches.append(batch)).run(WithOwnWorkers(), max_epochs=2)
+
+    assert batches == [1, 2, 3, 5, 6, 7]
 
 
-class Around:
-    """Data of a user's around a loader whose workers persist."""
-
-    def __init__(self):
-        self.loader = DataLoader([1, 2, 3], batch_size=None, num_workers=1, persistent_workers=True)
-
-    def __iter__(self):
-        return iter(self.loader)
+WITH_WORKERS = {
+    "loader": lambda: loader(Samples(6), 2, shuffle=True, num_workers=2),
+    "DataLoader": lambda: DataLoader(Samples(6), 2, shuffle=True, num_workers=1),
+    "unsized": KINDS["unsized"],
+}
 
 
-def test_persistent_workers_of_a_loader_within_the_data_are_asked_again():
-    data = Around()
-    iterator = begin_pass(data)
-    assert next(iterator) == 1
-    end_workers(iterator, data)
-    assert list(begin_pass(data)) == [1, 2, 3]
-    end_workers(data.loader._iterator, data.loader)
-    assert data.loader._iterator is None and list(begin_pass(data)) == [1, 2, 3]
-    end_workers(data.loader._iterator, data.loader)
+@pytest.mark.parametrize("kind", ["loader", "DataLoader"])
+def test_resumes_with_workers_that_have_fetched_ahead(kind, tmp_path):
+    made = program([Seen], data=WITH_WORKERS[kind])
+    assert_resumes(made, tmp_path, at=(2,), how=["stop", "same process"])
 
 
-class TellsWhatIsBlocked:
-    """Data over which an iteration gives the signals that were blocked when it began."""
+@pytest.mark.parametrize("kind", ["Generated", "Counted"])
+def test_stream_in_workers_goes_on_where_it_was_in_a_second_resume_too(kind, tmp_path):
+    """Torchdata counts twice what it has replayed."""
+    import tests.data.kinds as kinds
+    from ignite_engine.handlers import Checkpoint
 
-    def __init__(self, worker_init_fn):
-        self.worker_init_fn = worker_init_fn
+    seen = []
+    for limit in (2, 3, 5, 12):
+        trainer = Trainer(lambda engine, batch: seen.append(batch[0][0, 0].item()))
+        checkpoint = Checkpoint(tmp_path)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        trainer.run(StatefulDataLoader(getattr(kinds, kind)(), 1, num_workers=2), max_iters=limit)
+        reasons = [each for each in trainer.reproducibility() if "its batches are replayed" in each]
+        assert len(reasons) == (kind == "Generated")
 
-    def __iter__(self):
-        return iter(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
-
-
-def test_signals_are_blocked_while_workers_start_that_let_them_in_again_and_no_others():
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    asking_to_stop = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-
-    assert set(begin_pass(TellsWhatIsBlocked(WorkerInit(None)))) == before | asking_to_stop
-    for others in (None, print):
-        assert set(begin_pass(TellsWhatIsBlocked(others))) == before
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    assert seen == [float(index) for index in range(5) for _ in range(2)] + [0.0, 0.0]
