@@ -179,42 +179,43 @@ def stepped(optimizer=torch.optim.AdamW, loss=mse, before=lambda model, optimize
     return one(model)
 
 
-@pytest.mark.parametrize("which", ["optimizer", "all optimizers", "loss", "parameter", "torch's schedule"])
-def test_hooks_that_come_within_a_run_are_called(which, recwarn):
+HOOKS = {
+    "before a step": lambda model, optimizer, call: optimizer.register_step_pre_hook(call),
+    "after a step": lambda model, optimizer, call: optimizer.register_step_post_hook(call),
+    "before all steps": lambda model, optimizer, call: torch_optimizer.register_optimizer_step_pre_hook(call),
+    "after all steps": lambda model, optimizer, call: torch_optimizer.register_optimizer_step_post_hook(call),
+    "gradient": lambda model, optimizer, call: next(model.parameters()).register_post_accumulate_grad_hook(call),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_that_come_within_a_run_are_called_once_for_each_step_that_follows(name):
     calls, handles = [], []
+    try:
+        found = stepped(
+            before=lambda model, optimizer: handles.append(HOOKS[name](model, optimizer, lambda *_: calls.append(1)))
+        )
+    finally:
+        handles[0].remove()
+    assert calls == [1] and torch.equal(found, stepped())
+
+
+def test_a_hook_of_the_loss_is_called():
+    calls = []
 
     def loss_fn(model, batch):
         loss = mse(model, batch)
-        if which == "loss":
-            loss.register_hook(lambda gradient: calls.append("loss"))
+        loss.register_hook(lambda gradient: calls.append(gradient.item()))
         return loss
 
-    def add(model, optimizer):
-        if which == "optimizer":
-            optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-            optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-        elif which == "all optimizers":
-            for name in ("pre", "post"):
-                register = getattr(torch_optimizer, f"register_optimizer_step_{name}_hook")
-                handles.append(register(lambda *_, name=name: calls.append(name)))
-        elif which == "parameter":
-            next(model.parameters()).register_post_accumulate_grad_hook(lambda _: calls.append("parameter"))
-        elif which == "torch's schedule":
-            schedules.append(StepLR(optimizer, 1))
+    stepped(loss=loss_fn)
+    assert calls == [1.0, 1.0]
 
+
+def test_a_schedule_of_torch_sees_the_step(recwarn):
     schedules = []
-    try:
-        found = stepped(loss=loss_fn, before=add)
-    finally:
-        for handle in handles:
-            handle.remove()
-    assert calls == {
-        "optimizer": ["before", "after"], "all optimizers": ["pre", "post"], "loss": ["loss"] * 2,
-        "parameter": ["parameter"],
-    }.get(which, [])  # fmt: skip
-    assert torch.equal(found, stepped())
-    for schedule in schedules:
-        schedule.step()  # torch warns where it has seen no step
+    stepped(before=lambda model, optimizer: schedules.append(StepLR(optimizer, 1)))
+    schedules[0].step()  # torch warns where it has seen no step
     assert not recwarn.list
 
 
