@@ -1,12 +1,15 @@
-"""The gated optimizer in one process: what it gates, what it counts, what it saves."""
+"""The gated pair in one process: what it gates, counts and saves, against the loop written by hand."""
 
 import copy
+import io
+import pickle
+import warnings
 
 import pytest
 import torch
 from ignite.engine import Engine, Events
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import lr_scheduler as torch_schedulers
 
 from ignite_engine import Trainer
@@ -15,17 +18,74 @@ from ignite_engine.ext.accumulation import (
     GradientAccumulationOptimizer,
     initialize,
 )
-from ignite_engine.handlers import Checkpoint
-from tests.ext.accumulation.loops import DOUBLE, by_hand, clear_first, clear_last, close, gradient, made, micro_batches
-from tests.kit.tiny import linear, mse, numbers_loader, one
+from ignite_engine.handlers import warmup_cosine
+from tests.kit.processes import child
+from tests.kit.refusals import refusals
+from tests.kit.resume import Program, assert_resumes
+from tests.kit.tiny import Numbers, linear, mse, numbers_loader, one
+
+DOUBLE = torch.float64
+
+
+def micro_batches(count):
+    data = Numbers(2 * count, dtype=DOUBLE)
+    return [(data.inputs[i : i + 2], data.targets[i : i + 2]) for i in range(0, 2 * count, 2)]
+
+
+def made(steps, make=lambda optimizer: torch_schedulers.MultiplicativeLR(optimizer, lambda epoch: 0.9), **options):
+    """A model and the pair over AdamW and a scheduler, which takes a tenth off the LR at each update."""
+    model = linear(dtype=DOUBLE)
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    return model, *initialize(model, optimizer, make(optimizer), steps, **options)
+
+
+def gated(steps, lr=1.0, **options):
+    """A model and the optimizer alone, over SGD."""
+    model = linear(dtype=DOUBLE)
+    return model, GradientAccumulationOptimizer(SGD(model.parameters(), lr=lr), model, steps, **options)
+
+
+def by_hand(groups):
+    """Weights and LRs after one update for each group, its gradient that of the mean of the losses."""
+    model, lrs = linear(dtype=DOUBLE), []
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    scheduler = torch_schedulers.MultiplicativeLR(optimizer, lambda epoch: 0.9)
+    for group in groups:
+        optimizer.zero_grad()
+        torch.stack([mse(model, batch) for batch in group]).mean().backward()
+        optimizer.step()
+        scheduler.step()
+        lrs.append(scheduler.get_last_lr()[0])
+    return one(model), lrs
+
+
+def clear_first(model, optimizer, scheduler, batch):
+    optimizer.zero_grad()
+    with optimizer.autocast():
+        loss = mse(model, batch)
+    optimizer.backward(loss)
+    optimizer.step()
+    scheduler.step()
+
+
+def clear_last(model, optimizer, scheduler, batch):
+    with optimizer.autocast():
+        loss = mse(model, batch)
+    optimizer.backward(loss)
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+
+
+def close(weights, expected):
+    return torch.allclose(weights, expected, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.row("B4")
 @pytest.mark.parametrize("call", [clear_first, clear_last])
 def test_groups_of_three_are_updates_with_the_mean_of_three(call):
-    batches = micro_batches(12)
+    batches, seen = micro_batches(12), []
     model, optimizer, scheduler = made(3)
-    seen = []
     for batch in batches:
         call(model, optimizer, scheduler, batch)
         seen.append(scheduler.get_last_lr()[0])
@@ -37,9 +97,9 @@ def test_groups_of_three_are_updates_with_the_mean_of_three(call):
 
 
 @pytest.mark.row("B4")
-def test_boundary_is_where_the_last_micro_batch_completed_its_group():
+def test_boundary_is_where_the_last_micro_batch_completed_its_group_and_gradients_are_kept_until_then():
     model, optimizer, _ = made(3)
-    before, after_backward, after_step = list[bool](), list[bool](), list[bool]()
+    before, after_backward, after_step, cleared = [], [], [], []
     for batch in micro_batches(7):
         before.append(optimizer.accumulation_boundary())
         optimizer.backward(mse(model, batch))
@@ -47,55 +107,31 @@ def test_boundary_is_where_the_last_micro_batch_completed_its_group():
         optimizer.step()
         after_step.append(optimizer.accumulation_boundary())
         optimizer.zero_grad()
+        cleared.append(all(parameter.grad is None for parameter in model.parameters()))
 
     assert before == [True, False, False, True, False, False, True]
-    assert after_backward == after_step == [False, False, True, False, False, True, False]
+    assert after_backward == after_step == cleared == [False, False, True, False, False, True, False]
 
 
-def test_zero_grad_keeps_the_gradients_of_an_open_group():
-    model, optimizer, _ = made(2)
-    first, second = micro_batches(2)
-    optimizer.backward(mse(model, first))
-    optimizer.zero_grad()
-    optimizer.step()
-    optimizer.zero_grad()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    optimizer.backward(mse(model, second))
-    optimizer.step()
-    optimizer.zero_grad()
-    assert all(parameter.grad is None for parameter in model.parameters())
+def test_several_losses_are_one_micro_batch_also_of_one_graph():
+    batches, ends = micro_batches(8), []
+    for apart in (True, False):
+        model, optimizer, scheduler = made(2)
+        for first, second in zip(batches[::2], batches[1::2], strict=True):
+            losses = mse(model, first), mse(model, second)
+            if apart:
+                optimizer.backward(losses[0], retain_graph=True)
+                optimizer.backward(losses[0])
+                optimizer.backward(losses[1])
+            else:
+                optimizer.backward(2 * losses[0] + losses[1])
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        assert optimizer.optimizer_steps == 2
+        ends.append((one(model), scheduler.get_last_lr()))
 
-
-def test_two_losses_are_one_micro_batch():
-    batches = micro_batches(8)
-    model, optimizer, scheduler = made(2)
-    for one_loss, other in zip(batches[::2], batches[1::2], strict=True):
-        optimizer.backward(mse(model, one_loss))
-        optimizer.backward(mse(model, other))
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    summed, summed_optimizer, summed_scheduler = made(2)
-    for one_loss, other in zip(batches[::2], batches[1::2], strict=True):
-        summed_optimizer.backward(mse(summed, one_loss) + mse(summed, other))
-        summed_optimizer.step()
-        summed_scheduler.step()
-        summed_optimizer.zero_grad()
-
-    assert optimizer.optimizer_steps == 2
-    assert close(one(model), one(summed)) and scheduler.get_last_lr() == summed_scheduler.get_last_lr()
-
-
-def test_two_losses_of_one_graph():
-    (batch,) = micro_batches(1)
-    model, optimizer, _ = made(1)
-    loss = mse(model, batch)
-    optimizer.backward(loss, retain_graph=True)
-    optimizer.backward(loss)
-    other = linear(dtype=DOUBLE)
-    (2 * mse(other, batch)).backward()
-
-    assert close(gradient(model), gradient(other))
+    assert close(ends[0][0], ends[1][0]) and ends[0][1] == ends[1][1]
 
 
 def test_one_micro_batch_to_a_group_is_the_bare_optimizer_bit_for_bit():
@@ -113,7 +149,7 @@ def test_one_micro_batch_to_a_group_is_the_bare_optimizer_bit_for_bit():
     assert torch.equal(one(model), one(other)) and scheduler.get_last_lr() == bare_scheduler.get_last_lr()
 
     # what only a bare optimizer is asked: no backward of its own, a closure, gradients thrown away
-    losses = list[float]()
+    losses = []
     for each, net in ((optimizer, model), (bare, other)):
         mse(net, batches[0]).backward()
         each.zero_grad()
@@ -127,152 +163,68 @@ def test_one_micro_batch_to_a_group_is_the_bare_optimizer_bit_for_bit():
     assert torch.equal(one(model), one(other)) and losses[0] == losses[1] and not optimizer.flush()
 
 
-def test_tail_is_the_plain_mean_of_what_there_is():
-    batches = micro_batches(7)
+@pytest.mark.parametrize("is_stepped", [True, False])
+def test_tail_is_the_plain_mean_of_what_there_is(is_stepped):
+    batches = micro_batches(8)
     model, optimizer, scheduler = made(3)
-    for batch in batches:
+    for batch in batches[:7]:
         clear_last(model, optimizer, scheduler, batch)
+    if not is_stepped:
+        optimizer.backward(mse(model, batches[7]))
     assert optimizer.micro_batches == 1 and optimizer.flush()
 
-    expected, lrs = by_hand([batches[:3], batches[3:6], batches[6:]])
+    expected, lrs = by_hand([batches[:3], batches[3:6], batches[6 : 8 - is_stepped]])
     assert close(one(model), expected) and scheduler.get_last_lr()[0] == lrs[-1]
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert not optimizer.flush() and torch.equal(one(model), one(model))
+    assert all(parameter.grad is None for parameter in model.parameters()) and not optimizer.flush()
     scheduler.step()  # of the loop, which may come after it
     assert scheduler.get_last_lr()[0] == lrs[-1] and optimizer.optimizer_steps == 3
     clear_last(model, optimizer, scheduler, batches[0])
     assert optimizer.micro_batches == 1 and not optimizer.accumulation_boundary()
 
 
-def test_flush_counts_the_micro_batch_that_is_not_stepped_yet():
-    batches = micro_batches(2)
-    model, optimizer, scheduler = made(3)
-    clear_last(model, optimizer, scheduler, batches[0])
-    optimizer.backward(mse(model, batches[1]))
-    optimizer.flush()
-
-    assert close(one(model), by_hand([batches])[0])
-
-
-def test_flush_clips_the_mean():
-    batches = micro_batches(2)
-    model, other = linear(dtype=DOUBLE), linear(dtype=DOUBLE)
-    optimizer = GradientAccumulationOptimizer(SGD(model.parameters(), lr=1.0), model, 4)
+@pytest.mark.parametrize("options", [{}, {"precision": "fp16", "grad_scaler": {"init_scale": 8.0}}], ids=str)
+@pytest.mark.parametrize("by_flush", [True, False])
+def test_clipping_sees_the_gradient_of_the_mean(by_flush, options):
+    batches, norms = micro_batches(2), []
+    model, optimizer = gated(4 if by_flush else 2, **options)
     for batch in batches:
         optimizer.backward(mse(model, batch))
+        norms.append(None if by_flush else optimizer.clip_gradients(0.01))
         optimizer.step()
-    optimizer.flush(max_norm=0.01)
-    torch.stack([mse(other, batch) for batch in batches]).mean().backward()
-    assert nn.utils.clip_grad_norm_(other.parameters(), 0.01) > 0.02
-    SGD(other.parameters(), lr=1.0).step()
-
-    assert close(one(model), one(other))
-
-
-def test_clipping_is_at_the_boundary_and_sees_the_gradient_of_the_mean():
-    batches = micro_batches(2)
-    model, other = linear(dtype=DOUBLE), linear(dtype=DOUBLE)
-    optimizer = GradientAccumulationOptimizer(
-        SGD(model.parameters(), lr=1.0), model, 2, precision="fp16", grad_scaler={"init_scale": 8.0}
-    )
-    norms = []
-    for batch in batches:
-        optimizer.backward(mse(model, batch))
-        norms.append(optimizer.clip_gradients(0.01))
-        optimizer.step()
+    if by_flush:
+        optimizer.flush(max_norm=0.01)
+    other = linear(dtype=DOUBLE)
     torch.stack([mse(other, batch) for batch in batches]).mean().backward()
     norm = nn.utils.clip_grad_norm_(other.parameters(), 0.01)
     SGD(other.parameters(), lr=1.0).step()
 
-    assert norms[0] is None and norms[1] == pytest.approx(norm.item())
+    assert norm > 0.02 and norms == [None, None if by_flush else pytest.approx(norm.item())]
     assert close(one(model), one(other))
-
-
-def overflowing(batch):
-    return batch[0], torch.full_like(batch[1], float("inf"))
 
 
 @pytest.mark.parametrize("flushed", [False, True])
 def test_overflow_skips_optimizer_and_scheduler(flushed):
     batches = [(inputs.float(), targets.float()) for inputs, targets in micro_batches(5)]
     model = linear()
-    optimizer, scheduler = initialize(
-        model,
-        bare := SGD(model.parameters(), lr=0.1),
-        torch_schedulers.ExponentialLR(bare, 0.5),
-        2,
-        precision="fp16",
-        grad_scaler={"init_scale": 64.0},
-    )
+    bare = SGD(model.parameters(), lr=0.1)
+    options = {"precision": "fp16", "grad_scaler": {"init_scale": 64.0}}
+    optimizer, scheduler = initialize(model, bare, torch_schedulers.ExponentialLR(bare, 0.5), 2, **options)
     clear_first(model, optimizer, scheduler, batches[0])
     clear_first(model, optimizer, scheduler, batches[1])
     before = one(model).clone()
     if not flushed:
         clear_first(model, optimizer, scheduler, batches[2])
-    clear_first(model, optimizer, scheduler, overflowing(batches[3]))
+    clear_first(model, optimizer, scheduler, (batches[3][0], torch.full_like(batches[3][1], float("inf"))))
     if flushed:
         assert not optimizer.flush()
     assert torch.equal(one(model), before) and scheduler.get_last_lr() == [0.05]
     assert (optimizer.optimizer_steps, optimizer.skipped_steps) == (1, 1)
-    assert optimizer.scaler is not None and optimizer.scaler.get_scale() == 32.0
+    assert optimizer.scaler.get_scale() == 32.0
 
     clear_first(model, optimizer, scheduler, batches[0])
     clear_first(model, optimizer, scheduler, batches[1])
     assert not torch.equal(one(model), before) and one(model).isfinite().all()
     assert scheduler.get_last_lr() == [0.025] and optimizer.optimizer_steps == 2
-
-
-def test_states_go_to_and_from_the_bare_ones():
-    batches = micro_batches(4)
-    model, optimizer, scheduler = made(2)
-    for batch in batches:
-        clear_last(model, optimizer, scheduler, batch)
-    fresh = AdamW(linear(dtype=DOUBLE).parameters(), lr=1.0)
-    fresh_scheduler = torch_schedulers.MultiplicativeLR(fresh, lambda epoch: 0.9)
-    fresh.load_state_dict(optimizer.state_dict())
-    fresh_scheduler.load_state_dict(scheduler.state_dict())
-    assert fresh.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] and fresh_scheduler.last_epoch == 2
-
-    _, back, back_scheduler = made(3)
-    back.load_state_dict(fresh.state_dict())
-    plain = torch_schedulers.MultiplicativeLR(fresh, lambda epoch: 0.9)
-    fresh.step()
-    plain.step()
-    back_scheduler.load_state_dict(plain.state_dict())
-    assert back.state_dict()["state"][0]["step"] == 2 and back.optimizer_steps == 0
-    assert back_scheduler.last_epoch == 1 and set(fresh.state_dict()) == {"state", "param_groups"}
-
-
-def test_no_state_between_backward_and_step():
-    model, optimizer, _ = made(4)
-    optimizer.backward(mse(model, micro_batches(1)[0]))
-
-    with pytest.raises(RuntimeError, match=r"within a group \(1 of 4 micro-batches\)"):
-        optimizer.state_dict()
-
-
-def test_state_from_within_a_group_asks_for_the_same_group():
-    model, optimizer, scheduler = made(4)
-    clear_last(model, optimizer, scheduler, micro_batches(1)[0])
-    state = optimizer.state_dict()
-    _, other, _ = made(3)
-
-    with pytest.raises(ValueError, match=r"within a group of 4 micro-batches in fp32.*accumulation_steps=3 in fp32"):
-        other.load_state_dict(state)
-
-
-def test_loading_drops_the_group_that_is_open():
-    batches = micro_batches(5)
-    model, optimizer, scheduler = made(2)
-    states = copy.deepcopy([each.state_dict() for each in (model, optimizer, scheduler)])
-    for batch in batches[:3]:
-        clear_last(model, optimizer, scheduler, batch)
-    for each, state in zip((model, optimizer, scheduler), states, strict=True):
-        each.load_state_dict(state)
-    for batch in batches[3:]:
-        clear_last(model, optimizer, scheduler, batch)
-
-    assert close(one(model), by_hand([batches[3:]])[0]) and optimizer.optimizer_steps == 1
 
 
 def test_a_failing_step_leaves_the_next_group_whole():
@@ -290,105 +242,274 @@ def test_a_failing_step_leaves_the_next_group_whole():
 
 def test_in_an_ignite_engine():
     batches = micro_batches(5)
-    model, optimizer, scheduler = made(2)
-
-    def step(engine, batch):
-        loss = mse(model, batch)
-        optimizer.backward(loss)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    engine = Engine(step)
-    engine.add_event_handler(Events.EPOCH_COMPLETED, lambda: optimizer.flush())
+    pair = made(2)
+    engine = Engine(lambda engine, batch: clear_last(*pair, batch))
+    engine.add_event_handler(Events.EPOCH_COMPLETED, lambda: pair[1].flush())
     engine.run(batches, max_epochs=2)
 
     expected, lrs = by_hand([batches[:2], batches[2:4], batches[4:]] * 2)
-    assert close(one(model), expected) and scheduler.get_last_lr()[0] == lrs[-1]
-    assert (engine.state.iteration, optimizer.optimizer_steps) == (10, 6)
+    assert close(one(pair[0]), expected) and pair[2].get_last_lr()[0] == lrs[-1]
+    assert (engine.state.iteration, pair[1].optimizer_steps) == (10, 6)
+
+
+# -- the scheduler ----------------------------------------------------------------------------------------------------
+
+
+def test_scheduler_alone_counts_its_own_calls_and_saves_how_far_its_group_is():
+    optimizer = SGD(linear().parameters(), lr=1.0)
+    scheduler = GradientAccumulationLRScheduler(torch_schedulers.ExponentialLR(optimizer, 0.5), 3)
+    optimizer.step()
+    seen = []
+    for _ in range(8):
+        scheduler.step()
+        seen.append(scheduler.get_last_lr()[0])
+    assert seen == [1.0, 1.0, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25]
+    other = GradientAccumulationLRScheduler(torch_schedulers.ExponentialLR(optimizer, 0.5), 3)
+    other.load_state_dict(scheduler.state_dict())
+    other.step()
+    assert (scheduler.last_epoch, other.last_epoch) == (2, 3)
+
+
+def test_a_schedule_of_ours_sets_the_lr_of_the_first_update():
+    bare = SGD((model := linear()).parameters(), lr=0.3)
+    optimizer, scheduler = initialize(model, bare, warmup_cosine(bare, warmup=3, total=10), 2)
+
+    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == pytest.approx(0.1)
+
+
+def test_torch_schedulers_may_be_made_over_it():
+    model, optimizer = gated(2)
+    scheduler = torch_schedulers.ExponentialLR(optimizer, 0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch's, about a step that it has not seen
+        for batch in micro_batches(4):
+            optimizer.backward(mse(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            if optimizer.accumulation_boundary():
+                scheduler.step()
+
+    assert optimizer.optimizer.param_groups[0]["lr"] == 0.25 and optimizer.optimizer_steps == 2
+
+
+# -- states and copies ------------------------------------------------------------------------------------------------
+
+SCHEDULERS = {
+    "lambda": lambda optimizer: torch_schedulers.LambdaLR(optimizer, lambda epoch: 1.0 / (epoch + 1)),
+    "one cycle": lambda optimizer: torch_schedulers.OneCycleLR(optimizer, max_lr=0.1, total_steps=20),
+    "sequential": lambda optimizer: torch_schedulers.SequentialLR(
+        optimizer,
+        [torch_schedulers.LinearLR(optimizer), torch_schedulers.CosineAnnealingLR(optimizer, 9)],
+        milestones=[3],
+    ),
+    "ours": lambda optimizer: warmup_cosine(optimizer, warmup=3, total=10),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("saved_after", [8, 9])  # at the edge of a group, and within one
+def test_state_that_was_saved_goes_on_exactly(name, saved_after, precision):
+    batches, ends, file = micro_batches(16), [], io.BytesIO()
+    for resumed in (False, True):
+        three, rates = made(2, SCHEDULERS[name], precision=precision), []
+        if resumed:
+            file.seek(0)
+            for each, state in zip(three, torch.load(file, weights_only=True), strict=True):
+                each.load_state_dict(state)
+        for index, batch in enumerate(batches):
+            if index == saved_after and not resumed:
+                torch.save([each.state_dict() for each in three], file)
+            if index >= saved_after or not resumed:
+                clear_last(*three, batch)
+                rates.append(three[1].param_groups[0]["lr"])
+        ends.append((rates[-(16 - saved_after) :], one(three[0]).tolist(), three[1].optimizer_steps))
+    assert ends[0] == ends[1] and len(set(ends[0][0])) >= 3 and ends[0][2] == 8
+
+
+def test_state_of_the_bare_optimizer_saved_before_the_scheduler_moved_moves_it():
+    batches = micro_batches(4)
+
+    def first(three):
+        model, optimizer, scheduler = three
+        for batch in batches[:2]:
+            optimizer.backward(mse(model, batch))
+            optimizer.step()
+            states = copy.deepcopy([each.state_dict() for each in (model, optimizer.optimizer, scheduler)])
+            scheduler.step()
+            optimizer.zero_grad()
+        return states
+
+    def rest(three):
+        for batch in batches[2:]:
+            clear_last(*three, batch)
+        return one(three[0]).tolist(), three[2].get_last_lr()
+
+    def resumed(states):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of a step in another process
+            for each, state in zip(three := made(2), states, strict=True):
+                each.load_state_dict(state)
+            return rest(three)
+
+    states = first(whole := made(2))
+    assert child(resumed, states) == rest(whole)
+
+
+def test_states_go_to_and_from_the_bare_ones():
+    model, optimizer, scheduler = made(2)
+    for batch in micro_batches(4):
+        clear_last(model, optimizer, scheduler, batch)
+    fresh = AdamW(linear(dtype=DOUBLE).parameters(), lr=1.0)
+    fresh_scheduler = torch_schedulers.MultiplicativeLR(fresh, lambda epoch: 0.9)
+    fresh.load_state_dict(optimizer.state_dict())
+    fresh_scheduler.load_state_dict(scheduler.state_dict())
+    assert fresh.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] and fresh_scheduler.last_epoch == 2
+    assert set(fresh.state_dict()) == {"state", "param_groups"}
+
+    _, back, back_scheduler = made(3)
+    back.load_state_dict(fresh.state_dict())
+    back_scheduler.load_state_dict(fresh_scheduler.state_dict())
+    assert back.state_dict()["state"][0]["step"] == 2 and back.optimizer_steps == 0 and back_scheduler.last_epoch == 2
+
+
+def test_loading_drops_the_group_that_is_open():
+    batches = micro_batches(5)
+    three = made(2)
+    states = copy.deepcopy([each.state_dict() for each in three])
+    for batch in batches[:3]:
+        clear_last(*three, batch)
+    for each, state in zip(three, states, strict=True):
+        each.load_state_dict(state)
+    for batch in batches[3:]:
+        clear_last(*three, batch)
+
+    assert close(one(three[0]), by_hand([batches[3:]])[0]) and three[1].optimizer_steps == 1
+
+
+def build():
+    model = linear()
+    bare = AdamW(model.parameters(), lr=0.1)
+    pair = initialize(model, bare, torch_schedulers.ExponentialLR(bare, 0.9), 3)
+
+    def step(engine, batch):
+        clear_last(model, *pair, batch)
+        return one(model).sum()
+
+    trainer = Trainer(step)
+    for name, each in zip(("model", "optimizer", "scheduler"), (model, *pair), strict=True):
+        trainer.register(name, each)
+    return trainer
 
 
 def test_in_a_trainer_a_resume_within_a_group_is_exact(tmp_path):
-    def run(folder, max_iters):
-        model = linear()
-        bare = AdamW(model.parameters(), lr=0.1)
-        optimizer, scheduler = initialize(model, bare, torch_schedulers.ExponentialLR(bare, 0.9), 3)
-
-        def step(engine, batch):
-            loss = mse(model, batch)
-            optimizer.backward(loss)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        trainer = Trainer(step)
-        for name, each in (("model", model), ("optimizer", optimizer), ("scheduler", scheduler)):
-            trainer.register(name, each)
-        checkpoint = Checkpoint(tmp_path / folder)
-        checkpoint.attach(trainer)
-        assert (checkpoint.resume() is None) == (trainer.state.iteration == 0)
-        trainer.run(numbers_loader(), max_iters=max_iters)
-        return one(model).clone()
-
-    whole = run("whole", 12)
-    run("parts", 4)
-    assert not torch.equal(run("parts", 5), whole)
-    assert torch.equal(run("parts", 12), whole)
+    program = Program(build, lambda: numbers_loader(8, 2, shuffle=True), {"max_iters": 8})
+    assert_resumes(program, tmp_path, at=(3, 4, 5), how=("stop", "raise"))
 
 
-def test_a_loss_that_was_not_given_to_it_is_refused():
-    model, optimizer, _ = made(2)
-    mse(model, micro_batches(1)[0]).backward()
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("done", [0, 2])
+def test_a_copy_continues_with_the_same_bits(copied, precision, done):
+    batches = micro_batches(6)
+    three = made(2, lambda optimizer: torch_schedulers.ExponentialLR(optimizer, 0.5), precision=precision)
+    for batch in batches[:done]:
+        clear_last(*three, batch)
+    other = copied(three)
+    assert other[1].model is other[0] and other[1].optimizer is not three[1].optimizer
+    for each in (three, other):
+        for batch in batches[done:]:
+            clear_last(*each, batch)
 
-    with pytest.raises(RuntimeError, match=r"step\(\) was called without optimizer.backward\(loss\)"):
+    assert torch.equal(one(other[0]), one(three[0])) and other[1].optimizer_steps == 3
+    assert other[2].get_last_lr() == three[2].get_last_lr() == [0.1 * 0.5**3]
+    assert not torch.equal(one(three[0]), one(linear(dtype=DOUBLE)))
+
+
+def test_it_is_an_optimizer_and_everything_else_is_the_wrapped_ones():
+    model, optimizer, scheduler = made(2)
+    bare, calls = optimizer.optimizer, []
+    assert isinstance(optimizer, Optimizer) and isinstance(scheduler, torch_schedulers.LRScheduler)
+    assert optimizer.param_groups is bare.param_groups and optimizer.state is bare.state
+    assert optimizer.defaults is bare.defaults and "lr: 0.1" in repr(optimizer)
+    assert scheduler.base_lrs == [0.1] and scheduler.last_epoch == 0 and scheduler.optimizer is bare
+    optimizer.register_step_post_hook(lambda *_: calls.append("stepped"))
+    optimizer.register_state_dict_pre_hook(lambda *_: calls.append("saved"))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1, dtype=DOUBLE))], "lr": 0.5})
+    assert [group["lr"] for group in bare.param_groups] == [0.1, 0.5]
+    for batch in micro_batches(4):
+        optimizer.backward(mse(model, batch))
         optimizer.step()
-    with pytest.raises(RuntimeError, match=r"clip_gradients\(\) was called without"):
-        optimizer.clip_gradients(1.0)
-    with pytest.raises(ValueError, match="takes no closure"):
-        optimizer.step(lambda: 0.0)
+    optimizer.state_dict()
+    assert calls == ["stepped", "stepped", "saved"]
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = optimizer.no_such_thing
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
 class HoldsBackInAContext(nn.Linear):
     def no_sync(self): ...
 
 
-def bad_arguments():
-    model = linear()
-    bare = SGD(model.parameters(), lr=0.1)
-    scheduler = torch_schedulers.ConstantLR(bare)
-    gated = GradientAccumulationOptimizer(bare, model, 1)
-    other = SGD(linear().parameters(), lr=0.1)
-    context = HoldsBackInAContext(1, 1)
-    static = linear()
-    static.require_backward_grad_sync = static.static_graph = True
-    of = GradientAccumulationOptimizer
-    over = GradientAccumulationLRScheduler
-    return [
-        (lambda: of(bare, model, 0), ValueError, "whole number of at least 1, got 0"),
-        (lambda: of(bare, model, 2.0), ValueError, "whole number of at least 1, got 2.0"),
-        (lambda: of(model, bare, 2), TypeError, "optimizer must be .* got Sequential"),
-        (lambda: of(bare, bare, 2), TypeError, "model must be .* got SGD"),
-        (lambda: of(gated, model, 2), TypeError, "accumulates gradients already"),
-        (lambda: of(other, model, 2), ValueError, "holds no parameter of model"),
-        (lambda: of(bare, model, 2, precision="fp8"), ValueError, "fp32, bf16, fp16, got 'fp8'"),
-        (lambda: of(bare, model, 2, grad_scaler={"init_scale": 1.0}), ValueError, "no effect with precision 'fp32'"),
-        (lambda: of(SGD(context.parameters()), context, 2), ValueError, r"HoldsBackInAContext.*gradient_sync\(model"),
-        (lambda: of(SGD(static.parameters()), static, 2), ValueError, "static_graph=True.* cannot accumulate"),
-        (lambda: over(scheduler, True), ValueError, "whole number of at least 1, got True"),
-        (lambda: over(over(scheduler, 2), 2), TypeError, "scheduler is gated already: give its"),
-        (lambda: over("cosine", 2), TypeError, "must have step, state_dict and load_state_dict.* got str"),
-        (lambda: over(torch_schedulers.ReduceLROnPlateau(bare), 2), ValueError, r"its own step\(metric\)"),
-        (lambda: initialize(model, bare, None), TypeError, "needs a scheduler: .* alone"),
-        (lambda: initialize(model, bare, torch_schedulers.ConstantLR(other), 2), ValueError, "over another optimizer"),
+MODEL, OTHER, CONTEXT, STATIC = linear(), linear(), HoldsBackInAContext(1, 1), linear()
+STATIC.require_backward_grad_sync = STATIC.static_graph = True
+BARE = SGD(MODEL.parameters(), lr=0.1)
+CONSTANT = torch_schedulers.ConstantLR(BARE)
+
+
+def of(optimizer, model, steps=2, **options):
+    return lambda: GradientAccumulationOptimizer(optimizer, model, steps, **options)
+
+
+def over(scheduler, steps=2):
+    return lambda: GradientAccumulationLRScheduler(scheduler, steps)
+
+
+def over_another():
+    initialize(MODEL, BARE, torch_schedulers.ConstantLR(SGD(OTHER.parameters(), lr=0.1)), 2)
+
+
+def after_a_backward(call, own=True, steps=4):
+    def check():
+        model, optimizer = gated(steps)
+        loss = mse(model, micro_batches(1)[0])
+        optimizer.backward(loss) if own else loss.backward()
+        call(optimizer)
+
+    return check
+
+
+def loaded_by_another_group(folder):
+    three = made(4)
+    clear_last(*three, micro_batches(1)[0])
+    made(3)[1].load_state_dict(three[1].state_dict())
+
+
+test_refusals = refusals(
+    [
+        ("no steps", of(BARE, MODEL, 0), ValueError, "whole number at least 1 got 0"),
+        ("half a step", of(BARE, MODEL, 2.0), ValueError, "whole number got 2.0"),
+        ("no optimizer", of(MODEL, BARE), TypeError, "optimizer must got Sequential"),
+        ("no model", of(BARE, BARE), TypeError, "model must got SGD"),
+        ("gated twice", lambda: of(of(BARE, MODEL, 1)(), MODEL)(), TypeError, "already .optimizer"),
+        ("of another model", of(SGD(OTHER.parameters()), MODEL), ValueError, "no parameter of model"),
+        ("precision", of(BARE, MODEL, precision="fp8"), ValueError, "fp32 bf16 'fp8'"),
+        ("scaler", of(BARE, MODEL, grad_scaler={"init_scale": 1.0}), ValueError, "no effect 'fp32'"),
+        ("no_sync", of(SGD(CONTEXT.parameters()), CONTEXT), ValueError, "HoldsBackInAContext gradient_sync(model"),
+        ("static graph", of(SGD(STATIC.parameters()), STATIC), ValueError, "static_graph=True cannot accumulate"),
+        ("steps of a scheduler", over(CONSTANT, True), ValueError, "whole number got True"),
+        ("scheduler gated twice", lambda: over(over(CONSTANT)())(), TypeError, "gated already .scheduler"),
+        ("no scheduler", over("cosine"), TypeError, "state_dict load_state_dict str"),
+        ("plateau", over(torch_schedulers.ReduceLROnPlateau(BARE)), ValueError, "own step(metric)"),
+        ("without a scheduler", lambda: initialize(MODEL, BARE, None), TypeError, "needs a scheduler alone"),
+        ("scheduler of another", over_another, ValueError, "over another optimizer"),
+        ("step of another loss", after_a_backward(lambda o: o.step(), False), RuntimeError, "step() backward(loss)"),
+        ("clip of another loss", after_a_backward(lambda o: o.clip_gradients(1.0), False), RuntimeError, "backward("),
+        ("a closure", after_a_backward(lambda o: o.step(lambda: 0.0)), ValueError, "no closure"),
+        ("saved in a group", after_a_backward(lambda o: o.state_dict()), RuntimeError, "within group (1 of 4"),
+        ("copied in a group", after_a_backward(pickle.dumps, steps=2), RuntimeError, "copied within (1 of 2"),
+        ("loaded by another", loaded_by_another_group, ValueError, "group of 4 accumulation_steps=3"),
     ]
-
-
-@pytest.mark.parametrize("case", range(len(bad_arguments())))
-def test_a_wrong_argument_is_one_clear_sentence(case):
-    make, kind, message = bad_arguments()[case]
-
-    with pytest.raises(kind, match=message) as error:
-        make()
-    assert "\n" not in str(error.value) and str(error.value).endswith(".")
+)
