@@ -103,7 +103,7 @@ class Uploader:
                         "%s was not uploaded to %s: %s; it is tried again.", what, self._remote.url, self.why
                     )
                 if last_tries < _LAST_TRIES:
-                    self._pause(1.0 if is_ending else min(2.0 ** (failures - 1), _LONGEST_PAUSE_S))
+                    self._pause(1.0 if is_ending else min(2.0 ** min(failures - 1, 9), _LONGEST_PAUSE_S))
                     continue
             else:
                 if failures and wanted is not None:
