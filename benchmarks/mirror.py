@@ -39,7 +39,7 @@ SERVERS = ("S3", "10 KB/s", "500", "stopped", "truncating")
 def servers(folder: Path) -> Iterator[dict[str, int]]:
     """The port of an S3 server by what lies before it, in processes on the second core."""
     from tests.ext.mirror.servers import Proxy, make_bucket, s3_server
-    from tests.faults.processes import free_port
+    from tests.kit.runs import free_port
 
     def serve() -> None:
         pin(os.getpid(), 1)

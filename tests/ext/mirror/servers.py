@@ -1,7 +1,6 @@
-"""An S3 server of this machine, and a proxy before it that is slow, broken, cut short, silent or gone."""
+"""An S3 server of this machine, and a proxy before it that is slow, broken or cut short."""
 
 import contextlib
-import os
 import socket
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import time
 
 from s3fs import S3FileSystem
 
-from tests.faults.processes import free_port
+from tests.kit.runs import free_port
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "the-key-id",
@@ -37,7 +36,7 @@ def s3_server(port=None):
                         break
                 except OSError:
                     assert time.monotonic() < deadline and process.poll() is None
-                    time.sleep(0.1)
+                    time.sleep(0.05)
             yield port
         finally:
             process.kill()
@@ -58,8 +57,7 @@ class Proxy:
     """Forwards connections to a server, in the way that :attr:`mode` says.
 
     Modes: ``open``; ``error``: each request is answered by 500; ``cut``: an answer ends after :attr:`cut_bytes`, as
-    does what is sent, and the connection with it; ``silent``: nothing is ever answered; ``gone``: no connection is
-    taken.
+    does what is sent, and the connection with it.
     """
 
     def __init__(self, to_port):
@@ -67,7 +65,6 @@ class Proxy:
         self.mode = "open"
         self.bytes_per_s = None
         self.cut_bytes = 2000
-        self.requests = 0
         self._server = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port = int(self._server.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
@@ -84,14 +81,7 @@ class Proxy:
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client):
-        self.requests += 1
         with client, contextlib.suppress(OSError):
-            if self.mode == "gone":
-                return
-            if self.mode == "silent":
-                while self.mode == "silent":
-                    time.sleep(0.1)
-                return
             if self.mode == "error":
                 client.recv(1 << 16)
                 client.sendall(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
@@ -107,7 +97,7 @@ class Proxy:
             while piece := source.recv(1 << 12 if self.bytes_per_s else 1 << 16):
                 if self.mode == "cut":
                     piece = piece[: max(0, self.cut_bytes - moved)]
-                if self.mode in ("gone", "error", "silent"):
+                if self.mode == "error":
                     break
                 moved += len(piece)
                 target.sendall(piece)
@@ -118,8 +108,3 @@ class Proxy:
         for end in (source, target):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-
-
-def environment(port):
-    """What a program needs to use the server."""
-    return {**os.environ, **CREDENTIALS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}

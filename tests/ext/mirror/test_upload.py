@@ -1,239 +1,288 @@
 """What is uploaded, in which order, what is deleted there, and what becomes of a store that is slow or silent."""
 
-import logging
+import os
+import shutil
+import signal
 import threading
 import time
 
 import pytest
+import torch
+from ignite.engine import Events
+from s3fs import S3FileSystem
 
-from ignite_engine.checkpointing import CheckpointStore, Retention
-from ignite_engine.checkpointing.manifest import MANIFEST_NAME
-from ignite_engine.ext.mirror import remote as remote_files
-from ignite_engine.ext.mirror import upload
-from ignite_engine.ext.mirror.fetch import bring
-from ignite_engine.ext.mirror.remote import Remote
-from ignite_engine.ext.mirror.upload import Uploader
-from tests.checkpointing.states import holds, save
-from tests.ext.mirror.servers import CREDENTIALS
+from tests.ext.mirror import faulty
+from tests.ext.mirror.runs import there, train
+from tests.ext.mirror.servers import CREDENTIALS, Proxy, make_bucket, s3_server
+from tests.kit.faults import kill_this_process
+from tests.kit.processes import ended, wait_until
+from tests.kit.refusals import command
+from tests.kit.tiny import weights
 
-
-def uploader_to(url, folder, keep_last=9):
-    return Uploader(Remote(url), folder / "run", Retention(keep_last=keep_last))
-
-
-def until(condition, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+KILLED = -signal.SIGKILL
 
 
-def names(url):
-    return [checkpoint.path.name for checkpoint in Remote(url).checkpoints()[0]]
+@pytest.fixture
+def store():
+    return faulty.install()
 
 
-def ended(uploader):
-    uploader.end()
-    return uploader.wait(30)
+@pytest.fixture
+def mirror(tmp_path):
+    return f"faulty://{tmp_path / 'mirror'}"
 
 
-@pytest.mark.row("M1")
-def test_the_manifest_is_the_last_file_to_come_and_the_first_to_go(tmp_path, monkeypatch):
-    seen = []
-    store, uploader = CheckpointStore(tmp_path / "run"), uploader_to(str(tmp_path / "mirror"), tmp_path, keep_last=1)
-
-    def note(owner, name):
-        method = getattr(owner, name)
-
-        def call(*arguments):
-            path = next(value for value in arguments if isinstance(value, str))
-            seen.append((name, "/".join(path.split("/")[-2:])))
-            return method(*arguments)
-
-        monkeypatch.setattr(owner, name, call)
-
-    note(Remote, "put")
-    note(Remote, "write")
-    note(uploader._remote._store, "rm_file")
-    for iteration in (100, 200):
-        uploader.offer(save(store, iteration, run_id="the run"))
-        until(lambda: not uploader.missing)
-    assert ended(uploader)
-
-    assert [(what, path.rpartition("/")[2]) for what, path in seen[:3]] == [
-        ("put", "shared.pt"),
-        ("put", "rank_0.pt"),
-        ("write", MANIFEST_NAME),
-    ]
-    removed = [path for what, path in seen if what == "rm_file"]
-    assert removed[0] == f"iteration_00000100/{MANIFEST_NAME}" and len(removed) == 3
-    assert seen.index(("rm_file", removed[0])) > seen.index(("write", f"iteration_00000200/{MANIFEST_NAME}"))
-    assert names(str(tmp_path / "mirror")) == ["iteration_00000200"]
+def writes(store, kind="write"):
+    return [name for operation, name in store.seen if operation == kind]
 
 
-def test_training_does_not_wait_for_a_slow_store_and_the_newest_comes_next(tmp_path, monkeypatch):
-    put, began, may_go_on = Remote.put, threading.Event(), threading.Event()
-
-    def slow(*arguments):
-        began.set()
-        assert may_go_on.wait(30)
-        put(*arguments)
-
-    monkeypatch.setattr(Remote, "put", slow)
-    url = str(tmp_path / "mirror")
-    store, uploader = CheckpointStore(tmp_path / "run"), uploader_to(url, tmp_path)
-    waited = 0.0
-    for iteration in (100, 200, 300):
-        path = save(store, iteration, run_id="the run")
-        start = time.perf_counter()
-        uploader.offer(path)
-        waited += time.perf_counter() - start
-        assert began.wait(10)  # the first one is under way
-    gone = store.prune(Retention(keep_last=1))
-
-    assert waited < 0.5 and uploader.missing == "iteration_00000300"
-    assert [path.name for path in gone] == ["iteration_00000200"], "what is being uploaded stays"
-    may_go_on.set()
-    assert ended(uploader) and names(url) == ["iteration_00000100", "iteration_00000300"]
-    assert [path.name for path in store.prune(Retention(keep_last=1))] == ["iteration_00000100"]
+def warnings(caplog, mirror):
+    return [record.message for record in caplog.records if record.levelname == "WARNING" and mirror in record.message]
 
 
-def test_an_iteration_that_is_saved_again_replaces_what_is_there(tmp_path, s3):
-    store, uploader = CheckpointStore(tmp_path / "run"), uploader_to(s3, tmp_path)
-    uploader.offer(save(store, 100, run_id="the run", labels=["first"]))
-    until(lambda: not uploader.missing)
-    uploader.offer(store.save({"model": {"x": 1}}, {}, iteration=100, epoch=1, run_id="the run", labels=["second"]))
-    assert ended(uploader)
+def uploaded_first(folder):
+    """The run waits until its first checkpoint is there."""
 
-    (there,) = Remote(s3).checkpoints()[0]
-    assert there.manifest.labels == ["first", "second"]
-    bring(Remote(s3), tmp_path / "here", Retention())
-    newest = CheckpointStore(tmp_path / "here").latest()
-    assert newest.checkpoint is not None and newest.skipped == []
-    assert CheckpointStore(tmp_path / "here").load(newest.checkpoint.path).shared == {"model": {"x": 1}}
+    def attach(trainer):
+        there = (folder / "mirror" / "iteration_00000002" / "manifest.json").exists
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: wait_until(there))
+
+    return attach
 
 
-def test_what_a_killed_process_has_left_there_is_replaced_or_deleted(tmp_path):
-    store, mirror = CheckpointStore(tmp_path / "run"), tmp_path / "mirror"
-    for name in ("iteration_00000100", "iteration_00000050"):
-        (mirror / name).mkdir(parents=True)
-        (mirror / name / "shared.pt").write_bytes(b"half")
-    uploader = uploader_to(str(mirror), tmp_path)
-    uploader.offer(save(store, 100, run_id="the run"))
-    assert ended(uploader)
-
-    there = CheckpointStore(mirror)
-    assert [path.name for path in mirror.iterdir()] == ["iteration_00000100"]
-    assert holds(there, mirror / "iteration_00000100", 100)
-
-
-def test_checkpoints_of_another_run_stay(tmp_path):
-    store, mirror = CheckpointStore(tmp_path / "run"), tmp_path / "mirror"
-    save(CheckpointStore(mirror), 150, run_id="another run")
-    uploader = uploader_to(str(mirror), tmp_path, keep_last=1)
-    for iteration in (100, 200):
-        uploader.offer(save(store, iteration, run_id="the run"))
-        until(lambda: not uploader.missing)
-    assert ended(uploader)
-
-    assert sorted(names(str(mirror))) == ["iteration_00000150", "iteration_00000200"]
-
-
-def test_a_damaged_file_here_is_not_uploaded_as_a_checkpoint(tmp_path, caplog):
-    store, uploader = CheckpointStore(tmp_path / "run"), uploader_to(str(tmp_path / "mirror"), tmp_path)
-    path = save(store, 100, run_id="the run")
-    content = bytearray((path / "shared.pt").read_bytes())
-    content[-100] ^= 1
-    (path / "shared.pt").write_bytes(content)
-    uploader.offer(path)
-    assert ended(uploader)
-
-    assert names(str(tmp_path / "mirror")) == [] and "shared.pt is not what was saved" in caplog.text
+def busy(operation, name):
+    raise OSError("busy")
 
 
 @pytest.mark.row("M1")
-def test_a_store_that_refuses_is_tried_again_after_twice_the_time_before(tmp_path, monkeypatch):
-    paused = []
-    failures, put = iter(range(11)), Remote.put
+def test_the_manifest_is_the_last_file_to_come_and_the_first_to_go(tmp_path, store, mirror):
+    train(tmp_path / "run", mirror, 4, keep_last=1, attach=uploaded_first(tmp_path))
 
-    def refuses(*arguments):
-        if next(failures, None) is not None:
-            raise OSError("busy")
-        return put(*arguments)
-
-    monkeypatch.setattr(Remote, "put", refuses)
-    monkeypatch.setattr(Uploader, "_pause", lambda self, seconds: paused.append(seconds))
-    uploader = uploader_to(str(tmp_path / "mirror"), tmp_path)
-    uploader.offer(save(CheckpointStore(tmp_path / "run"), 100, run_id="the run"))
-    until(lambda: not uploader.missing)
-    assert ended(uploader)
-
-    assert paused == [*(2.0**number for number in range(9)), 300.0, 300.0]
-    assert names(str(tmp_path / "mirror")) == ["iteration_00000100"]
+    first, second = ([f"iteration_0000000{n}/{f}" for f in ("shared.pt", "rank_0.pt", "manifest.json")] for n in (2, 4))
+    assert list(dict.fromkeys(writes(store))) == [*first, *second]
+    removed = writes(store, "remove")
+    assert removed[0] == first[-1] and sorted(removed) == sorted(first)
+    assert store.seen.index(("remove", first[-1])) > store.seen.index(("write", second[-1]))
+    assert there(tmp_path / "mirror") == [4]
 
 
-def test_at_the_end_a_store_that_refuses_is_given_up_after_a_few_tries_and_a_run_that_goes_on_begins_again(
-    tmp_path, monkeypatch
+def test_killed_at_any_operation_the_mirror_holds_whole_checkpoints_alone_and_the_next_start_goes_on(tmp_path):
+    """Of two uploads and a deletion; each is one of the store's operations."""
+    folder, mirror = tmp_path / "run", f"faulty://{tmp_path / 'mirror'}"
+    train(folder, None, 2)
+
+    def work(kill_at):
+        store = faulty.install()
+        store.fault = lambda operation, name: len(store.seen) == kill_at and kill_this_process()
+        train(folder, mirror, 4, keep_last=1)
+        return len(store.seen)
+
+    kill_at = 0
+    for state in range(100):
+        kill_at = state + 1
+        if ended(work, kill_at)[0] != KILLED:
+            break
+        assert there(tmp_path / "mirror") in ([], [2], [2, 4], [4])
+        if (folder / "iteration_00000004").exists():  # it has trained: again from the first checkpoint
+            shutil.rmtree(folder)
+            train(folder, None, 2)
+            shutil.rmtree(tmp_path / "mirror", ignore_errors=True)
+    assert kill_at > 8 and there(tmp_path / "mirror") == [4]
+
+
+def test_training_does_not_wait_for_a_slow_store_and_the_newest_comes_next(tmp_path, store, mirror):
+    goes_on, names = threading.Event(), []
+    store.fault = lambda operation, name: goes_on.wait(30) if operation == "write" else None
+
+    def attach(trainer):
+        @trainer.on(Events.ITERATION_COMPLETED(once=7))
+        def look():
+            wait_until(lambda: writes(store))
+            names.extend(sorted(path.name for path in (tmp_path / "run").glob("iteration_*")))
+            goes_on.set()
+
+    train(tmp_path / "run", mirror, 8, attach=attach, keep_last=1)
+
+    assert names == ["iteration_00000002", "iteration_00000006"], "what is being uploaded stays"
+    assert "iteration_00000004/shared.pt" not in writes(store)
+    assert there(tmp_path / "mirror") == there(tmp_path / "run") == [8]
+
+
+def test_what_is_there_is_replaced_by_the_same_iteration_and_what_a_kill_has_left_goes(tmp_path, store):
+    place = tmp_path / "mirror"
+    for name in ("iteration_00000004", "iteration_00000001"):
+        (place / name).mkdir(parents=True)
+        (place / name / "shared.pt").write_bytes(b"half")
+    train(tmp_path / "run", str(place), 4)
+    assert sorted(path.name for path in place.iterdir()) == ["iteration_00000002", "iteration_00000004"]
+    train(tmp_path / "other", None, 4, lr=0.2)
+    command("checkpoints", "push", tmp_path / "other" / "iteration_00000004", place)
+    command("checkpoints", "diff", tmp_path / "other" / "iteration_00000004", place / "iteration_00000004")
+
+
+def test_checkpoints_of_another_run_stay(tmp_path, store, mirror):
+    train(tmp_path / "other", mirror, 1, resume=False)
+    train(tmp_path / "run", mirror, 4, keep_last=1, resume=False, attach=uploaded_first(tmp_path))
+    assert there(tmp_path / "mirror") == [1, 4]
+
+
+def test_a_damaged_file_here_is_not_uploaded_as_a_checkpoint(tmp_path, store, mirror, caplog):
+    def damage(operation, name):
+        path = tmp_path / "run" / "iteration_00000002" / "shared.pt"
+        if path.exists():
+            path.write_bytes(path.read_bytes()[:-8] + bytes(8))
+
+    store.fault = damage
+    train(tmp_path / "run", mirror, 2)
+    assert there(tmp_path / "mirror") == [] and "shared.pt is not what was saved" in caplog.text
+
+
+@pytest.mark.row("M1")
+def test_a_store_that_refuses_is_tried_again_after_twice_the_time_before(tmp_path, store, mirror, monkeypatch, caplog):
+    """And never stops training; what is saved when it takes uploads again is there."""
+    paused, real, went_on = [], threading.Condition.wait_for, threading.Event()
+
+    def wait_for(condition, predicate, timeout=None):
+        if timeout is None or timeout < 1.0:
+            return real(condition, predicate, timeout)
+        paused.append(timeout)
+        if len(paused) == 1100:  # after some days
+            store.fault = lambda operation, name: None
+            went_on.set()
+        return predicate()
+
+    monkeypatch.setattr(threading.Condition, "wait_for", wait_for)
+
+    def attach(trainer):
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: went_on.wait(30))
+
+    store.fault = busy
+    train(tmp_path / "run", mirror, 4, attach=attach, resume=False)
+    assert paused[:9] == [2.0**number for number in range(9)] and set(paused[9:]) == {300.0} and len(paused) == 1100
+    said = warnings(caplog, mirror)
+    assert len(said) == 2 and "not uploaded" in said[0] and "busy" in said[0] and "again" in said[1]
+    assert there(tmp_path / "mirror")[-1] == 4
+
+
+def test_a_store_that_refuses_to_the_end_is_named_and_a_run_that_goes_on_begins_again(
+    tmp_path, store, mirror, monkeypatch, caplog
 ):
-    tries = []
-    put = Remote.put
+    real = threading.Condition.wait_for
+    short = lambda condition, predicate, timeout=None: real(condition, predicate, timeout and 0.0)  # noqa: E731
+    monkeypatch.setattr(threading.Condition, "wait_for", short)
+    expected, _ = train(tmp_path / "whole", None, 6)
+    train(tmp_path / "run", mirror, 4)
+    caplog.clear()
+    store.fault, tries = busy, len(store.seen)
+    trainer, resumed = train(tmp_path / "run", mirror, 6)
 
-    def refuses(self, source, name, record):
-        tries.append(name)
-        raise OSError("busy")
-
-    monkeypatch.setattr(Remote, "put", refuses)
-    uploader = uploader_to(str(tmp_path / "mirror"), tmp_path)
-    path = save(CheckpointStore(tmp_path / "run"), 100, run_id="the run")
-    uploader.offer(path)
-    assert ended(uploader)
-    assert 3 <= len(tries) <= 4 and uploader.missing == "iteration_00000100" and uploader.why.endswith("busy")
-
-    monkeypatch.setattr(Remote, "put", put)
-    uploader.offer(path)
-    assert ended(uploader) and uploader.missing is None
-    assert names(str(tmp_path / "mirror")) == ["iteration_00000100"]
+    assert resumed == "iteration_00000004" and torch.equal(weights(trainer), weights(expected))
+    said = warnings(caplog, mirror)
+    assert "cannot be read" in said[0] and "iteration_00000006 is not in" in said[-1]
+    assert f"checkpoints push {tmp_path / 'run'} {mirror}" in said[-1]
+    assert len(store.seen) - tries >= 4
+    store.fault = lambda operation, name: None
+    train(tmp_path / "run", mirror, 6)
+    assert there(tmp_path / "mirror") == [4, 6]
 
 
-def test_a_silent_store_is_given_up_at_the_end(tmp_path, s3, proxy, monkeypatch):
-    monkeypatch.setattr(remote_files, "_SILENT_S", 1.0)
-    proxy.mode = "silent"
-    uploader = uploader_to(s3, tmp_path)
-    uploader.offer(save(CheckpointStore(tmp_path / "run"), 100, run_id="the run"))
-    uploader.end()
+def silent_until(store, mirror, event, act):
+    """The store does not answer; ``act`` is called in a thread when it was asked."""
+    asked = threading.Event()
 
+    def fault(operation, name):
+        asked.set()
+        event.wait(60)
+
+    def wait():
+        asked.wait(60)
+        act()
+
+    store.fault = fault
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def test_a_silent_store_is_given_up_at_the_end_and_named(tmp_path, store, mirror, clock, caplog):
+    goes_on = threading.Event()
+    silent_until(store, mirror, goes_on, lambda: clock.move(400))
+    train(tmp_path / "run", mirror, 3, resume=False)
+    assert "iteration_00000003 is not in" in caplog.text
+    goes_on.set()
+
+
+def test_ctrl_c_gives_up_the_last_upload_and_names_it(tmp_path, store, mirror, caplog):
+    goes_on = threading.Event()
+
+    def interrupt():
+        wait_until(lambda: "Ctrl-C gives up" in caplog.text)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    silent_until(store, mirror, goes_on, interrupt)
+    train(tmp_path / "run", mirror, 3, resume=False)
+    assert "iteration_00000003 is not in" in caplog.text and there(tmp_path / "mirror") == []
+    goes_on.set()
+
+
+@pytest.mark.nightly  # it waits for five seconds
+def test_a_run_that_has_failed_waits_for_its_last_upload_for_a_few_seconds(tmp_path, store, mirror, caplog):
+    goes_on = threading.Event()
+    silent_until(store, mirror, goes_on, lambda: None)
     began = time.monotonic()
-    until(lambda: uploader.wait(0.1))
-    assert time.monotonic() - began < 10 and uploader.missing == "iteration_00000100"
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path / "run", mirror, 4, resume=False, attach=fails)
+    assert 1.0 <= time.monotonic() - began < 20
+    assert "iteration_00000002 is not in" in caplog.text
+    goes_on.set()
 
 
-def test_what_a_store_says_is_one_line_without_credentials(tmp_path, caplog, monkeypatch):
-    def denied(self):
-        raise PermissionError("Forbidden: https://the-key:the-secret@host/x?Signature=the-secret")
-
-    monkeypatch.setattr(Remote, "names", denied)
-    monkeypatch.setattr(upload, "_LAST_TRIES", 1)
-    uploader = uploader_to(str(tmp_path / "mirror"), tmp_path)
-    uploader.offer(save(CheckpointStore(tmp_path / "run"), 100, run_id="the run"))
-    assert ended(uploader)
-
-    assert "Forbidden: https://***@host/x***" in caplog.text and "the-secret" not in caplog.text
-    assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in caplog.text
+def fails(trainer):
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: 1 / 0)
 
 
-def test_values_measured_after_a_save_come_to_the_mirror(tmp_path, caplog, monkeypatch):
-    caplog.set_level(logging.INFO)
-    store, url = CheckpointStore(tmp_path / "run"), str(tmp_path / "mirror")
-    uploader = uploader_to(url, tmp_path)
-    first = save(store, 100, run_id="the run")
-    uploader.offer(first)
-    until(lambda: not uploader.missing)
-    store.annotate(first, metrics={"val/loss": 0.5})
-    uploader.offer(save(store, 200, run_id="the run"))
-    until(lambda: not uploader.missing)
-    store.annotate(first, metrics={"val/acc": 0.75})
-    assert ended(uploader)
+def test_what_a_run_that_has_failed_has_saved_is_uploaded(tmp_path, store, mirror):
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path / "run", mirror, 4, attach=fails)
+    assert there(tmp_path / "mirror") == [2]
 
-    (there, _) = Remote(url).checkpoints()[0]
-    assert there.manifest.metrics == {"val/loss": 0.5, "val/acc": 0.75}
-    assert caplog.text.count("Uploaded iteration_00000100") == 1
+
+def test_a_roll_back_does_not_wait_for_uploads(tmp_path, store, mirror, caplog):
+    goes_on, damaged = threading.Event(), []
+    silent_until(store, mirror, goes_on, lambda: None)
+
+    def attach(trainer):
+        @trainer.on(Events.ITERATION_STARTED)
+        def damage():
+            if trainer.state.iteration == 5 and not damaged:
+                damaged.append(5)
+                trainer.state.batch[0].fill_(torch.nan)
+
+        @trainer.on(Events.ITERATION_COMPLETED(once=6))
+        def let_it_go():
+            assert "goes back to a checkpoint" in caplog.text and "Uploading" not in caplog.text
+            goes_on.set()
+
+    train(tmp_path / "run", mirror, 8, resume=False, attach=attach, non_finite="rollback")
+    assert damaged and goes_on.is_set() and there(tmp_path / "mirror")[-1] == 8
+
+
+@pytest.mark.nightly  # starts a server
+def test_an_s3_server_that_is_broken_for_a_while_keeps_the_run(tmp_path, monkeypatch, caplog):
+    with s3_server() as port:
+        proxy = Proxy(port)
+        for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}"}.items():
+            monkeypatch.setenv(name, value)
+        S3FileSystem.clear_instance_cache()
+        make_bucket(port, "bucket")
+        expected, _ = train(tmp_path / "whole", None, 12)
+        train(tmp_path / "run", "s3://bucket/run", 4)
+        for mode in ("error", "cut"):
+            proxy.mode = mode
+            train(tmp_path / "run", "s3://bucket/run", 6)
+        assert "cannot be read" in caplog.text and CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in caplog.text
+        proxy.mode = "open"
+        train(tmp_path / "run", "s3://bucket/run", 8)
+        shutil.rmtree(tmp_path / "run")
+        trainer, resumed = train(tmp_path / "run", "s3://bucket/run", 12)
+        proxy.close()
+    S3FileSystem.clear_instance_cache()
+    assert resumed == "iteration_00000008" and torch.equal(weights(trainer), weights(expected))

@@ -1,304 +1,168 @@
 """A run that was killed goes on from the copy of its state in memory, to the bits of one that was not."""
 
-import json
-import logging
 import os
 import shutil
 import signal
-import sys
 import time
-from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
-from blake3 import blake3
 from ignite.engine import Events
 
-from ignite_engine import Trainer, TrainingEvents
-from ignite_engine.checkpointing import SaveOptions
-from ignite_engine.config.load import config_from_dict
-from ignite_engine.errors import CheckpointError
-from ignite_engine.ext.recovery import slots
-from ignite_engine.ext.recovery.copies import MemoryCopies
-from ignite_engine.ext.recovery.packing import Packed
-from ignite_engine.ext.replay import replay
-from ignite_engine.handlers import Checkpoint, MetricLogger
-from ignite_engine.handlers.checkpoint.saver import Saver
-from ignite_engine.handlers.sinks import LogFile
-from ignite_engine.ranks import agreement
-from ignite_engine.runs.recipe import build_run
-from tests.ext.replay.runs import settings
-from tests.kit.faults import (
-    FileOperations,
-    in_child,
-    kill_this_process,
-    mount_small_file_system,
-    start_child,
-    wait_for,
+from ignite_engine.handlers import Checkpoint
+from tests.ext.recovery.deaths import BEFORE_COPY, SHARED_MEMORY, Death, copies_of, slots_of
+from tests.ext.recovery.runs import (
+    KILLED,
+    WORLDS,
+    alone,
+    ends,
+    forget,
+    once,
+    said,
+    starts,
+    supervised,
+    train,
+    whole,
 )
-from tests.kit.tiny import linear, numbers_loader, trainer_of, weights
-
-EPOCHS, ITERATIONS = 2, 24
-KILLED = -signal.SIGKILL
-Prepare = Callable[[Trainer, Checkpoint], object]
-
-
-@pytest.fixture(autouse=True)
-def shared_memory(tmp_path, monkeypatch):
-    """Each test has its own; forked processes inherit it."""
-    root = tmp_path / "shm"
-    root.mkdir()
-    monkeypatch.setattr(slots, "ROOT", root)
-    yield root
+from tests.kit.clock import Clock
+from tests.kit.faults import FileOperations, can_mount, kill_this_process, mount_small_file_system
+from tests.kit.processes import ChildFailed, child, ended, start, start_ranks, wait_until
+from tests.kit.tiny import linear, trainer_of, weights
 
 
-def train(
-    directory,
-    prepare=lambda trainer, checkpoint: None,
-    *,
-    memory=1,
-    save_every=8,
-    seed=0,
-    resume=True,
-    model=None,
-    **options,
-):
-    """A run to its end from wherever it was; what it says is what the process answers."""
-    trainer, said = trainer_of(linear(dropout=True) if model is None else model), Said()
-    torch.manual_seed(seed + dist_rank())
-    logger = logging.getLogger("ignite_engine")
-    level = logger.level
-    logger.addHandler(said)
-    logger.setLevel(logging.INFO)
-    MetricLogger(directory, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=3))
-    checkpoint = Checkpoint(directory / "checkpoints", memory=memory, **options)
-    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=save_every))
-    prepare(trainer, checkpoint)
-    try:
-        if resume:
-            checkpoint.resume()
-        resumed_at = trainer.state.iteration
-        trainer.run(numbers_loader(2 * ITERATIONS // EPOCHS, 2, shuffle=True), max_epochs=EPOCHS)
-    finally:
-        logger.removeHandler(said)
-        logger.setLevel(level)
-    log = (directory / "metrics.jsonl").read_text() if dist_rank() == 0 else ""
-    return {
-        "weights": weights(trainer).tolist(),
-        "log": log,
-        "resumed_at": resumed_at,
-        "checkpoints": trainer.state.checkpoints,
-        "run_id": checkpoint.store.checkpoints()[-1].manifest.run_id,
-        "said": said.lines,
-        "warned": said.warnings,
-    }
-
-
-class Said(logging.Handler):
-    """Collects what is logged."""
-
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-        self.warnings = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-        if record.levelno >= logging.WARNING:
-            self.warnings.append(record.getMessage())
-
-
-def dist_rank():
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def killed_at(iteration, event=Events.ITERATION_COMPLETED):
-    return lambda trainer, checkpoint: trainer.add_event_handler(event(once=iteration), kill_this_process)
-
-
-def ends(result):
-    return result["weights"], result["log"], result["checkpoints"]
-
-
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """In this process, so that the forked ones have imported what it needs."""
-    return train(tmp_path_factory.mktemp("undisturbed"), memory=None)
+    """What a run without copies ends with on each rank, by layout."""
+    found = {}
+
+    def of(layout="plain"):
+        if layout not in found:
+            folder = tmp_path_factory.mktemp("whole") / layout
+            run = [alone(folder)] if layout == "plain" else whole(folder, layout, memory=None)
+            found[layout] = run
+        return found[layout]
+
+    return of
 
 
-def said_in(result, words):
-    return any(words in line for line in result["said"])
-
-
-# -- one process -----------------------------------------------------------------------------------------------------
+ANYWHERE = (
+    Death(1),
+    Death(3, "OPTIMIZER_STEP_STARTED"),
+    Death(7),  # before the save of 8, at it, after it
+    Death(8),
+    Death(9, "ITERATION_STARTED"),
+    Death(10, "RESUME_POINT"),  # after the copy
+    Death(12, "EPOCH_COMPLETED"),  # between the two boundaries of an epoch's end
+    Death(13),
+    Death(24),
+)
+ON_TWO = (
+    Death(3, rank=0),
+    Death(7, rank=1),
+    Death(10, BEFORE_COPY, rank=0, after_peer=True, in_turn=True),
+    Death(10, BEFORE_COPY, rank=1, after_peer=True, in_turn=True),
+)
 
 
 @pytest.mark.row("K1", "K3")
-def test_killed_again_and_again_one_iteration_is_lost_each_time_and_no_bit(tmp_path, shared_memory, undisturbed):
-    lost = []
-    for at in (2, 3, 7, 8, 12, 13, 24):
-        assert in_child(lambda at=at: train(tmp_path, killed_at(at)))[0] == KILLED
-        lost.append(at)
-    code, result = in_child(lambda: train(tmp_path))
+@pytest.mark.parametrize(
+    ("layout", "memory", "deaths", "begun"),
+    [
+        ("plain", 1, ANYWHERE, [0, 0, 2, 6, 7, 8, 10, 11, 12, 23]),
+        ("plain", 4, [Death(7), Death(12), Death(16), Death(22)], [0, 4, 8, 12, 20]),
+        ("plain", "auto", [Death(5)], [0, 4]),  # the first ones, by which it measures
+        ("ddp", 1, ON_TWO, [0, 2, 6, 9, 9]),
+        ("fsdp", 1, [Death(6, rank=1), Death(10, rank=0)], [0, 5, 9]),
+        ("fsdp", "auto", [Death(5, rank=1)], [0, 4]),
+    ],
+    ids=lambda value: str(value) if isinstance(value, str | int) else "",
+)
+def test_killed_again_and_again_one_iteration_is_lost_each_time_and_no_bit(
+    layout, memory, deaths, begun, tmp_path, undisturbed
+):
+    folder = tmp_path / "run"
+    supervised(folder, deaths, layout, memory=memory)
 
-    assert code == 0
-    assert ends(result) == ends(undisturbed)
-    assert result["resumed_at"] == 23
-    assert said_in(result, "Resumed from memory at iteration 23 (disk has 16)")
-    assert list(shared_memory.iterdir()) == []
-    assert not (tmp_path / "checkpoints" / slots.MEMORY_TOKEN).exists()
-
-
-@pytest.mark.row("K1", "K3")
-@pytest.mark.parametrize("at", [7, 8, 9, 11, 12, 13])
-def test_killed_at_any_boundary_the_copy_before_it_is_resumed(at, tmp_path, undisturbed):
-    """Before the save and the copy of that boundary; 12 is an epoch's last iteration, which has two boundaries."""
-    assert in_child(lambda: train(tmp_path, killed_at(at)))[0] == KILLED
-    _, result = in_child(lambda: train(tmp_path))
-
-    assert result["resumed_at"] == at - 1
-    assert ends(result) == ends(undisturbed)
-
-
-def kills_at_write(number):
-    """In the middle of a copy: half of the content is written."""
-
-    def prepare(trainer, checkpoint):
-        whole, calls = Packed.write, [0]
-
-        def write(self, room):
-            calls[0] += 1
-            whole(self, room)
-            if calls[0] == number:
-                room[self.bytes // 2 :] = bytes(len(room) - self.bytes // 2)
-                kill_this_process()
-
-        Packed.write = write
-
-    return prepare
+    assert all((folder / death.marker).exists() for death in deaths)
+    assert [starts(folder, rank) for rank in range(WORLDS[layout])] == [begun] * WORLDS[layout]
+    assert ends(folder, layout) == undisturbed(layout)
+    from_disk = sum(at in (0, 8, 16) for at in begun)
+    assert said(folder).count("Resumed from memory") >= len(begun) - from_disk
+    assert copies_of(tmp_path) == [] and not (folder / "checkpoints" / ".memory").exists()
 
 
-@pytest.mark.parametrize("number", [1, 2, 9])
-def test_killed_within_a_copy_the_other_slot_is_valid(number, tmp_path, shared_memory, undisturbed):
-    assert in_child(lambda: train(tmp_path, kills_at_write(number)))[0] == KILLED
-    assert [slots.Slot(path).header is None for path in slot_files(shared_memory)].count(True) == 1
-    _, result = in_child(lambda: train(tmp_path))
-
-    assert result["resumed_at"] == number - 1
-    assert ends(result) == ends(undisturbed)
+SAVES = (("mkdir", "6"), ("fsync", "manifest.json"), ("rename", "6"), ("unlink", "shared.pt"))
+"""Operations on files in a run that saves each third iteration and keeps one."""
 
 
-@pytest.mark.parametrize("operation", ["mkdir", "fsync", "rename", "unlink"])
+@pytest.mark.parametrize(("operation", "name"), SAVES)
 @pytest.mark.parametrize("background", [False, True])
-def test_killed_within_a_save_the_copy_is_resumed(operation, background, tmp_path, undisturbed):
-    path = {"mkdir": "iteration_00000016", "fsync": "manifest.json", "unlink": "shared.pt"}
-    name = path.get(operation, "iteration_00000016 -> .tmp-iteration_00000016")
+def test_killed_within_a_save_the_copy_is_resumed(background, operation, name, tmp_path, undisturbed):
+    folder = tmp_path / "run"
+    options = {"save_every": 3, "keep_last": 1, "background": background}
 
     def work():
-        checkpoints = tmp_path / "checkpoints"
-        names = {"rename": "iteration_00000016"}
-        at = (operation, names.get(operation, name))
+        with FileOperations(folder / "checkpoints", at=(operation, name), action=kill_this_process):
+            train(0, folder, **options)
 
-        class FromTheSecondSave(FileOperations):
-            def _is_meant(self, number):
-                operation, path = self.seen[number]
-                return self.acted == 0 and operation == at[0] and at[1] in path and self.seen_saves() > 1
+    assert ended(work)[0] == KILLED
+    end = alone(folder, **options)
 
-            def seen_saves(self):
-                return len({path for operation, path in self.seen if operation == "mkdir" and "iteration" in path})
+    assert [end["weights"], end["log"]] == [undisturbed()[0]["weights"], undisturbed()[0]["log"]]
+    assert starts(folder)[1] >= (2 if operation == "fsync" else 5)
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["iteration_00000024"]
 
-        with FromTheSecondSave(checkpoints, at=at, action=kill_this_process):
-            train(tmp_path, background=background, keep_last=1)
 
-    code, _ = in_child(work)
-    assert code == KILLED
-    _, result = in_child(lambda: train(tmp_path, keep_last=1))
+def test_killed_while_a_copy_is_written_the_one_before_it_is_resumed(tmp_path):
+    folder, reached = tmp_path / "run", []
 
-    assert result["resumed_at"] >= 15
-    assert ends(result) == ends(undisturbed)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["iteration_00000024"]
+    def prepare(trainer, checkpoint):
+        values = torch.zeros(3_000_000)  # a copy takes milliseconds
+        load = lambda state: values.copy_(state["values"])  # noqa: E731
+        trainer.register("ballast", SimpleNamespace(state_dict=lambda: {"values": values}, load_state_dict=load))
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: values.fill_(trainer.state.iteration))
+
+        @trainer.on(Events.STARTED)
+        def is_whole():
+            assert (values == trainer.state.iteration).all(), "a torn copy"
+
+    def work():
+        train(0, folder, prepare=prepare, save_every=100)
+
+    def newest():
+        return int((folder / "at_0").read_text())
+
+    def first_bytes():
+        return [path.open("rb").read(64) for path in sorted(slots_of(tmp_path))]
+
+    for _ in range(3):
+        begun = starts(folder)[-1] if reached else 0
+        process = start(work)
+        wait_until(lambda begun=begun: len(slots_of(tmp_path)) == 2 and newest() > begun + 2, process)
+        before = first_bytes()
+        while first_bytes() == before:
+            assert process.poll() is None
+        process.signal(signal.SIGKILL)
+        assert process.wait() == KILLED
+        reached.append(newest())
+    child(work)
+
+    lost = [at - begun for at, begun in zip(reached, starts(folder)[1:], strict=True)]
+    assert set(lost) <= {0, 1} and 1 in lost
 
 
 def test_killed_before_its_first_copy_a_resumed_run_still_has_the_one_that_it_came_from(tmp_path, undisturbed):
-    assert in_child(lambda: train(tmp_path, killed_at(6)))[0] == KILLED
-    for event in (Events.STARTED, Events.ITERATION_STARTED):
-        died = in_child(lambda event=event: train(tmp_path, killed_at(6 if event.name[0] == "I" else 1, event)))
-        assert died[0] == KILLED, event
-    _, result = in_child(lambda: train(tmp_path))
-
-    assert result["resumed_at"] == 5
-    assert ends(result) == ends(undisturbed)
+    for death in (Death(6), Death(5, "STARTED"), Death(6, "ITERATION_STARTED")):
+        assert once(tmp_path / "run", [death]) == [KILLED]
+    assert alone(tmp_path / "run") == undisturbed()[0]
+    assert starts(tmp_path / "run") == [0, 5, 5, 5]
 
 
-def test_other_iterations_are_copied_where_it_is_asked(tmp_path, undisturbed):
-    assert in_child(lambda: train(tmp_path, killed_at(7), memory=4))[0] == KILLED
-    _, result = in_child(lambda: train(tmp_path, memory=4))
-
-    assert result["resumed_at"] == 4
-    assert ends(result) == ends(undisturbed)
+# ----------------------------------------------------------------------------------------------------- what is not used
 
 
-def test_auto_says_once_how_often_it_copies(tmp_path, undisturbed):
-    _, result = in_child(lambda: train(tmp_path, memory="auto"))
-
-    lines = [line for line in result["said"] if line.startswith("The state is copied into memory every")]
-    assert len(lines) == 1
-    assert ends(result) == ends(undisturbed)
-
-
-def copies_of(directory, **options):
-    return MemoryCopies(Saver(directory, SaveOptions(**options)), lambda trainer: None)
-
-
-def test_auto_takes_as_few_iterations_as_keep_the_share(tmp_path):
-    copies = copies_of(tmp_path, memory="auto")
-    copies._costs, copies._steps = [0.010, 0.003, 0.003], [0.1, 0.1, 0.1]
-
-    copies._agree()
-
-    assert copies._every == 3
-
-
-def test_auto_goes_by_the_slowest_copy_and_the_shortest_iteration_of_all_ranks(tmp_path, monkeypatch):
-    copies = copies_of(tmp_path, memory="auto")
-    copies._costs, copies._steps = [0.003], [0.2]
-    monkeypatch.setattr(agreement, "gather_floats", lambda mine: [mine, [0.010, 0.1]])
-
-    copies._agree()
-
-    assert copies._every == 10
-
-
-def test_times_are_kept_only_until_it_is_known_how_often_to_copy(tmp_path):
-    """A run of many iterations would fill the memory with them."""
-    places = []
-
-    def prepare(trainer, checkpoint):
-        places.extend(checkpoint.places)
-
-    train(tmp_path / "one", prepare)
-    train(tmp_path / "auto", prepare, memory="auto")
-
-    assert [len(copies._costs) <= 4 and len(copies._steps) <= 4 for copies in places] == [True, True]
-
-
-# -- what is not used ------------------------------------------------------------------------------------------------
-
-
-def killed_then(tmp_path, between, **options):
-    assert in_child(lambda: train(tmp_path, killed_at(13)))[0] == KILLED
-    between()
-    code, result = in_child(lambda: train(tmp_path, **options))
-    assert code == 0
-    return result
-
-
-def slot_files(root):
-    return sorted(root.glob("ignite-engine-*/rank_*"))
-
-
-def damage(path, offset):
+def damage(path, offset=9000):
     with path.open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)
@@ -306,395 +170,214 @@ def damage(path, offset):
         file.write(bytes([byte[0] ^ 1]))
 
 
-def test_a_damaged_slot_is_named_and_the_older_one_is_taken(tmp_path, shared_memory, undisturbed):
-    result = killed_then(tmp_path, lambda: damage(slot_files(shared_memory)[0], 9000))  # the newest: 12 is even
-
-    assert result["resumed_at"] == 11
-    assert said_in(result, "The state in memory is not used: ")
-    assert ends(result) == ends(undisturbed)
-
-
-@pytest.mark.parametrize("offset", [30, 9000])
-def test_with_both_slots_damaged_the_disk_is_taken(offset, tmp_path, shared_memory, undisturbed):
-    result = killed_then(tmp_path, lambda: [damage(path, offset) for path in slot_files(shared_memory)])
-
-    assert result["resumed_at"] == 8
-    assert said_in(result, "torn or damaged")
-    assert ends(result) == ends(undisturbed)
-    assert list(shared_memory.iterdir()) == []
-
-
-def test_copies_of_another_version_of_the_engine_are_not_used(tmp_path, shared_memory, undisturbed):
-    def write_as_another_version():
-        for path in slot_files(shared_memory):
-            with path.open("r+b") as file:
-                line = file.read(4096).rstrip(b"\0").rpartition(b"\n")[0]
-                values = json.loads(line.removeprefix(slots._MAGIC))
-                line = slots._MAGIC + json.dumps({**values, "new": 1}).encode() + b"\n"
-                file.seek(0)
-                file.write(line + blake3(line).hexdigest().encode())
-
-    result = killed_then(tmp_path, write_as_another_version)
-
-    assert result["resumed_at"] == 8
-    assert said_in(result, "torn or damaged")
-    assert ends(result) == ends(undisturbed)
-
-
-def test_a_copy_of_other_settings_is_not_used(tmp_path, undisturbed):
-    assert in_child(lambda: train(tmp_path, killed_at(13), config={"lr": 0.1}))[0] == KILLED
-    _, result = in_child(lambda: train(tmp_path, config={"lr": 0.2}))
-
-    assert result["resumed_at"] == 8
-    assert said_in(result, "The state in memory is not used: it is of other settings.")
-    assert ends(result) == ends(undisturbed)
-
-
-def test_a_moved_folder_finds_its_copies(tmp_path, shared_memory, undisturbed):
-    old, new = tmp_path / "old", tmp_path / "new"
-    assert in_child(lambda: train(old, killed_at(13)))[0] == KILLED
-    old.rename(new)
-    _, result = in_child(lambda: train(new))
-
-    assert result["resumed_at"] == 12
-    assert ends(result) == ends(undisturbed)
-    assert list(shared_memory.iterdir()) == []
-
-
-def test_a_copied_folder_does_not_take_the_copies_of_the_original(tmp_path, shared_memory, undisturbed):
-    """Nor does it disturb them while the original runs."""
-    old, new = tmp_path / "old", tmp_path / "new"
-    assert in_child(lambda: train(old, killed_at(13)))[0] == KILLED
-    shutil.copytree(old, new)
-    held = slots.Folder.open(next(shared_memory.iterdir()).name, create=False)
-    assert held is not None
-    _, result = in_child(lambda: train(new))
-    held.close()
-    _, original = in_child(lambda: train(old))
-
-    assert (result["resumed_at"], original["resumed_at"]) == (8, 12)
-    assert ends(result) == ends(original) == ends(undisturbed)
-    assert list(shared_memory.iterdir()) == []
-
-
-def test_a_deleted_folder_forgets(tmp_path, shared_memory):
-    result = killed_then(tmp_path, lambda: shutil.rmtree(tmp_path / "checkpoints"))
-
-    assert result["resumed_at"] == 0
-    assert list(shared_memory.iterdir()) == []
-
-
-def test_without_the_checkpoint_that_it_knew_a_copy_is_not_used(tmp_path):
-    """Who deletes the newest checkpoints wants to go back."""
-    assert in_child(lambda: train(tmp_path, killed_at(21), keep_last=2))[0] == KILLED
-    shutil.rmtree(tmp_path / "checkpoints" / "iteration_00000016")
-    _, result = in_child(lambda: train(tmp_path))
-
-    assert result["resumed_at"] == 8
-    assert said_in(result, "The state in memory is not used: the newest checkpoint that it knew is gone.")
-
-
-def test_a_copy_that_was_older_than_a_checkpoint_is_gone_with_the_start_that_saw_it(tmp_path):
-    assert in_child(lambda: train(tmp_path, killed_at(10), memory=7))[0] == KILLED
-    assert in_child(lambda: train(tmp_path, killed_at(1, Events.STARTED), memory=7))[0] == KILLED
-    shutil.rmtree(tmp_path / "checkpoints" / "iteration_00000008")
-    _, result = in_child(lambda: train(tmp_path, memory=7))
-
-    assert result["resumed_at"] == 0
-
-
-def test_a_start_without_memory_makes_the_copies_stale(tmp_path, undisturbed):
-    assert in_child(lambda: train(tmp_path, killed_at(13)))[0] == KILLED
-    assert in_child(lambda: train(tmp_path, killed_at(10), memory=None))[0] == KILLED
-    _, result = in_child(lambda: train(tmp_path))
-
-    assert result["resumed_at"] == 8
-    assert ends(result) == ends(undisturbed)
-
-
-def test_a_fresh_start_forgets_what_an_earlier_run_has_copied(tmp_path):
-    assert in_child(lambda: train(tmp_path, killed_at(5), seed=1))[0] == KILLED
-    assert in_child(lambda: train(tmp_path, killed_at(1), resume=False))[0] == KILLED
-    _, result = in_child(lambda: train(tmp_path))
-
-    assert result["resumed_at"] == 0
-
-
-def test_must_be_new_refuses_a_folder_with_a_copy(tmp_path):
-    assert in_child(lambda: train(tmp_path, killed_at(5)))[0] == KILLED
-
-    with pytest.raises(CheckpointError, match="must_be_new"):
-        train(tmp_path, must_be_new=True)
-
-
-# -- what is left, and where there is no room --------------------------------------------------------------------------
-
-
-def test_nothing_is_left_by_a_run_that_fails_or_stops(tmp_path, shared_memory):
-    def fails(trainer, checkpoint):
-        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=5), lambda: 1 / 0)
-
-    def stops(trainer, checkpoint):
-        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=10), lambda: trainer.request_stop("enough"))
-
-    with pytest.raises(ZeroDivisionError):
-        train(tmp_path, fails)
-    assert list(shared_memory.iterdir()) == []
-    train(tmp_path, stops)
-    assert list(shared_memory.iterdir()) == []
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith(".")] == []
-
-
-def test_a_run_whose_folder_in_memory_a_peer_has_removed_ends_as_ever(tmp_path, shared_memory, undisturbed):
-    def prepare(trainer, checkpoint):
-        trainer.add_event_handler(Events.COMPLETED, lambda: shutil.rmtree(next(shared_memory.iterdir())))
-
-    assert ends(train(tmp_path, prepare)) == ends(undisturbed)
-    assert list(shared_memory.iterdir()) == []
-
-
-def test_the_next_start_clears_what_nobody_can_go_on_from_and_nothing_else(tmp_path, shared_memory):
-    dead, alive = tmp_path / "dead", tmp_path / "alive"
-    assert in_child(lambda: train(dead, killed_at(3)))[0] == KILLED
-    shutil.rmtree(dead)
-    other = [shared_memory / "ignite-engine-mine", shared_memory / ("ignite-engine-" + 16 * "a" + "-1-2.old")]
-    for path in other:
-        path.mkdir()
-    link = shared_memory / ("ignite-engine-" + 16 * "b" + "-1-2")
-    link.symlink_to(other[0])
-    (other[0] / "rank_0.0").touch()
-    ready = tmp_path / "ready"
-
-    def waits(trainer, checkpoint):
-        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda: (ready.touch(), time.sleep(60)))
-
-    living = start_child(lambda: train(alive, waits))
-    while not ready.exists():
-        time.sleep(0.01)
-    assert in_child(lambda: train(tmp_path / "new"))[0] == 0
-
-    left = {path.name for path in shared_memory.iterdir()} - {path.name for path in (*other, link)}
-    os.kill(living[0], signal.SIGKILL)
-    wait_for(living)
-    assert len(left) == 1  # of the run that lives
-    assert (other[0] / "rank_0.0").exists() and other[1].exists() and link.is_symlink()
-    assert in_child(lambda: train(alive))[1]["resumed_at"] == 3
-
-
-def test_of_two_runs_that_were_killed_together_both_go_on_whichever_is_started_first(
-    tmp_path, shared_memory, undisturbed
-):
-    for name, at in (("one", 5), ("two", 13)):
-        assert in_child(lambda name=name, at=at: train(tmp_path / name, killed_at(at)))[0] == KILLED
-    results = [in_child(lambda name=name: train(tmp_path / name))[1] for name in ("two", "one")]
-
-    assert [result["resumed_at"] for result in results] == [12, 4]
-    assert [ends(result) for result in results] == 2 * [ends(undisturbed)]
-    assert list(shared_memory.iterdir()) == []
-
-
-@pytest.mark.parametrize("why", ["a day ago", "started without memory", "its folder is elsewhere"])
-def test_copies_of_a_run_that_was_given_up_are_cleared(why, tmp_path, shared_memory):
-    assert in_child(lambda: train(tmp_path / "dead", killed_at(13)))[0] == KILLED
-    assert slots.clear() == []
-    if why == "a day ago":
-        for path in slot_files(shared_memory):
-            os.utime(path, (0, time.time() - 86400))
-    elif why == "started without memory":
-        assert in_child(lambda: train(tmp_path / "dead", killed_at(10), memory=None))[0] == KILLED
-    else:
-        (tmp_path / "dead").rename(tmp_path / "moved")
-
-    assert len(slots.clear()) == 1
-    assert list(shared_memory.iterdir()) == []
-
-
-def test_a_copy_is_as_old_as_its_last_iteration(tmp_path, shared_memory):
-    def prepare(trainer, checkpoint):
-        def age():
-            for path in slot_files(shared_memory):
-                os.utime(path, (0, 0))
-
-        trainer.add_event_handler(Events.ITERATION_STARTED(once=12), age)
-
-    assert in_child(lambda: train(tmp_path, lambda *parts: (prepare(*parts), killed_at(13)(*parts))))[0] == KILLED
-    assert slots.clear() == []
-
-
-def test_a_folder_of_another_user_is_neither_used_nor_cleared(tmp_path, shared_memory, monkeypatch):
-    assert in_child(lambda: train(tmp_path, killed_at(13)))[0] == KILLED
-    before = slot_files(shared_memory)
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    _, result = in_child(lambda: train(tmp_path))
-
-    assert result["resumed_at"] == 8
-    assert said_in(result, "No copies of the state in memory")
-    assert slot_files(shared_memory) == before != []
-
-
-def test_only_the_user_may_read_a_copy(tmp_path, shared_memory):
-    assert in_child(lambda: train(tmp_path, killed_at(3)))[0] == KILLED
-
-    (folder,) = shared_memory.iterdir()
+def delete(folder, name):
+    shutil.rmtree(folder / "checkpoints" / name)
+
+
+def start_without_memory(folder):
+    assert once(folder, [Death(11, "ITERATION_STARTED")], memory=None, save_every=5) == [KILLED]
+
+
+BETWEEN = {
+    "nothing": (lambda folder: None, 12, "from memory"),
+    "the newest slot is damaged": (lambda folder: damage(slots_of(folder)[-1]), 11, "not used"),
+    "both are damaged": (lambda folder: [damage(path) for path in slots_of(folder)], 10, "torn or damaged"),
+    "both headers are damaged": (lambda folder: [damage(path, 30) for path in slots_of(folder)], 10, "torn or damaged"),
+    "the newest checkpoint is deleted": (lambda folder: delete(folder, "iteration_00000010"), 5, "is gone"),
+    "all checkpoints are deleted": (lambda folder: delete(folder, ""), 0, ""),
+    "it was started without memory": (start_without_memory, 10, ""),
+}
+
+
+@pytest.mark.parametrize("what", BETWEEN)
+def test_of_a_copy_and_the_disk_the_newest_that_is_whole_is_resumed(what, tmp_path, undisturbed):
+    act, begun, words = BETWEEN[what]
+    folder = tmp_path / "run"
+    assert once(folder, [Death(13)], save_every=5) == [KILLED]
+    act(folder)
+    end = alone(folder, save_every=5)
+
+    assert starts(folder)[-1] == begun
+    assert words in said(folder)
+    assert end["weights"] == undisturbed()[0]["weights"]
+    assert copies_of(tmp_path) == []
+
+
+def test_a_copy_of_other_settings_or_another_user_is_not_used(tmp_path):
+    folder = tmp_path / "run"
+    assert once(folder, [Death(13)], config={"lr": 0.1}) == [KILLED]
+
+    def as_another_user():
+        os.geteuid = lambda: 12345
+        train(0, folder, [Death(14)], config={"lr": 0.1})
+
+    assert ended(as_another_user)[0] == KILLED
+    assert len(slots_of(tmp_path)) == 2
+    alone(folder, config={"lr": 0.2})
+    assert starts(folder) == [0, 8, 8] and "other settings" in said(folder)
+
+
+def test_a_moved_folder_finds_its_copies_and_a_copied_one_does_not_take_them(tmp_path, undisturbed):
+    old, moved, copied = (tmp_path / name for name in ("old", "moved", "copied"))
+    assert once(old, [Death(13)]) == [KILLED]
+    shutil.copytree(old, copied)
+    results = [alone(copied)]
+    old.rename(moved)
+    results.append(alone(moved))
+
+    assert (starts(copied)[-1], starts(moved)[-1]) == (8, 12)
+    assert results == 2 * undisturbed()
+    assert copies_of(tmp_path) == []
+
+
+def test_a_fresh_start_forgets_what_an_earlier_run_has_copied_and_must_be_new_refuses_it(tmp_path):
+    folder = tmp_path / "run"
+    assert once(folder, [Death(5)], seed=1) == [KILLED]
+    with pytest.raises(ChildFailed, match="must_be_new"):
+        alone(folder, must_be_new=True)
+    assert once(folder, [Death(1)], resume=False) == [KILLED]
+    alone(folder)
+    assert starts(folder) == [0, 0, 0]
+
+
+# ----------------------------------------------------------------------------- what is left, and where there is no room
+
+
+def test_nothing_is_left_by_a_run_that_fails_or_stops_or_whose_copies_are_gone(tmp_path):
+    def of(name, act):
+        def prepare(trainer, checkpoint):
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=5), act, trainer)
+
+        return ended(lambda: train(0, tmp_path / name, prepare=prepare))[0]
+
+    assert of("fails", lambda trainer: 1 / 0) == 1
+    assert of("stops", lambda trainer: trainer.request_stop("enough")) == 0
+    assert of("loses them", lambda trainer: forget(tmp_path)) == 0
+    assert copies_of(tmp_path) == [] and list(tmp_path.rglob(".memory")) == []
+
+
+def test_a_start_clears_what_nobody_can_go_on_from_and_nothing_else(tmp_path):
+    """Of runs that are gone, were given up, moved, or aged; not of one that lives, was killed, or is not ours."""
+    for name in ("deleted", "aged", "moved", "killed"):
+        assert once(tmp_path / name, [Death(3)]) == [KILLED]
+    living = start(train, 0, tmp_path / "living", [Death(3, how="SIGSTOP")])
+    wait_until(lambda: list((tmp_path / "living").glob("died*")), living)
+    for path in slots_of(tmp_path / "aged"):
+        os.utime(path, (0, time.time() - 86400))
+    shutil.rmtree(tmp_path / "deleted")
+    (tmp_path / "moved").rename(tmp_path / "elsewhere")
+    foreign = [SHARED_MEMORY / f"ignite-engine-{name}" for name in ("mine", "a" * 16 + "-1-2.old")]
+    for path in foreign:
+        path.mkdir(exist_ok=True)
+    try:
+        alone(tmp_path / "new")
+        assert all(path.exists() for path in foreign)
+    finally:
+        for path in foreign:
+            path.rmdir()
+
+    kept = sorted((path / "directory").read_text() for path in copies_of(tmp_path))
+    assert kept == [str(tmp_path / name / "checkpoints") for name in ("killed", "living")]
+    living.signal(signal.SIGKILL)
+    assert living.wait() == KILLED
+    for name in ("killed", "living"):
+        alone(tmp_path / name)
+        assert starts(tmp_path / name)[-1] == 2
+
+
+def test_only_the_user_may_read_a_copy_which_is_as_old_as_its_last_iteration(tmp_path):
+    def age(trainer, checkpoint):
+        aged = [os.utime, (0, 0)]
+        trainer.add_event_handler(
+            Events.ITERATION_STARTED(once=3), lambda: [aged[0](p, aged[1]) for p in slots_of(tmp_path)]
+        )
+
+    assert ended(lambda: train(0, tmp_path / "run", [Death(4)], prepare=age))[0] == KILLED
+    (folder,) = copies_of(tmp_path)
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert [path.stat().st_mode & 0o777 for path in slot_files(shared_memory)] == [0o600, 0o600]
+    assert [path.stat().st_mode & 0o777 for path in slots_of(tmp_path)] == [0o600, 0o600]
+    assert time.time() - slots_of(tmp_path)[-1].stat().st_mtime < 3600
 
 
+@pytest.mark.skipif(not can_mount(), reason="a file system cannot be mounted here")
 @pytest.mark.parametrize("size_kib", [16, 40, 64])
-def test_a_full_shared_memory_is_one_warning_and_training_goes_on(size_kib, tmp_path, shared_memory, undisturbed):
+def test_a_full_shared_memory_is_one_warning_and_training_goes_on(size_kib, tmp_path, undisturbed):
     def work():
-        mount_small_file_system(shared_memory, size_kib)
-        return train(tmp_path) | {"left": os.listdir(shared_memory)}
+        mount_small_file_system(SHARED_MEMORY, size_kib)
+        return train(0, tmp_path / "run"), os.listdir(SHARED_MEMORY)
 
-    code, result = in_child(work)
-    if code == 1 and os.geteuid() != 0:
-        pytest.skip("needs the right to mount")
-
-    warnings = [line for line in result["said"] if "in memory" in line]
-    assert len(warnings) == (size_kib < 64)
-    assert all("No space left on device" in line for line in warnings)
-    assert ends(result) == ends(undisturbed)
-    assert result["left"] == []
+    end, left = child(work)
+    assert end == undisturbed()[0] and left == []
+    assert said(tmp_path / "run").count("No space left on device") == (size_kib < 64)
 
 
-def test_where_a_state_cannot_be_had_training_goes_on(tmp_path, undisturbed):
-    class Fails:
-        def __init__(self, trainer):
-            self.state = trainer.state
-
-        def state_dict(self):
-            if self.state.iteration == 5:
-                raise RuntimeError("not now")
-            return {"number": 1}
-
-        def load_state_dict(self, state):
-            pass
-
-    _, result = in_child(lambda: train(tmp_path, lambda trainer, _: trainer.register("fails", Fails(trainer))))
-
-    (warning,) = (line for line in result["warned"] if "in memory" in line)
-    assert warning == "No copies of the state in memory, as RuntimeError: not now: checkpoints are on disk alone."
-    assert ends(result) == ends(undisturbed)
+# ------------------------------------------------------------------------------------- beside other parts of the engine
 
 
-def test_off_it_imports_nothing_and_subscribes_to_nothing(tmp_path):
-    def work():
-        for name in [name for name in sys.modules if name.startswith("ignite_engine.ext.recovery")]:
-            del sys.modules[name]
-        trainer = trainer_of()
-        Checkpoint(tmp_path).attach(trainer)
-        assert trainer.listeners(TrainingEvents.RESUME_POINT) == 1
-        return [name for name in sys.modules if name.startswith("ignite_engine.ext.recovery")]
+def test_where_a_state_cannot_be_had_training_goes_on_without_copies(tmp_path, undisturbed):
+    def prepare(trainer, checkpoint):
+        state = lambda: {"one": 1 // (trainer.state.iteration != 5)}  # noqa: E731
+        trainer.register("fails", SimpleNamespace(state_dict=state, load_state_dict=print))
 
-    assert in_child(work) == (0, [])
+    assert alone(tmp_path / "run", prepare=prepare) == undisturbed()[0]
+    assert said(tmp_path / "run").count("ZeroDivisionError") == 1
 
 
-# -- beside other parts of the engine --------------------------------------------------------------------------------
+@pytest.mark.parametrize("world", [1, 2])
+def test_auto_goes_by_the_slowest_copy_and_the_shortest_iteration_and_says_so_once(world, tmp_path):
+    """A copy of 10 ms may be made after 10 iterations of 100 ms: 1 % of the time."""
+
+    def one_rank(rank):
+        slow, patch = rank == world - 1, pytest.MonkeyPatch()
+        with patch.context() as patch:
+            clock = Clock(patch)
+
+            def state():
+                clock.move(0.010 if slow else 0.003)
+                return {}
+
+            def prepare(trainer, checkpoint):
+                trainer.register("slow", SimpleNamespace(state_dict=state, load_state_dict=print))
+                trainer.add_event_handler(Events.ITERATION_STARTED, lambda: clock.move(0.1 if slow else 0.2))
+
+            train(rank, tmp_path / "run", prepare=prepare, memory="auto", layout="plain" if world == 1 else "ddp")
+
+    start_all = start_ranks(world, one_rank, joined=world > 1)
+    assert [each.wait() for each in start_all] == [0] * world
+    assert said(tmp_path / "run").count("The state is copied into memory every 10 iterations") == 1
 
 
 def test_what_was_copied_before_a_roll_back_is_not_resumed(tmp_path):
-    def work(directory):
+    def work(folder, dies):
         trainer = trainer_of(linear(dropout=True), non_finite="rollback")
         torch.manual_seed(1)
-        checkpoint = Checkpoint(directory, memory=1)
+        checkpoint = Checkpoint(folder, memory=1)
         checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=3))
         generator = torch.Generator().manual_seed(2)
         data = [(torch.randn(2, 3, generator=generator), torch.ones(2, 1)) for _ in range(9)]
         data[5] = (torch.full((2, 3), torch.nan), data[5][1])
         checkpoint.resume()
-        resumed_at = trainer.state.iteration
-        trainer.run(data, max_epochs=1)
-        return [resumed_at, weights(trainer).tolist(), len(trainer.update.non_finite.journal)]
+        begun, reached = trainer.state.iteration, [0]
 
-    undisturbed = work(tmp_path / "undisturbed")
-    assert in_child(started_twice(lambda: work(tmp_path / "killed")))[0] == KILLED
-    _, result = in_child(lambda: work(tmp_path / "killed"))
-
-    assert result[0] == 3
-    assert result[1:] == undisturbed[1:]
-
-
-def started_twice(work):
-    """``work``, killed where a run starts the second time."""
-
-    def killed():
-        whole, calls = MemoryCopies.begin, [0]
-
-        def begin(self, *arguments):
-            calls[0] += 1
-            whole(self, *arguments)
-            if calls[0] == 2:
+        def die_when_it_went_back():
+            if dies and trainer.state.iteration < reached[0]:
                 kill_this_process()
+            reached[0] = trainer.state.iteration
 
-        MemoryCopies.begin = begin
-        return work()
+        trainer.add_event_handler(Events.ITERATION_STARTED, die_when_it_went_back)
+        trainer.run(data, max_epochs=1)
+        return begun, weights(trainer).tolist()
 
-    return killed
+    _, expected = child(work, tmp_path / "undisturbed", False)
+    assert ended(work, tmp_path / "run", True)[0] == KILLED
+    begun, found = child(work, tmp_path / "run", False)
+    assert begun == 3 and found == expected
 
 
-def test_of_a_best_one_that_was_being_written_the_next_better_than_on_disk_is_saved(tmp_path):
-    scores = {4: 1.0, 8: 0.5, 12: 0.7, 16: 0.9, 20: 0.8, 24: 0.9}
-
-    def measures(trainer, checkpoint):
-        def write():
-            trainer.state.metrics["score"] = scores[trainer.state.iteration]
-
-        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=4), write)
-
-    options = {"best": "score", "mode": "min", "background": True, "save_every": 100}
-
-    def killed_later():
-        time.sleep(0.5)
-        kill_this_process()
-
+def test_the_log_is_flushed_to_disk_for_a_checkpoint_and_not_for_a_copy(tmp_path):
     def work():
-        with FileOperations(tmp_path / "checkpoints", at=("mkdir", "iteration_00000008"), action=killed_later):
-            train(tmp_path, lambda *parts: (measures(*parts), slow(*parts)), **options)
+        with FileOperations(tmp_path / "run") as operations:
+            train(0, tmp_path / "run")
+        return [path for operation, path in operations.seen if operation == "fsync"]
 
-    def slow(trainer, checkpoint):
-        trainer.add_event_handler(Events.ITERATION_STARTED, lambda: time.sleep(0.3 * (trainer.state.iteration > 9)))
-
-    assert in_child(work)[0] == KILLED
-    _, result = in_child(lambda: train(tmp_path, measures, **options))
-
-    assert result["resumed_at"] >= 8
-    kept = {path.name for path in (tmp_path / "checkpoints").glob("iteration_*")}
-    assert "iteration_00000012" in kept
-
-
-def test_a_replay_leaves_the_copies_of_a_run_alone(tmp_path, shared_memory):
-    directory = tmp_path / "run"
-    values = settings(directory, 20, {"checkpoint": {"every": {"iterations": 5}, "memory": 1}})
-
-    def train_config(die_at):
-        run = build_run(config_from_dict(values))
-        if die_at is not None:
-            run.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=die_at), kill_this_process)
-        return str(run.train()["resumed_from"])
-
-    assert in_child(lambda: train_config(13))[0] == KILLED
-    before = {path: path.read_bytes() for path in slot_files(shared_memory)}
-    with replay(directory, at=7) as trainer:
-        trainer.run(max_iters=9)
-
-    assert {path: path.read_bytes() for path in slot_files(shared_memory)} == before != {}
-    assert in_child(lambda: train_config(None)) == (0, slots.MEMORY_TOKEN)
-
-
-def test_a_run_that_is_moved_with_its_config_finds_its_copies(tmp_path):
-    def settings_of(directory, seed):
-        config = {"run": {"directory": directory, "seed": seed}}
-        return copies_of(tmp_path, memory=1, config=config)._memory._settings
-
-    assert settings_of("a", 1) == settings_of("b", 1) != settings_of("a", 2)
-
-
-def test_files_of_sinks_are_flushed_to_disk_for_a_checkpoint_and_not_for_a_copy(tmp_path, monkeypatch):
-    flushed = []
-
-    def prepare(trainer, checkpoint):
-        monkeypatch.setattr(LogFile, "sync", lambda self: flushed.append(trainer.state.iteration))
-
-    train(tmp_path, prepare)
-
-    assert sorted(set(flushed)) == [8, 16, 24]
+    assert child(work).count("metrics.jsonl") == 3

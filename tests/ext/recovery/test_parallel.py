@@ -12,31 +12,12 @@ from ignite.engine import Events
 from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from ignite_engine import Parallel, Trainer, Update, fit, loader
+from ignite_engine import Parallel, fit
 from ignite_engine.config import ConfigError
 from ignite_engine.errors import Interrupted, LaunchError
-from ignite_engine.ext.recovery import forking
-from ignite_engine.handlers import Checkpoint
-
-pytestmark = pytest.mark.faults
-
-
-def once(marker):
-    """Whether it is asked for the first time, in whatever process."""
-    try:
-        marker.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
-
-
-class DieOnce:
-    def __init__(self, marker, number, at=7):
-        self.marker, self.number, self.at = marker, number, at
-
-    def __call__(self, trainer):
-        if trainer.state.iteration == self.at and once(self.marker):
-            os.kill(os.getpid(), self.number)
+from tests.ext.recovery.deaths import Death, Deaths
+from tests.kit.processes import child
+from tests.kit.refusals import refusals
 
 
 def data():
@@ -60,60 +41,38 @@ def fitted(folder, net, *handlers, **arguments):
     return fit(net, loss_fn, data(), directory=folder, handlers=pairs, **options, **arguments)
 
 
-@pytest.mark.slow
 def test_fit_goes_on_and_has_what_its_process_has_trained(tmp_path):
     whole, restarted = model(), model()
     expected = fitted(tmp_path / "whole", whole)
-    run = fitted(tmp_path / "run", restarted, DieOnce(tmp_path / "died", signal.SIGSEGV), restarts=2)
+    dies = Deaths(tmp_path, [Death(7, "ITERATION_STARTED")])
+    run = fitted(tmp_path / "run", restarted, lambda trainer: dies.at(trainer, "ITERATION_STARTED"), restarts=2)
 
     assert torch.equal(whole.weight, restarted.weight)
     assert run.summary["weights_sha256"] == expected.summary["weights_sha256"]
     assert run.metrics["loss"] == expected.metrics["loss"] and run.trainer.state.iteration == 40
-    assert (tmp_path / "died").exists()
+    assert list(tmp_path.glob("died_*"))
 
 
 @pytest.mark.row("K2")
 def test_parent_that_has_computed_on_several_threads_forks_ranks_that_compute(tmp_path):
     """GNU's OpenMP would wait for ever in them."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+
+    def compute(local_rank):
+        signal.alarm(30)
+        weight = torch.randn(600, 600, requires_grad=True)
+        (weight @ weight).relu().sum().backward()
+        (tmp_path / "done").touch()
+
+    def program():
+        torch.set_num_threads(2)
         (torch.randn(600, 600) @ torch.randn(600, 600)).relu().sum().item()
-
-        def compute(local_rank):
-            signal.alarm(30)
-            weight = torch.randn(600, 600, requires_grad=True)
-            (weight @ weight).relu().sum().backward()
-            (tmp_path / "done").touch()
-
         Parallel(restarts=1).run(compute)
-    finally:
-        torch.set_num_threads(threads)
+
+    child(program)
     assert (tmp_path / "done").exists()
 
 
-def trained(local_rank, folder, marker, number):
-    net = model()
-    trainer = Trainer(Update(net, torch.optim.SGD(net.parameters(), lr=0.1), loss_fn))
-    checkpoint = Checkpoint(folder)
-    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=1))
-    trainer.add_event_handler(Events.ITERATION_STARTED, DieOnce(marker, number))
-    checkpoint.resume()
-    trainer.run(loader(torch.utils.data.TensorDataset(*data()), batch_size=8), max_epochs=2)
-    (folder.parent / "started_at").write_text(f"{trainer.state.start.value} {os.environ['TORCHELASTIC_RESTART_COUNT']}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", [None, "gloo"])
-def test_program_of_its_own_resumes_at_the_iteration_that_died(tmp_path, backend, caplog):
-    with Parallel(backend, restarts=1) as parallel:
-        parallel.run(trained, tmp_path / "checkpoints", tmp_path / "died", signal.SIGBUS)
-    assert (tmp_path / "started_at").read_text() == "resumed 1"
-    assert "was killed by SIGBUS in iteration 7. Restart 1, of at most 1 in an hour." in caplog.text
-
-
-@pytest.mark.slow
-def test_error_and_exit_of_the_function_are_those_of_parallel(tmp_path):
+def test_error_and_exit_of_the_function_are_those_of_parallel():
     def fail(local_rank):
         raise ZeroDivisionError("of the program")
 
@@ -123,13 +82,8 @@ def test_error_and_exit_of_the_function_are_those_of_parallel(tmp_path):
         Parallel(restarts=3).run(lambda local_rank: sys.exit(7))
     assert end.value.code == 7
 
-    def die(local_rank):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    with pytest.raises(
-        ProcessExitedException, match=r"SIGKILL before its first iteration\. The run ends: it was start"
-    ) as killed:
-        Parallel(restarts=1).run(die)
+    with pytest.raises(ProcessExitedException, match="SIGKILL before its first iteration") as killed:
+        Parallel(restarts=1).run(lambda local_rank: os.kill(os.getpid(), signal.SIGKILL))
     assert [entry.name for entry in killed.traceback[1:]] == ["run"]
 
 
@@ -160,15 +114,34 @@ def test_stopped_fit_raises_interrupted(tmp_path):
     assert end.value.code == 128 + signal.SIGTERM
 
 
-def test_parent_that_has_used_an_accelerator_is_refused(monkeypatch):
-    monkeypatch.setattr(forking.devices, "in_use", lambda: torch.device("cuda:1"))
-    with pytest.raises(LaunchError, match=r"^restarts forks the ranks, and this process has used cuda:1 already"):
+def with_an_accelerator():
+    """As where this process has used one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
+        patch.setattr(torch.accelerator, "is_available", lambda: True)
+        patch.setattr(torch.accelerator, "current_device_index", lambda: 1)
         Parallel(restarts=1).run(print)
 
 
-def test_launcher_restarts_its_ranks_itself(monkeypatch, caplog, tmp_path):
+def under_a_launcher(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", "0")
+        fitted(folder / "run", model(), restarts=1)
+
+
+test_refusals = refusals(
+    [
+        ("a parent that has used an accelerator", with_an_accelerator, LaunchError, "restarts forks cuda used"),
+        ("ranks that are started elsewhere", under_a_launcher, ConfigError, "fit restarts elsewhere"),
+        ("no restarts", lambda: Parallel(restarts=0), ValueError, "restarts at least 1"),
+        ("half a restart", lambda: Parallel(restarts=1.5), TypeError, "restarts whole number"),
+        ("spawned ranks", lambda: Parallel(start_method="spawn", restarts=1), TypeError, "start_method restarts"),
+    ]
+)
+
+
+def test_launcher_restarts_its_ranks_itself(monkeypatch, caplog):
     monkeypatch.setenv("RANK", "0")
     Parallel(restarts=1)
-    assert "restarts has no effect: the launcher that started this rank restarts it." in caplog.text
-    with pytest.raises(ConfigError, match=r"^fit\(\): restarts: got a number on ranks that are started elsewhere"):
-        fitted(tmp_path / "run", model(), restarts=1)
+    assert "restarts has no effect" in caplog.text
