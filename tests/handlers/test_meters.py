@@ -1,18 +1,20 @@
-"""Meters are exact over intervals, ranks and resumes, and cost MetricLogger no second collective."""
+"""Meters and metrics of several numbers: exact over intervals and ranks, and one collective with the means."""
 
 import math
+import sys
 
 import pytest
 import torch
 from ignite.engine import Events
+from ignite.metrics import Accuracy, ClassificationReport, ConfusionMatrix, Precision, PrecisionRecallCurve, RocCurve
 
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.handlers import Meter, MetricLogger, Stopwatch
-from ignite_engine.handlers.meters import Running
-from tests.handlers.test_metric_logger import reads_counted
-from tests.handlers.test_sinks import lines
+from tests.handlers.test_metric_logger import EVERY_2, lines, reads_counted
 from tests.kit.collectives import Collectives
-from tests.kit.tiny import numbers_loader, on_two_ranks, resume_and_run, trainer_of
+from tests.kit.fitting import fitted
+from tests.kit.processes import ranks
+from tests.kit.refusals import refuses
 
 
 def of_outputs(trainer):
@@ -23,21 +25,20 @@ def of_outputs(trainer):
 def test_meters_of_a_value_that_the_update_returns(tmp_path):
     trainer = Trainer(lambda engine, batch: {"a": torch.tensor(float(batch)), "loss": 0.0})
     of_outputs(trainer)
-    MetricLogger(tmp_path, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    MetricLogger(tmp_path, console=False).attach(trainer, EVERY_2)
     trainer.run([3, 1, 5])
 
     head = {"epoch": 1, "loss": 0.0}
-    assert lines(tmp_path / "metrics.jsonl") == [
+    assert lines(tmp_path) == [
         {"iteration": 2, **head, "a": 2.0, "sum of a": 4.0, "mean of a": 2.0, "max of a": 3.0, "min of a": 1.0},
         {"iteration": 3, **head, "a": 5.0, "sum of a": 5.0, "mean of a": 5.0, "max of a": 5.0, "min of a": 5.0},
     ]
 
 
 def test_meter_of_what_it_is_given_is_read_at_the_log_point_only():
-    trainer = Trainer(lambda engine, batch: None)
+    trainer, seen = Trainer(lambda engine, batch: None), []
     meter = trainer.state.meters["steps"] = Meter("sum")
     trainer.state.meters["never"] = Meter("max")
-    seen = []
 
     @trainer.on(Events.ITERATION_STARTED)
     def count():
@@ -48,143 +49,116 @@ def test_meter_of_what_it_is_given_is_read_at_the_log_point_only():
         value.data.zero_()
         assert reads.total() == 0
 
-    MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    MetricLogger(console=False).attach(trainer, EVERY_2)
     trainer.add_event_handler(TrainingEvents.METRICS_READY, lambda: seen.append(dict(trainer.state.metrics.fresh)))
     trainer.run(range(4))
 
-    assert seen == [{"steps": 1 + 2 + 1}, {"steps": 3 + 4 + 1}] and meter.values == []
+    assert seen == [{"steps": 1 + 2 + 1}, {"steps": 3 + 4 + 1}] and meter.count == 0
 
 
-def test_stopwatch_is_the_mean_time_of_a_use(monkeypatch):
-    clock = iter([1.0, 1.25, 7.0, 7.75])
-    monkeypatch.setattr("ignite_engine.handlers.meters.perf_counter", lambda: next(clock))
-    trainer = Trainer(lambda engine, batch: None)
+def test_stopwatch_is_the_mean_time_of_a_use(clock):
+    trainer, times = Trainer(lambda engine, batch: None), iter([0.25, 0.75])
     watch = trainer.state.meters["time/augment_ms"] = Stopwatch()
 
     @trainer.on(Events.ITERATION_STARTED)
     def work():
+        clock.move(5.0)
         with watch:
-            pass
+            clock.move(next(times))
 
     MetricLogger(console=False).attach(trainer, Events.EPOCH_COMPLETED)
-    assert trainer.run(range(2)).metrics["time/augment_ms"] == 500.0
-
-
-@pytest.mark.parametrize("bad", [1, 5, 63, 64, 65, 130, 200, None])
-def test_first_that_is_not_finite_is_found_though_iterations_are_left_out(bad):
-    running, all_iterations = Running("mean"), [each for each in range(1, 201) if each % 7]
-    for iterations in (all_iterations[:5], all_iterations[5:70], all_iterations[70:]):
-        running.add(
-            [torch.tensor(math.inf if bad is not None and each >= bad else 1e30) for each in iterations], iterations
-        )
-    assert running.bad_at() == (math.inf if bad is None else bad + (bad % 7 == 0))
+    assert trainer.run(range(2)).metrics["time/augment_ms"] == pytest.approx(500.0)
 
 
 def test_what_a_checkpoint_had_comes_before_what_was_given_since():
     before, since = Meter("sum"), Meter("sum")
-    for number in range(100):
-        before.update(float(number))
-    for number in range(100, 300):
-        since.update(float(number))
+    for number in range(300):
+        (before if number < 100 else since).update(float(number))
     since.continue_from(before.state_dict())
+
     assert since.reduced() == (sum(range(300)), 300.0)
 
 
-def test_not_finite_is_what_it_is():
-    meter = Meter("max")
-    meter.update(1.0), meter.update(math.nan)
-    assert math.isnan(meter.over_ranks([(2.0, 1.0), meter.reduced()]) or 0.0)
-    with pytest.raises(ValueError, match="expected 'sum', 'mean', 'max' or 'min'"):
-        Meter("median")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("die_at", range(1, 12))
-@pytest.mark.parametrize("late", [False, True])
-def test_resumed_run_has_the_meters_of_the_whole_one(late, die_at, tmp_path):
-    """Also of a meter that is made after the resume, by a handler."""
-
-    def run(directory, die_at=None):
-        trainer = trainer_of(log_grad_norm=True)
-
-        def make():
-            trainer.state.meters["largest"] = Meter("max", of="grad_norm")
-            trainer.state.meters["given"] = Meter("sum")
-
-        if late:
-            trainer.add_event_handler(Events.ITERATION_STARTED(once=int(trainer.state.iteration) + 1), make)
-            trainer.add_event_handler(Events.STARTED, lambda: None if trainer.state.iteration == 0 else make())
-        else:
-            make()
-        MetricLogger(directory, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=3))
-
-        @trainer.on(Events.ITERATION_STARTED)
-        def count():
-            trainer.state.meters["given"].update(0.1 * trainer.state.iteration)
-
-        resume_and_run(trainer, directory, die_at, save_every=2)
-
-    run(tmp_path / "whole")
-    with pytest.raises(ZeroDivisionError):
-        run(tmp_path / "cut", die_at)
-    run(tmp_path / "cut")
-
-    assert (tmp_path / "cut" / "metrics.jsonl").read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
-    assert all({"largest", "given"} <= line.keys() for line in lines(tmp_path / "whole" / "metrics.jsonl"))
-
-
-def _cases(rank):
-    """Rank 1 gives its own meter nothing, and larger values."""
-    trainer = Trainer(lambda engine, batch: {"loss": 0.0, "a": float(batch) + 10 * rank})
-    of_outputs(trainer)
-    trainer.state.meters |= {"given": Meter("mean"), "nothing": Meter("min")}
-    MetricLogger(console=False).attach(trainer, Events.EPOCH_COMPLETED)
-
-    @trainer.on(Events.ITERATION_STARTED)
-    def give():
-        if rank == 0:
-            trainer.state.meters["given"].update(float(trainer.state.iteration))
-
-    counts = []
-    with Collectives() as collectives:
-        before = Events.EPOCH_COMPLETED
-        trainer.add_event_handler(before, lambda: counts.append(dict(collectives.counts)))
-        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: collectives.counts.clear())
-        state = trainer.run([1, 2, 3], max_epochs=1)
-    return {"metrics": dict(state.metrics), "collectives": counts}
-
-
-@pytest.mark.distributed
-def test_on_two_ranks_all_meters_and_means_are_one_collective(tmp_path):
-    answers = on_two_ranks(_cases, tmp_path / "store")
-
-    assert answers["collectives"] == [[{"all_gather": 1}]] * 2
-    expected = {"loss": 0.0, "a": 7.0, "sum of a": 42.0, "mean of a": 7.0, "max of a": 13.0, "min of a": 1.0}
-    assert answers["metrics"] == [expected | {"given": 2.0}] * 2
-
-
-def test_a_run_that_starts_over_has_nothing_of_the_one_before():
-    """Which ended within an interval of the log."""
-    trainer, seen = trainer_of(), list[dict[str, float]]()
-    meter = trainer.state.meters["given"] = Meter("sum")
-    MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
-    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: meter.update(1.0))
-    trainer.add_event_handler(
-        TrainingEvents.METRICS_READY, lambda: seen.append({"given": trainer.state.metrics["given"]})
-    )
-    broken = trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        trainer.run(numbers_loader(8), max_epochs=1)
-    assert seen == [{"given": 2.0}] and meter.count == 1
-    broken.remove()
-    trainer.run(numbers_loader(8), max_epochs=1)
-
-    assert seen[1:] == [{"given": 2.0}] * 2
-
-
-def test_numbers_among_tensors_keep_their_digits():
+def test_numbers_among_tensors_keep_their_digits_and_not_finite_is_what_it_is():
     for values in ([16777217.0, torch.tensor(1.0)], [torch.tensor(1.0), 16777217.0]):
         meter = Meter("sum")
         for value in values:
             meter.update(value)
         assert meter.reduced() == (16777218.0, 2.0)
+    largest = Meter("max")
+    largest.update(1.0), largest.update(math.nan)
+    assert math.isnan(largest.over_ranks([(2.0, 1.0), largest.reduced()]))
+
+
+def test_on_two_ranks_all_meters_and_means_are_one_collective():
+    def work(rank):
+        """Rank 1 gives its own meter nothing, and larger values."""
+        trainer = Trainer(lambda engine, batch: {"loss": 0.0, "a": float(batch) + 10 * rank})
+        of_outputs(trainer)
+        given = trainer.state.meters["given"] = Meter("mean")
+        trainer.state.meters["nothing"] = Meter("min")
+        MetricLogger(console=False).attach(trainer, Events.EPOCH_COMPLETED)
+        if rank == 0:
+            trainer.add_event_handler(Events.ITERATION_STARTED, lambda: given.update(float(trainer.state.iteration)))
+        counts = []
+        with Collectives() as collectives:
+            trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: counts.append(dict(collectives.counts)))
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: collectives.counts.clear())
+            state = trainer.run([1, 2, 3], max_epochs=1)
+        return counts, dict(state.metrics)
+
+    expected = {"loss": 0.0, "a": 7.0, "sum of a": 42.0, "mean of a": 7.0, "max of a": 13.0, "min of a": 1.0}
+    assert ranks(2, work) == [([{"all_gather": 1}], {**expected, "given": 2.0})] * 2
+
+
+# -- metrics of several numbers, and the log of a run as a table -------------------------------------------------------
+
+
+def first_class(output):
+    return torch.softmax(output[0], 1)[:, 0], (output[1] == 0).long()
+
+
+def test_run_logs_lists_and_evaluate_returns_the_values(tmp_path):
+    pytest.importorskip("sklearn")
+    metrics = {
+        "accuracy": Accuracy(),
+        "precision": Precision(average=False),
+        "confusion": ConfusionMatrix(3),
+        "details": ClassificationReport(output_dict=True),
+        "curve": PrecisionRecallCurve(output_transform=first_class),
+        "roc": RocCurve(output_transform=first_class),
+    }
+    run = fitted(tmp_path, metrics=metrics, best="val/accuracy", max_epochs=1)
+    line, values = lines(tmp_path)[-1], run.evaluate()
+
+    assert len(line["val/precision"]) == 3 and all(isinstance(value, float) for value in line["val/precision"])
+    assert torch.tensor(line["val/confusion"]).sum() == 12 and isinstance(line["val/roc"][0][0], float)
+    assert line["val/details"]["macro avg"].keys() >= {"precision", "recall"}
+    assert {f"val/{name}" for name in metrics} <= line.keys() & values.keys()
+    assert line["val/confusion"] == values["val/confusion"] and line["val/accuracy"] == run.metrics["val/accuracy"]
+
+
+def test_metric_of_very_many_numbers_is_not_logged(tmp_path, caplog):
+    class Large(Accuracy):
+        def compute(self):
+            return torch.zeros(1001)
+
+    fitted(tmp_path, metrics={"large": Large(), "confusion": ConfusionMatrix(3)}, max_epochs=1)
+
+    assert "'val/large' is 1001 numbers" in caplog.text
+    assert {key for line in lines(tmp_path) for key in line if key.startswith("val")} == {"val/confusion"}
+
+
+def test_history_is_a_list_of_what_was_logged_and_a_table_with_pandas(tmp_path, monkeypatch):
+    run = fitted(tmp_path, max_epochs=2, logging={"every": 4, "console": False})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 13, "loss": "nan"}\n')
+    history = run.history
+    frame = history.to_pandas()
+
+    assert [point["iteration"] for point in history] == [4, 6, 8, 12, 13] == frame["iteration"].tolist()
+    assert history[3]["val/loss"] == run.metrics["val/loss"] == frame["val/loss"].tolist()[3]
+    assert math.isnan(history[4]["loss"]) and frame["loss"].isna().tolist()[3:] == [False, True]
+    assert frame["val/loss"].isna()[0]
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    refuses(history.to_pandas, ModuleNotFoundError, "to_pandas pip install pandas")

@@ -1,0 +1,366 @@
+"""What a person watches: the console's lines, and the progress of a run, on a terminal and elsewhere."""
+
+import fcntl
+import io
+import logging
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+from contextlib import contextmanager, redirect_stderr
+
+import pytest
+import torch
+from ignite.engine import Events
+
+from ignite_engine import Phase, Trainer, TrainingEvents, Update, Updates, loader
+from ignite_engine.handlers import Checkpoint, ConsoleSink, MetricLogger, Progress
+from tests.kit.processes import ranks
+from tests.kit.tiny import Numbers, linear, mse
+
+
+@contextmanager
+def terminal(columns):
+    """A real terminal: a stream to it, and a function that reads what was drawn."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+    def drawn():
+        os.write(slave, b"\0")  # the kernel hands it over when it likes: read up to this mark
+        text = b""
+        while not text.endswith(b"\0"):
+            text += os.read(master, 65536)
+        return text[:-1].decode().replace("\r\n", "\n")  # as a terminal translates it
+
+    with os.fdopen(slave, "w") as stream:
+        yield stream, drawn
+    os.close(master)
+
+
+# -- the console -------------------------------------------------------------------------------------------------------
+
+
+def printed(*points, keys=None, stream=None):
+    """What the console prints of values at iteration 1, 2, ..."""
+    stream = stream or io.StringIO()
+    sink = ConsoleSink(stream, keys=keys)
+    for iteration, values in enumerate(points, 1):
+        sink.write(iteration, {"epoch": 1, **values})
+    return stream.getvalue().splitlines() if isinstance(stream, io.StringIO) else None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0003, "0.0003"),
+        (0.0027238, "0.002724"),
+        (-0.0027238, "-0.002724"),
+        (1.2345e-5, "1.234e-05"),
+        (-1.2345e-5, "-1.23e-05"),
+        (0.123456789, "0.1235"),
+        (12345.6, "12346"),
+        (1234567.0, "1.235e+06"),
+        (3, "3"),
+        (123456789012, "1.23e+11"),
+        (float("nan"), "nan"),
+        (torch.tensor(0.5), "0.5"),
+    ],
+)
+def test_console_rounds_to_what_fits_a_column(value, text):
+    assert printed({"a": value})[1] == f"      1      1  {text:>9}"
+
+
+def test_console_shows_what_matters_in_aligned_columns_and_the_rest_not():
+    first = {
+        "memory/peak_mib": 3.0,
+        "loss": 0.5,
+        "grad_norm": 1.0,
+        "lr": 0.00025,
+        "lr/head": 0.1,
+        "throughput/samples_per_s": 12345.6,
+        "throughput/steps_per_s": 1.0,
+        "time/step_ms": 2.0,
+    }
+    assert printed(
+        first,
+        {"val/loss": 0.75, "val/accuracy": 0.9},
+        {"memory/peak_mib": 3.0},
+        {"loss": 0.25, "val/accuracy": 0.95, "throughput/samples_per_s": 999.7},
+    ) == [
+        "   iter  epoch       loss         lr  samples/s",
+        "      1      1        0.5    0.00025      12.3k",
+        "   iter  epoch       loss   val/loss  val/accuracy         lr  samples/s",
+        "      2      1          -       0.75           0.9          -          -",
+        "      4      1       0.25          -          0.95          -      1.00k",
+    ]
+
+
+MANY = {f"val/metric_{number}": 1.0 for number in range(9)}
+PARTS = [f"critic/loss/{name}" for name in ("real", "fake", "penalty")]
+CHOSEN = ["rate", "grad_norm", "val/*", "never", "iter", *(f"key {number}" for number in range(9))]
+
+
+@pytest.mark.parametrize(
+    ("values", "keys", "shown"),
+    [
+        # what matters, in 80 characters: the rate of three is that of tokens
+        (
+            {**MANY, "loss": 1.0, "lr": 1.0, "throughput/steps_per_s": 1.0, "throughput/tokens_per_s": 5.0},
+            None,
+            ["loss", "val/metric_0", "val/metric_1", "lr", "tokens/s"],
+        ),
+        # parts give way to their totals, which keep their order
+        (
+            dict.fromkeys(["critic/loss", *PARTS, "generator/loss", "throughput/tokens_per_s", "lr"], 1.0),
+            None,
+            ["critic/loss", "generator/loss", "lr", "tokens/s"],
+        ),
+        # those that are chosen, however many
+        (
+            {"loss": 1.0, "val/a": 2.0, "val/b": 3.0, "grad_norm": 4.0, "throughput/steps_per_s": 0.5},
+            CHOSEN,
+            ["steps/s", "grad_norm", "val/a", "val/b", "never", *" ".join(CHOSEN[5:]).split()],
+        ),
+    ],
+)
+def test_console_chooses_its_columns(values, keys, shown):
+    heading, line = printed(values, keys=keys)
+
+    assert heading.split() == ["iter", "epoch", *shown] and len(heading) == len(line)
+    assert keys or len(heading) <= 80
+
+
+def test_console_is_as_wide_as_its_terminal():
+    with terminal(120) as (stream, drawn):
+        printed(MANY, stream=stream)
+        heading = drawn().splitlines()[0]
+
+    assert heading.split()[-1] == "val/metric_6" and len(heading) == 14 + 7 * 14
+
+
+def test_console_repeats_its_heading_in_a_long_run():
+    shown = printed(*({"loss": 1.0} for _ in range(90)))
+
+    assert [number for number, line in enumerate(shown) if "iter" in line] == [0, 41, 82]
+
+
+@pytest.mark.row("F1")
+@pytest.mark.parametrize(
+    ("console", "expected"),
+    [
+        (True, ["   iter  epoch       loss", "      2      1        1.5", "      4      1        3.5"]),
+        (["grad_norm"], ["   iter  epoch  grad_norm", "      2      1          2", "      4      1          2"]),
+    ],
+)
+def test_console_prints_a_line_at_each_log_point(console, expected, capsys):
+    trainer = Trainer(lambda engine, batch: {"loss": float(batch), "grad_norm": 2.0})
+    MetricLogger(console=console).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    trainer.run([1, 2, 3, 4])
+
+    assert capsys.readouterr().out.splitlines() == expected
+
+
+def test_console_has_the_totals_of_several_updates_in_their_order_from_the_start(capsys):
+    """Though the first is not made in the first interval."""
+    model = linear()
+    optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
+
+    def in_parts(model, batch):
+        return {"real": mse(model, batch), "fake": mse(model, batch)}
+
+    both = {"generator": Update(model, optimizers[0], mse), "critic": Update(model, optimizers[1], in_parts)}
+    trainer = Trainer(Updates(both, every={"generator": 4}))
+    MetricLogger().attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    trainer.run(loader(Numbers(16), 2), max_iters=8)
+
+    heading, *shown = map(str.split, capsys.readouterr().out.splitlines())
+    assert heading == ["iter", "epoch", "generator/loss", "critic/loss", "critic/loss/real", "critic/loss/fake"]
+    assert [line[0] for line in shown] == ["2", "4", "6", "8"] and shown[0][2] == shown[2][2] == "-" != shown[1][2]
+
+
+# -- progress on a terminal --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def on_a_terminal(columns):
+    """stderr is one for a while; the value reads what was drawn on it."""
+    before = sys.stderr  # not in a fixture: pytest sets it again before the test itself
+    with terminal(columns) as (stream, drawn):
+        sys.stderr = stream
+        try:
+            yield drawn
+        finally:
+            sys.stderr = before
+
+
+def shown(clock=None, seconds=0.0, event=None, keys=None):
+    """A trainer with progress, each of whose iterations takes so long."""
+    trainer = Trainer(lambda engine, batch: clock and clock.move(seconds))
+    Progress(keys).attach(trainer, *([event] if event else []))
+    return trainer
+
+
+@pytest.mark.row("A10")
+def test_on_a_terminal_one_line_is_redrawn_at_most_ten_times_a_second(clock):
+    with on_a_terminal(100) as drawn:
+        shown(clock, 0.0101).run(range(20), max_epochs=2)
+        text = drawn()
+    drawings = text.split("\r")[1:]
+
+    assert text.count("\n") == 1 and text.endswith("\n")  # one line, left standing at the end
+    assert [int(re.search(r"iter (\d+)/", drawing)[1]) for drawing in drawings] == [10, 20, 30, 40, 40]
+    assert "epoch 2/2  iter 40/40 [########################] 100%" in drawings[-1]
+    assert all(re.search(r"ETA 0:00  99.0 it/s", drawing) for drawing in drawings)
+
+
+def test_on_a_terminal_no_line_is_wider_than_it():
+    with on_a_terminal(20) as drawn:
+        shown().run(range(3), max_epochs=1)
+        drawings = [drawing.replace("\x1b[K", "").strip() for drawing in drawn().split("\r")]
+
+    assert max(len(drawing) for drawing in drawings) == 19
+
+
+@pytest.mark.parametrize(
+    ("columns", "keys", "values"),
+    [
+        (120, None, "  loss 0.1235  val/loss 0.25  samples/s 4.54k"),
+        (80, None, "  loss 0.1235"),
+        (120, ["rate", "loss"], "  samples/s 4.54k  loss 0.1235"),
+    ],
+)
+def test_on_a_terminal_it_shows_the_values_of_the_console_that_fit(columns, keys, values, clock):
+    trainer = shown(clock, 1.0, keys=keys)
+    metrics = {"memory/peak_mib": 1.0, "val/loss": 0.25, "loss": 0.123456, "throughput/samples_per_s": 4540.0}
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: trainer.state.metrics.update(metrics))
+    with on_a_terminal(columns) as drawn:
+        trainer.run(range(3), max_epochs=1)
+        last = drawn().split("\r")[-1].removesuffix("\x1b[K\n")
+
+    assert last.split(" it/s")[1] == values
+
+
+def test_on_a_terminal_the_line_is_cleared_before_the_loggers_print(clock):
+    trainer, before = shown(clock, 0.11), []
+
+    def log(trainer):
+        before.append(drawn())
+
+    log.phase = Phase.LOG
+    trainer.add_event_handler(TrainingEvents.METRICS_READY, log)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: trainer.state.metrics.update(loss=0.123456))
+    with on_a_terminal(100) as drawn:
+        trainer.run(range(3), max_epochs=1)
+        rest = drawn()
+
+    assert "iter 2/3" in before[0] and before[0].endswith("\r\x1b[K") and "loss 0.1235" in rest
+
+
+@pytest.mark.parametrize("logging_is_set_up", [True, False])
+def test_on_a_terminal_a_logged_message_stands_alone(logging_is_set_up, clock, monkeypatch):
+    """And after the run the handlers of logging are as before."""
+    trainer, logger = shown(clock, 0.11), logging.getLogger("of.a.test")
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: logger.warning("careful"))
+    with on_a_terminal(80) as drawn:
+        handler = logging.StreamHandler(sys.stderr)
+        monkeypatch.setattr(logging.getLogger(), "handlers", [handler] if logging_is_set_up else [])
+        trainer.run(range(3), max_epochs=1)
+        text = drawn()
+
+    assert "\r\x1b[Kcareful\n" in text and text.count("\n") == 2
+    assert handler.filters == [] and logging.lastResort.filters == []
+
+
+# -- progress elsewhere ------------------------------------------------------------------------------------------------
+
+
+def iterations(text):
+    return [int(line.split("iter ")[1].split("/")[0]) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (1.0, range(25, 251, 25)),  # each tenth
+        (0.125, [80, 160, 240, 250]),  # at least 10 s apart
+        (0.001, [250]),
+        (2.0, sorted([*range(25, 251, 25), *range(15, 250, 25)])),  # and after 30 s
+    ],
+)
+@pytest.mark.row("A10")
+def test_elsewhere_lines_come_at_each_tenth_or_after_a_while(seconds, expected, clock, capsys):
+    shown(clock, seconds).run(range(125), max_epochs=2)
+    text = capsys.readouterr().err
+
+    assert iterations(text) == [*expected]
+    assert re.search(r"epoch 2/2  iter 250/250 100%  elapsed \d:\d\d  ETA 0:00\n$", text)
+    assert not any(sign in text for sign in "\r\x1b#")
+
+
+def test_elsewhere_a_log_point_is_a_sign_of_life(clock, capsys):
+    for logs in (False, True):
+        trainer = shown(clock, 20.0)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=12), lambda: trainer.terminate())  # in the first tenth
+        if logs:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: trainer.state.metrics.update(a=1.0))  # noqa: B023
+        trainer.run(range(1000), max_epochs=1)
+        assert iterations(capsys.readouterr().err) == ([12] if logs else [2, 4, 6, 8, 10, 12])
+
+
+def test_the_time_left_is_that_of_the_speed_of_this_process(clock, capsys, tmp_path):
+    for seconds, stop in ((1.0, 900), (4.0, 908)):
+        trainer = shown(clock, seconds)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop), lambda: trainer.request_stop("enough"))  # noqa: B023
+        checkpoint = Checkpoint(tmp_path)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        trainer.run(range(1000), max_epochs=1)
+
+    assert "iter 908/1000 91%  elapsed 0:32  ETA 6:08" in capsys.readouterr().err
+
+
+def test_data_without_a_length_is_counted_without_a_total(capsys):
+    shown().run(iter(range(7)), max_epochs=1)
+    assert re.fullmatch(r"epoch 1/1  iter 7/7 100%  elapsed 0:00  ETA 0:00\n", capsys.readouterr().err)
+
+
+def test_a_run_that_trains_nothing_shows_nothing(tmp_path, capsys):
+    for trains in (True, False):
+        trainer, checkpoint = shown(), Checkpoint(tmp_path)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        trainer.run(range(3), max_epochs=1)
+        assert ("iter 3/3" in capsys.readouterr().err) is trains
+
+
+def test_it_attaches_to_any_event(clock, capsys):
+    shown(clock, 3.0, Events.EPOCH_COMPLETED).run(range(5), max_epochs=3)
+    assert iterations(capsys.readouterr().err) == [5, 10, 15]
+
+
+def test_only_rank_0_shows_it():
+    def work(rank):
+        stream = io.StringIO()
+        with redirect_stderr(stream):
+            shown().run([0, 1], max_epochs=1)
+        ConsoleSink(stream).write(1, {"a": 1.0})
+        return stream.getvalue()
+
+    first, second = ranks(2, work)
+    assert "iter 2/2" in first and first.endswith("1\n") and "iter" not in second
+
+
+def test_pipe_that_nobody_reads_any_more_ends_no_training(clock, caplog):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        with redirect_stderr(stream):
+            assert shown(clock, 10.0).run(range(50)).iteration == 50
+        with pytest.raises(BrokenPipeError):  # what was not written is still in the buffer
+            stream.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+    (line,) = [record.getMessage() for record in caplog.records if "Progress" in record.getMessage()]
+    assert "Broken pipe" in line and "continues" in line
