@@ -1,48 +1,56 @@
-"""What ``describe()`` says of a run: what it trains, its rates, what a checkpoint holds, and the bus."""
+"""What ``describe()`` and the first lines of a run say: its model, length and rates, what is saved, and the bus."""
+
+import logging
 
 import pytest
+import torch
 from ignite.engine import Events
+from torch import nn
 
-from ignite_engine import Trainer, TrainingEvents
-from ignite_engine.data import loader
-from ignite_engine.ext.windows import Windows
-from ignite_engine.handlers import EMA, Checkpoint, MetricLogger
-from tests.kit.tiny import numbers_loader, trainer_of
-
-
-def optimizer_of(trainer):
-    return next(iter(trainer.update.optimizers.values()))
+from ignite_engine import Trainer, TrainingEvents, Update, Windows, loader
+from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, MetricLogger, warmup_linear
+from tests.kit.fitting import QUIET, fitted
+from tests.kit.tiny import mse, numbers_loader, trainer_of
 
 
-def test_model_length_and_content_of_a_checkpoint_are_told_and_nothing_is_written(tmp_path):
+def rows_of(model, *optimized):
+    """The rows of the model's table, by their first word."""
+    update = Update(model, torch.optim.SGD(optimized or list(model.parameters()), lr=0.1), mse)
+    text = Trainer(update).describe()
+    found = [line.split() for line in text.splitlines()]
+    return {cells[0]: cells[1:] for cells in found if cells}
+
+
+def test_length_and_content_of_a_checkpoint_are_told_and_nothing_is_written(tmp_path):
     trainer = trainer_of()
     EMA().attach(trainer)
     Checkpoint(tmp_path).attach(trainer)
     text = trainer.describe(numbers_loader(), max_epochs=10)
 
-    assert text.startswith("Trains for 60 iterations, 10 epochs of 6\n") and "Sequential" in text
-    assert "trainer: counters, per rank\n" in text and "model: Sequential, one copy\n" in text
-    assert "optimizer: SGD, one copy\n" in text
+    assert "60 iterations" in text and "10 epochs" in text and "EMA" in text and "RESUME_POINT" in text
+    assert "optimizer: SGD" in text and "model: Sequential" in text
     assert trainer.state.iteration == 0 and [*tmp_path.iterdir()] == []
-    assert "Trains for a run whose length is not known before\n" in trainer_of().describe()
+
+
+@pytest.mark.parametrize(("data", "length"), [([1, 2], "4 iterations"), (None, "2 epochs")])
+def test_an_update_of_the_users_own_is_described(data, length):
+    text = Trainer(lambda engine, batch: 0.0).describe(*[data] if data else [], max_epochs=2)
+    assert length in text
 
 
 def test_windows_are_described_without_being_opened():
     opened = []
-    windows = Windows(["a", "b"], opened.append)
     trainer = trainer_of()
     MetricLogger(console=False).attach(trainer, TrainingEvents.WINDOW_COMPLETED)
-
-    assert "MetricLogger" in trainer.describe(windows) and opened == []
+    assert "MetricLogger" in trainer.describe(Windows(["a", "b"], opened.append)) and opened == []
 
 
 @pytest.mark.parametrize("kind", ["windows", "loader", "dealt out"])
 def test_describing_a_run_that_is_under_way_changes_nothing(kind):
     def iterations(described):
         seen = []
-        trainer = Trainer(
-            lambda engine, batch: seen.append(str(batch)), global_micro_batches=2 if kind == "dealt out" else None
-        )
+        dealt_out = {"global_micro_batches": 2} if kind == "dealt out" else {}
+        trainer = Trainer(lambda engine, batch: seen.append(str(batch)), **dealt_out)
         data = loader(list(range(12)), 2, shuffle=True, seed=3)
         if kind == "windows":
             data = Windows(iter([[1], [2], [3]]), loader)
@@ -54,7 +62,50 @@ def test_describing_a_run_that_is_under_way_changes_nothing(kind):
     assert iterations(described=True) == iterations(described=False)
 
 
-def test_update_of_the_users_own_is_described():
-    trainer = Trainer(lambda engine, batch: 0.0)
+@pytest.mark.row("E4")
+def test_the_rates_of_a_run_are_listed_and_plotted():
+    trainer = trainer_of(lr=0.5)
+    LRSchedule(warmup_linear(next(iter(trainer.update.optimizers.values())), warmup=50, total=100)).attach(trainer)
+    lines = trainer.describe(numbers_loader(), max_iters=100).splitlines()
+    listed = [line.split() for line in lines if "e-0" in line and "|" not in line]
+    rates = {int(cells[0]): float(cells[1]) for cells in listed}
+    bars = [line.partition("|")[2] for line in lines if "|" in line and "#" in line]
 
-    assert "Trains for 4 iterations" in trainer.describe([1, 2], max_epochs=2)
+    assert rates[1] == pytest.approx(0.01) and rates[51] == pytest.approx(0.49, rel=0.03) and rates[100] < 0.02
+    assert bars and bars[0].index("#") == pytest.approx(len(bars[-1]) / 2, abs=4)
+
+
+def test_parameters_are_counted_once_with_what_is_trained_of_each_part():
+    body = nn.Linear(4, 8).requires_grad_(False)
+    head = nn.Linear(8, 3, dtype=torch.float64)
+    model = nn.ModuleDict({"body": body, "act": nn.ReLU(), "again": body, "head": head})
+    rows = rows_of(model, *head.parameters())
+    assert rows["body"] == ["Linear", "40", "0", "float32", "160", "bytes"]
+    assert rows["head"] == ["Linear", "27", "27", "float64", "216", "bytes"]
+    assert rows["ModuleDict"] == ["67", "27", "float32,", "float64", "376", "bytes"] and "again" not in rows
+
+
+def test_a_wrapper_shows_what_is_in_it_and_parameters_of_the_model_itself_are_a_row():
+    inner = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    assert {"0.0", "0.1"} <= rows_of(nn.Sequential(inner)).keys()
+    inner.scale = nn.Parameter(torch.ones(5))
+    assert rows_of(inner)["of"] == ["its", "own", "5", "5", "float32", "20", "bytes"]
+    assert len(rows_of(nn.Sequential(*(nn.Linear(2, 2) for _ in range(60))))) < 60
+
+
+def test_a_fresh_run_begins_with_its_model_and_a_resumed_one_does_not(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    console = {"logging": {**QUIET["logging"], "console": True, "every": 4}}
+    fitted(tmp_path, **console)
+    assert [line for line in caplog.messages if line.split()[:3] == ["0", "Linear", "40"]]
+    caplog.clear()
+    fitted(tmp_path, max_epochs=4, **console)
+    assert not any("Linear" in line for line in caplog.messages)
+
+
+def test_the_console_has_one_heading(tmp_path, capsys):
+    console = {"logging": {**QUIET["logging"], "console": True, "throughput": True, "every": 9}}
+    fitted(tmp_path, **console)
+    heading, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert heading[:4] == ["iter", "epoch", "loss", "val/loss"]
+    assert [row[0] for row in rows] == ["6", "9", "12", "18"] and rows[0][2] == "-" != rows[1][2]
