@@ -87,7 +87,7 @@ def test_at_any_file_operation_the_newest_one_is_whole_and_the_next_save_works(t
             assert left_over(folder) == []  # who lives clears up
         assert all(each.name.startswith((".tmp-", ".trash-", "iteration_")) for each in folder.iterdir())
         store.sweep()
-        assert holds(store, save(store, 400, size=size), 400, size)
+        assert holds(store, save(store, 400), 400)
         store.prune(Retention(keep_last=1))
         assert iterations(folder) == [400] and left_over(folder) == []
 

@@ -31,7 +31,7 @@ class FileOperations:
     Args:
         root: what lies elsewhere is neither recorded nor failed.
         at: number of the operation, from 0, at which ``action`` is called, before the operation is done; or the
-            operation and the end of its path, for the first such one.
+            operation and a pattern that is found in its path, for the first such one.
         action: may raise, or end the process; on a write it comes after the first half of the bytes was written.
     """
 
@@ -82,7 +82,7 @@ class FileOperations:
     def _is_meant(self, number):
         if isinstance(self._at, tuple):
             operation, path = self.seen[number]
-            return self.acted == 0 and operation == self._at[0] and path.endswith(self._at[1])
+            return self.acted == 0 and operation == self._at[0] and re.search(self._at[1], path)
         return number == self._at
 
 
