@@ -1,147 +1,166 @@
-"""An evaluation leaves no trace but its numbers."""
+"""An evaluation leaves no trace but its numbers; of whose data, and when."""
 
-from typing import Any
+import multiprocessing
 
 import pytest
 import torch
 from ignite.engine import Events
 from ignite.metrics import Average, Loss
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, Subset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ignite_engine import TrainingEvents, create_evaluator
-from ignite_engine.checkpointing.digests import digests
+from ignite_engine import Trainer, TrainingEvents, create_evaluator, loader
 from ignite_engine.handlers import Checkpoint, Evaluation
-from tests.kit.tiny import Numbers, linear, numbers_loader, trainer_of, weights
+from tests.kit.refusals import refusals
+from tests.kit.tiny import Numbers, Passes, linear, numbers_loader, trainer_of, weights
+
+EACH = Events.ITERATION_COMPLETED
 
 
 def predict(model, batch):
-    inputs, targets = batch
-    return model(inputs), targets
+    return model(batch[0]), batch[1]
 
 
-def evaluator_of(model, **options):
-    return create_evaluator(model, predict, {"loss": Loss(nn.functional.mse_loss)}, **options)
-
-
-def model_of(trainer):
-    model = trainer.update.model
-    return model
-
-
-class Batches:
-    """Passes without a length, of the given numbers of batches; each batch is its number in the pass."""
-
-    def __init__(self, *counts):
-        self.counts, self.passes = counts, 0
-
-    def __iter__(self):
-        self.passes += 1
-        return iter([torch.tensor([float(index)]) for index in range(self.counts[self.passes - 1])])
+def evaluator_of(trainer, function=predict, **options):
+    return create_evaluator(trainer.update.model, function, {"loss": Loss(nn.functional.mse_loss)}, **options)
 
 
 def averaging():
+    """The mean of the batches."""
     return create_evaluator(nn.Linear(1, 1), lambda model, batch: batch, {"mean": Average()})
 
 
-def test_one_that_is_attached_again_starts_once_and_acts_at_both_events():
-    trainer = trainer_of()
-    evaluation = Evaluation(evaluator_of(model_of(trainer)), numbers_loader(4))
-    evaluation.attach(trainer, Events.EPOCH_COMPLETED)
-    evaluation.attach(trainer, Events.ITERATION_COMPLETED(once=1))
+def numbers(count):
+    return [torch.tensor([float(index)]) for index in range(count)]
 
-    assert trainer.describe().count("Evaluation._start") == 1
-    assert trainer.run(numbers_loader(), max_epochs=2).evaluations == 3
+
+class Seen(Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index)])
+
+
+def noting(seen):
+    return create_evaluator(nn.Linear(1, 1), lambda model, batch: seen.extend(batch.flatten().tolist()))
+
+
+# -- no trace ---------------------------------------------------------------------------------------------------------
 
 
 def test_metrics_are_those_of_the_whole_set():
     trainer, data = trainer_of(), Numbers(7)
-    Evaluation(evaluator_of(model_of(trainer)), numbers_loader(7, 2)).attach(trainer)
+    Evaluation(evaluator_of(trainer), numbers_loader(7, 2)).attach(trainer)
     state = trainer.run(numbers_loader())
     with torch.no_grad():
-        expected = nn.functional.mse_loss(model_of(trainer)(data.inputs), data.targets)
+        expected = nn.functional.mse_loss(trainer.update.model(data.inputs), data.targets)
 
-    assert state.metrics["val/loss"] == pytest.approx(expected.item(), rel=1e-6)
-    assert state.evaluations == 1
+    assert state.metrics["val/loss"] == pytest.approx(expected.item(), rel=1e-6) and state.evaluations == 1
+
+
+@pytest.mark.row("A3")
+def test_training_does_not_notice_an_evaluation():
+    def run(evaluate):
+        trainer, tracked = trainer_of(linear(dropout=True)), []
+
+        def draw(model, batch):
+            torch.rand(3)
+            outputs, targets = predict(model, batch)
+            tracked.append(outputs.requires_grad)
+            return outputs, targets
+
+        if evaluate:
+            evaluation = Evaluation(evaluator_of(trainer, draw), numbers_loader(5))
+            evaluation.attach(trainer, Events.STARTED | EACH(every=2))
+        torch.manual_seed(8)
+        state = trainer.run(numbers_loader(shuffle=True), max_epochs=2)
+        assert state.evaluations == (7 if evaluate else 0) and not any(tracked)
+        return weights(trainer)
+
+    assert torch.equal(run(True), run(False))
 
 
 @pytest.mark.row("A3")
 def test_modes_come_back_module_by_module():
-    trainer = trainer_of(linear(dropout=True))
-    model = model_of(trainer)
-    frozen, modes = model[1], list[Any]()
-
-    def freeze():
-        frozen.eval()
+    trainer, modes = trainer_of(linear(dropout=True)), []
+    model = trainer.update.model
 
     def look(model, batch):
         modes.append([module.training for module in model.modules()])
         return predict(model, batch)
 
-    trainer.add_event_handler(Events.ITERATION_STARTED(once=1), freeze)
-    Evaluation(create_evaluator(model, look), numbers_loader(4)).attach(trainer, Events.ITERATION_COMPLETED(once=2))
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=1), lambda: model[1].eval())
+    Evaluation(evaluator_of(trainer, look), numbers_loader(4)).attach(trainer, EACH(once=2))
     trainer.run(numbers_loader())
 
     assert modes == [[False] * 5] * 2
     assert [module.training for module in model.modules()] == [True, True, False, True, True]
 
 
-@pytest.mark.row("A3")
-def test_training_does_not_notice_an_evaluation():
-    def run(evaluate):
-        torch.manual_seed(4)
-        trainer = trainer_of(linear(dropout=True))
-
-        def draw(model, batch):
-            torch.rand(3)
-            return predict(model, batch)
-
-        if evaluate:
-            Evaluation(create_evaluator(model_of(trainer), draw), numbers_loader(5)).attach(
-                trainer, Events.STARTED | Events.ITERATION_COMPLETED(every=2)
-            )
-        torch.manual_seed(8)
-        state = trainer.run(numbers_loader(shuffle=True), max_epochs=2)
-        assert state.evaluations == (7 if evaluate else 0)
-        return weights(trainer)
-
-    assert torch.equal(run(True), run(False))
-
-
-def test_evaluation_changes_no_weight_and_keeps_no_gradient():
-    trainer, seen = trainer_of(), list[bool]()
-
-    def look(model, batch):
-        output, targets = predict(model, batch)
-        seen.append(output.requires_grad)
-        return output, targets
-
-    Evaluation(create_evaluator(model_of(trainer), look), numbers_loader(4)).attach(trainer, Events.STARTED)
-    before = []
-    trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, lambda: before.append(weights(trainer)))
-    trainer.add_event_handler(TrainingEvents.EVALUATION_COMPLETED, lambda: before.append(weights(trainer)))
+@pytest.mark.row("C3", "C6")
+def test_predictions_reach_handlers_in_a_precision_of_their_own():
+    trainer, got = trainer_of(), []
+    evaluator = evaluator_of(trainer, precision="bf16")
+    evaluator.add_event_handler(EACH, lambda: got.append(evaluator.state.output))
+    Evaluation(evaluator, numbers_loader(4)).attach(trainer)
     trainer.run(numbers_loader(4))
 
-    assert seen == [False, False] and torch.equal(*before)
+    assert [(each.shape, each.dtype, target.shape) for each, target in got] == [((2, 1), torch.bfloat16, (2, 1))] * 2
 
 
-@pytest.mark.row("C1")
-def test_limit_takes_the_first_batches():
-    trainer, evaluator = trainer_of(), averaging()
-    data = [torch.tensor([float(index)]) for index in range(10)]
-    Evaluation(evaluator, data, limit=3).attach(trainer)
+def test_an_evaluator_works_again_after_an_error():
+    trainer, failing = trainer_of(), [True]
+
+    def fail_once(model, batch):
+        if failing.pop() if failing else False:
+            raise OSError("gone")
+        return predict(model, batch)
+
+    Evaluation(evaluator_of(trainer, fail_once), numbers_loader(4)).attach(trainer)
+    with pytest.raises(OSError, match="gone") as caught:
+        trainer.run(numbers_loader(4))
+    notes = "\n".join(caught.value.__notes__)
+    assert "The batch: [Tensor [" in notes and "handler Evaluation on EPOCH_COMPLETED" in notes
+    assert trainer.update.model.training
     state = trainer.run(numbers_loader(4))
+    assert state.evaluations == 1 and state.metrics["val/loss"] > 0
 
-    assert state.metrics["val/mean"] == 1.0 and evaluator.state.iteration == 3
-    with pytest.raises(ValueError, match="limit must be at least 1 batch, or None for all, got 0"):
-        Evaluation(evaluator, data, limit=0)
+
+# -- when -------------------------------------------------------------------------------------------------------------
+
+
+def attached_twice(trainer, evaluation):
+    evaluation.attach(trainer, Events.EPOCH_COMPLETED)
+    evaluation.attach(trainer, EACH(once=1))
+
+
+@pytest.mark.parametrize(
+    ("attach", "runs", "evaluations"),
+    [
+        (attached_twice, [2], [3]),
+        # an iteration is evaluated once: at 3, and at 6
+        (
+            lambda trainer, each: each.attach(trainer, EACH(every=3) | Events.EPOCH_COMPLETED | Events.COMPLETED),
+            [1],
+            [2],
+        ),
+        (lambda trainer, each: each.attach(trainer), [1, 1], [1, 1]),  # a second run evaluates again
+        (lambda trainer, each: each.attach(trainer, Events.STARTED), [1, 2], [1, 1]),  # but not one that continues
+    ],
+)
+def test_it_is_evaluated_once_at_each_event(attach, runs, evaluations):
+    trainer = trainer_of()
+    attach(trainer, Evaluation(evaluator_of(trainer), numbers_loader(4)))
+    assert [trainer.run(numbers_loader(), max_epochs=epochs).evaluations for epochs in runs] == evaluations
 
 
 @pytest.mark.row("C1")
 def test_several_sets_have_each_their_own_interval():
-    trainer = trainer_of()
-    order = []
-    for name, event in (("val", Events.EPOCH_COMPLETED), ("test", Events.ITERATION_COMPLETED(every=4))):
-        evaluator = evaluator_of(model_of(trainer))
+    trainer, order = trainer_of(), []
+    for name, event in (("val", Events.EPOCH_COMPLETED), ("test", EACH(every=4))):
+        evaluator = evaluator_of(trainer)
         evaluator.add_event_handler(
             Events.COMPLETED, lambda *, name=name: order.append((name, trainer.state.iteration))
         )
@@ -150,262 +169,132 @@ def test_several_sets_have_each_their_own_interval():
 
     assert order == [("test", 4), ("val", 6), ("test", 8), ("test", 12), ("val", 12)]
     assert {"val/loss", "test/loss"} <= set(state.metrics) and state.evaluations == 5
-    with pytest.raises(ValueError, match="evaluation/val"):
-        Evaluation(evaluator_of(model_of(trainer)), [], name="val").attach(trainer)
 
 
-def test_an_iteration_is_evaluated_once():
+def two_of_a_name():
     trainer = trainer_of()
-    Evaluation(evaluator_of(model_of(trainer)), numbers_loader(4)).attach(
-        trainer, Events.ITERATION_COMPLETED(every=3) | Events.EPOCH_COMPLETED | Events.COMPLETED
-    )
-
-    assert trainer.run(numbers_loader(8)).evaluations == 2  # at 3, and at 4 once
+    for _ in range(2):
+        Evaluation(evaluator_of(trainer), numbers_loader(4)).attach(trainer)
 
 
-def test_second_run_evaluates_again():
+def without_a_batch():
     trainer = trainer_of()
-    Evaluation(evaluator_of(model_of(trainer)), numbers_loader(4)).attach(trainer)
-    trainer.run(numbers_loader(8))
-
-    assert trainer.run(numbers_loader(8)).evaluations == 1
-
-
-@pytest.mark.row("C6")
-def test_predictions_reach_handlers():
-    trainer, got = trainer_of(), list[Any]()
-    evaluator = evaluator_of(model_of(trainer))
-    evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: got.append(evaluator.state.output))
-    Evaluation(evaluator, numbers_loader(4)).attach(trainer)
-    trainer.run(numbers_loader(4))
-
-    assert [(prediction.shape, target.shape) for prediction, target in got] == [((2, 1), (2, 1))] * 2
+    Evaluation(evaluator_of(trainer), DataLoader(Subset(Numbers(4), []), batch_size=2)).attach(trainer)
+    try:
+        trainer.run(numbers_loader())
+    finally:
+        assert trainer.state.iteration == 0
 
 
-@pytest.mark.row("C3")
-def test_precision_of_its_own():
-    trainer, types = trainer_of(), list[Any]()
-    evaluator = evaluator_of(model_of(trainer), precision="bf16")
-    evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: types.append(evaluator.state.output[0].dtype))
-    Evaluation(evaluator, numbers_loader(2)).attach(trainer)
-    trainer.run(numbers_loader(4))
-
-    assert types == [torch.bfloat16]
+def of_a_function(**options):
+    Evaluation(averaging(), lambda: numbers(2), **options)
 
 
-def test_evaluator_works_again_after_an_error():
-    trainer, failing = trainer_of(), [True]
-
-    def fail_once(model, batch):
-        if failing.pop() if failing else False:
-            raise OSError("gone")
-        return predict(model, batch)
-
-    evaluator = create_evaluator(model_of(trainer), fail_once, {"loss": Loss(nn.functional.mse_loss)})
-    Evaluation(evaluator, numbers_loader(4)).attach(trainer)
-    with pytest.raises(OSError, match="gone") as caught:
-        trainer.run(numbers_loader(4))
-    assert caught.value.__notes__[-1] == "Raised by handler Evaluation on EPOCH_COMPLETED."
-    assert caught.value.__notes__[0].startswith("The batch: [Tensor [")
-    assert model_of(trainer).training
-    state = trainer.run(numbers_loader(4))
-
-    assert state.evaluations == 1 and state.metrics["val/loss"] > 0
-
-
-def test_data_without_a_length_is_measured_at_each_evaluation():
-    trainer, evaluator, means = trainer_of(), averaging(), list[float]()
-    data = Batches(3, 5, 2)
-    Evaluation(evaluator, data).attach(trainer)
-    trainer.add_event_handler(
-        TrainingEvents.EVALUATION_COMPLETED, lambda: means.append(trainer.state.metrics["val/mean"])
-    )
-    trainer.run(numbers_loader(4), max_epochs=3)
-
-    assert means == [1.0, 2.0, 0.5] and data.passes == 3
-
-
-def test_limit_over_data_without_a_length():
-    trainer, evaluator, seen = trainer_of(), averaging(), list[int]()
-    Evaluation(evaluator, Batches(3, 9, 4), limit=4).attach(trainer)
-    trainer.add_event_handler(TrainingEvents.EVALUATION_COMPLETED, lambda: seen.append(evaluator.state.iteration))
-    trainer.run(numbers_loader(4), max_epochs=3)
-
-    assert seen == [3, 4, 4]
-
-
-# -- stops ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sized", [True, False])
-@pytest.mark.parametrize("at", [0, 2])
-def test_evaluation_interrupted_by_a_stop_is_run_first_by_the_resumed_run(sized, at, tmp_path):
-    def make():
-        trainer, seen = trainer_of(), list[Any]()
-
-        def note(model, batch):
-            seen.append(trainer.state.iteration)
-            if stopping and len(seen) == at:
-                trainer.request_stop("enough")
-            return batch
-
-        evaluator = create_evaluator(model_of(trainer), note, {"mean": Average()})
-        data = [torch.tensor([float(index)]) for index in range(5)] if sized else Batches(5, 5, 5)
-        Evaluation(evaluator, data).attach(trainer)
-        checkpoint = Checkpoint(tmp_path)
-        checkpoint.attach(trainer)
-        return trainer, checkpoint, seen
-
-    stopping = True
-    trainer, _, seen = make()
-    if at == 0:
-        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=6), lambda: trainer.request_stop("enough"))
-    state = trainer.run(numbers_loader(), max_epochs=2)
-    assert (state.status, state.iteration, state.evaluations) == ("interrupted", 6, 0)
-    assert len(seen) == at and "val/mean" not in state.metrics
-
-    stopping = False
-    resumed, checkpoint, seen = make()
-    checkpoint.resume()
-    state = resumed.run(numbers_loader(), max_epochs=2)
-    assert seen == [6] * 5 + [12] * 5
-    assert (state.evaluations, state.metrics["val/mean"]) == (2, 2.0)
-
-
-def test_stop_in_an_evaluation_at_the_end_interrupts_the_run_which_then_only_evaluates(tmp_path):
-    def make():
-        trainer = trainer_of()
-
-        def ask(model, batch):
-            if stopping:
-                trainer.request_stop("enough")
-            return batch
-
-        data = [torch.tensor([float(index)]) for index in range(5)]
-        evaluator = create_evaluator(model_of(trainer), ask, {"mean": Average()})
-        Evaluation(evaluator, data).attach(trainer, Events.COMPLETED)
-        checkpoint = Checkpoint(tmp_path)
-        checkpoint.attach(trainer)
-        return trainer, checkpoint
-
-    for stopping in (True, True, False):  # in a run that trains; in a finished one; and at last to its end
-        trainer, checkpoint = make()
-        checkpoint.resume()
-        state = trainer.run(numbers_loader(), max_epochs=1)
-        status, reason = ("interrupted", "enough") if stopping else ("completed", "max_epochs")
-        assert (state.status, state.iteration, state.reason) == (status, 6, reason)
-        assert ("val/mean" in state.metrics) is not stopping
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize(
-    ("limit", "last", "event"),
+test_refusals = refusals(
     [
-        ({"max_epochs": 2}, 12, Events.EPOCH_COMPLETED),
-        ({"max_epochs": 2}, 12, Events.ITERATION_COMPLETED(every=6)),
-        ({"max_iters": 12}, 12, Events.EPOCH_COMPLETED),
-        ({"max_iters": 10}, 10, Events.ITERATION_COMPLETED(every=5)),
-    ],
+        ("no batch", without_a_batch, ValueError, "'val' needs a batch got 0"),
+        ("limit", lambda: Evaluation(averaging(), numbers(4), limit=0), ValueError, "limit at least 1 got 0"),
+        ("two of a name", two_of_a_name, ValueError, "evaluation/val"),
+        ("goes on in other data", lambda: of_a_function(resumes=True), ValueError, "resumes one loader"),
+        ("no engine", lambda: Evaluation(len, numbers(4)), TypeError, "evaluator create_evaluator()"),
+    ]
 )
-def test_last_checkpoint_of_a_run_stopped_in_its_last_evaluation_is_the_one_after_it(
-    limit, last, event, background, tmp_path
-):
-    def run(folder, stop):
-        trainer = trainer_of()
-
-        def ask(model, batch):
-            if stop and trainer.state.iteration == last:
-                trainer.request_stop("enough")
-            return batch
-
-        Evaluation(create_evaluator(model_of(trainer), ask, {"mean": Average()}), averaged).attach(trainer, event)
-        checkpoint = Checkpoint(folder, best="val/mean", mode="max", background=background)
-        checkpoint.attach(trainer)
-        torch.manual_seed(0)
-        checkpoint.resume()
-        trainer.run(numbers_loader(), **limit)
-        newest = checkpoint.store.latest().checkpoint
-        assert newest is not None and newest.iteration == last
-        assert (trainer.state.status, "val/mean" in newest.manifest.metrics) == (
-            ("interrupted", False) if stop else ("completed", True)
-        )
-        loaded = checkpoint.store.load(newest.path)
-        parts = digests({**loaded.shared, **loaded.local})
-        del parts["trainer.checkpoints"]  # a stop adds one
-        return parts
-
-    averaged = [torch.tensor([float(index)]) for index in range(5)]
-    whole = run(tmp_path / "whole", stop=False)
-    stopped = run(tmp_path / "cut", stop=True)
-    assert stopped != whole
-    assert run(tmp_path / "cut", stop=False) == whole
 
 
-def test_evaluation_interrupted_by_a_stop_fires_no_completed_of_the_evaluator(tmp_path):
-    """Handlers of it, such as Ignite's EarlyStopping, read metrics that are not there."""
-    trainer, completed = trainer_of(), list[float]()
-
-    def ask(model, batch):
-        trainer.request_stop("enough")
-        return batch
-
-    evaluator = create_evaluator(model_of(trainer), ask, {"mean": Average()})
-    evaluator.add_event_handler(Events.COMPLETED, lambda: completed.append(evaluator.state.metrics["mean"]))
-    Evaluation(evaluator, [torch.tensor([1.0])] * 4).attach(trainer)
-    Checkpoint(tmp_path).attach(trainer)
-    state = trainer.run(numbers_loader(), max_epochs=2)
-
-    assert (state.status, state.iteration, completed) == ("interrupted", 6, [])
-    assert state.saved_iteration == 6
+# -- of whose data ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("event", [Events.EPOCH_STARTED(once=2), Events.ITERATION_COMPLETED(once=6)])
-def test_nothing_is_trained_between_an_interrupted_evaluation_and_the_save(event, tmp_path):
-    def run(stop):
-        trainer, at = trainer_of(), list[int]()
+@pytest.mark.row("C1")
+@pytest.mark.parametrize(
+    ("counts", "limit", "seen"), [((3, 9, 4), None, [3, 9, 4]), ((3, 9, 4), 4, [3, 4, 4]), (10, 3, [3, 3, 3])]
+)
+def test_each_evaluation_takes_the_first_batches_of_a_pass_of_any_length(counts, limit, seen):
+    trainer, evaluator, found, means = trainer_of(), averaging(), [], []
+    data = numbers(counts) if isinstance(counts, int) else Passes(*counts)
+    Evaluation(evaluator, data, limit=limit).attach(trainer)
+
+    @trainer.on(TrainingEvents.EVALUATION_COMPLETED)
+    def note():
+        found.append(evaluator.state.iteration)
+        means.append(trainer.state.metrics["val/mean"] % 100)
+
+    trainer.run(numbers_loader(4), max_epochs=3)
+    assert found == seen and means == [(count - 1) / 2 for count in seen]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2, "persistent_workers": True}])
+def test_the_training_loader_can_be_evaluated_in_the_middle_of_its_pass(options):
+    """Workers that persist have one iterator: a second pass would end that of the training."""
+    data, trained, evaluated = loader(Seen(), batch_size=4, **options), [], []
+    trainer = Trainer(lambda engine, batch: trained.extend(batch.flatten().tolist()))
+    Evaluation(noting(evaluated), data).attach(trainer, EACH(every=2))
+    trainer.run(data, max_epochs=2)
+    assert trained == [*range(24)] * 2 and evaluated == [*range(24)] * 6
+
+
+@pytest.mark.parametrize("at", [EACH(once=9), Events.EPOCH_COMPLETED(once=2)])
+def test_it_is_evaluated_again_in_the_same_order_by_a_run_that_was_stopped(at, tmp_path):
+    """The resumed process has not opened the pass yet, whose order and random numbers it has."""
+
+    def evaluated(folder, *, stop):
+        trainer, seen, data = trainer_of(), [], numbers_loader(10, shuffle=True, drop_last=True)
 
         def note(model, batch):
-            at.append(trainer.state.iteration)
+            seen.append(batch[0].tolist())
             if stop:
                 trainer.request_stop("enough")
-            return batch
 
-        Evaluation(create_evaluator(model_of(trainer), note), [torch.tensor([1.0])] * 2).attach(trainer, event)
-        checkpoint = Checkpoint(tmp_path)
-        checkpoint.attach(trainer)
-        checkpoint.resume()
-        trainer.run(numbers_loader(), max_epochs=3)
-        return trainer, at
-
-    trainer, at = run(stop=True)
-    assert (trainer.state.status, trainer.state.saved_iteration, at) == ("interrupted", 6, [6])
-    trainer, at = run(stop=False)
-    assert (trainer.state.status, trainer.state.evaluations, at) == ("completed", 1, [6, 6])
-
-
-@pytest.mark.parametrize("event", [TrainingEvents.EVALUATION_STARTED, TrainingEvents.EVALUATION_COMPLETED])
-def test_random_numbers_drawn_at_a_repeated_evaluation_change_no_bit(tmp_path, event):
-    def run(folder, seed, stop):
-        trainer = trainer_of(linear(dropout=True))
-
-        def predict(model, batch):
-            if stop:
-                trainer.request_stop("enough")
-            return batch
-
-        evaluator = create_evaluator(linear(), predict, {"mean": Average()})
-        Evaluation(evaluator, [torch.tensor([1.0])] * 2).attach(trainer, Events.ITERATION_COMPLETED(once=2))
+        Evaluation(create_evaluator(trainer.update.model, note), data).attach(trainer, at)
         checkpoint = Checkpoint(folder)
         checkpoint.attach(trainer)
-        trainer.add_event_handler(event, lambda: torch.rand(1))  # as who samples from the model there
-        torch.manual_seed(seed)
         checkpoint.resume()
-        trainer.run(numbers_loader(), max_iters=5)
-        return trainer
+        trainer.run(data, max_epochs=2)
+        return seen
 
-    whole = run(tmp_path / "whole", 1, stop=False)
-    assert run(tmp_path / "cut", 1, stop=True).state.iteration == 2
-    resumed = run(tmp_path / "cut", 2, stop=False)
+    whole = evaluated(tmp_path / "whole", stop=False)
+    assert len(evaluated(tmp_path / "cut", stop=True)) == 1
+    assert evaluated(tmp_path / "cut", stop=False) == whole and len(whole) == 5
 
-    assert torch.equal(weights(resumed), weights(whole))
+
+def test_it_is_evaluated_whole_in_an_epoch_that_was_resumed(tmp_path):
+    """The loader is in the middle of its pass, for the training only."""
+
+    def run(last):
+        trained, evaluated = [], []
+        trainer = Trainer(lambda engine, batch: trained.extend(batch.flatten().tolist()))
+        data = loader(Seen(), 4, shuffle=True)
+        Evaluation(noting(evaluated), data).attach(trainer, EACH(once=5))
+        checkpoint = Checkpoint(tmp_path)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        trainer.run(data, max_iters=last)
+        return trained, evaluated
+
+    first, nothing = run(4)
+    second, evaluated = run(6)
+    assert sorted(first + second) == sorted(evaluated) == [*range(24)] and not nothing
+
+
+def test_order_of_a_shuffled_evaluation_does_not_depend_on_the_process():
+    def evaluated(seed):
+        seen, trainer = [], trainer_of()
+        torch.manual_seed(seed)
+        Evaluation(noting(seen), DataLoader(Seen(), 4, shuffle=True)).attach(trainer)
+        trainer.run(numbers_loader(), max_epochs=1)
+        return seen
+
+    assert evaluated(1) == evaluated(2) and sorted(evaluated(1)) == [*range(24)]
+
+
+@pytest.mark.parametrize("kind", [loader, StatefulDataLoader])
+def test_no_worker_of_an_evaluation_is_left(kind):
+    """Torchdata's were ended by the garbage collector, which waited 5 s for each."""
+    trainer, alive = trainer_of(), []
+    data = kind(Numbers(6), 2, num_workers=2)
+    Evaluation(create_evaluator(trainer.update.model, lambda model, batch: None), data).attach(trainer)
+    before = len(multiprocessing.active_children())
+    trainer.add_event_handler(
+        TrainingEvents.EVALUATION_COMPLETED, lambda: alive.append(len(multiprocessing.active_children()))
+    )
+    trainer.run(numbers_loader(4), max_epochs=2)
+    assert alive == [before] * 2

@@ -1,0 +1,207 @@
+"""Metrics of Ignite on several ranks, some without a sample: the counts and means of one process."""
+
+import time
+
+import ignite.distributed as idist
+import pytest
+import torch
+from ignite.engine import Events
+from ignite.metrics import Accuracy, Average, ConfusionMatrix, EpochMetric, Loss, Precision
+from ignite.metrics.metric import BatchWise
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader
+from ignite_engine.handlers import Evaluation
+from tests.kit.processes import ranks
+from tests.kit.sharded import in_layout
+from tests.kit.tiny import Passes
+
+EACH = Events.ITERATION_COMPLETED
+
+
+class Stream:
+    """Batches of one rank, without a length."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter(self.data)
+
+
+class Slow(Stream):
+    """With a length, and slower than the time between two votes."""
+
+    def __len__(self):
+        return len(self.data)
+
+    def __iter__(self):
+        for each in self.data:
+            time.sleep(0.09)
+            yield each
+
+
+def averaging():
+    return create_evaluator(nn.Identity(), lambda model, batch: batch, {"mean": Average()})
+
+
+def numbers(count):
+    return [torch.tensor([float(index)]) for index in range(count)]
+
+
+def evaluated(evaluator, data, prepare=lambda trainer: None):
+    """The trainer's state after a run with one evaluation."""
+    trainer = Trainer(lambda engine, batch: None)
+    Evaluation(evaluator, data).attach(trainer)
+    prepare(trainer)
+    return trainer.run([0, 1], max_epochs=1)
+
+
+# -- as in one process ------------------------------------------------------------------------------------------------
+
+
+def metrics_of(rank, count, sized=True, layout=None):
+    if layout is not None:
+        in_layout(layout)
+    generator = torch.Generator().manual_seed(3)
+    samples = TensorDataset(torch.randn(count, 3, generator=generator), torch.randint(3, (count,), generator=generator))
+    metrics = {
+        "accuracy": Accuracy(),
+        "loss": Loss(nn.functional.cross_entropy),
+        "precision": Precision(average="macro"),
+        "mean": Average(output_transform=lambda output: output[0].sum(1, keepdim=True)),
+        "all": EpochMetric(lambda predictions, targets: float((predictions.sum(1) * targets).sum())),
+        "counts": ConfusionMatrix(3),
+    }
+    evaluator = create_evaluator(nn.Identity(), lambda model, batch: (model(batch[0]), batch[1]), metrics)
+    seen = []
+    evaluator.add_event_handler(EACH, lambda: seen.extend(evaluator.state.output[0].tolist()))
+    data = loader(samples, 2)
+    state = evaluated(evaluator, data if sized else Stream(data))
+    found = {key: torch.as_tensor(value).double() for key, value in evaluator.state.metrics.items()}
+    return found | {"logged": torch.tensor(state.metrics["val/accuracy"]).double()}, seen
+
+
+@pytest.mark.row("C2")
+@pytest.mark.parametrize(
+    ("world", "count", "sized"), [(2, 17, True), (2, 1, False), (4, 3, True), (4, 17, True), (4, 1, False)]
+)
+def test_metrics_are_those_of_one_process(world, count, sized):
+    whole, samples = metrics_of(0, count)
+    found = ranks(world, metrics_of, count, sized)
+    assert len(samples) == count and sorted(each for _, seen in found for each in seen) == sorted(samples)
+    assert any(not seen for _, seen in found) == (count < world)
+    for metrics, _ in found:
+        assert torch.equal(metrics.pop("counts"), whole["counts"])
+        assert all(torch.allclose(value, whole[name], rtol=1e-6, atol=1e-6) for name, value in metrics.items())
+
+
+@pytest.mark.row("C2")
+def test_ranks_that_share_data_share_the_lack_of_it():
+    found = ranks(4, metrics_of, 1, True, "tp+fsdp")
+    assert [len(seen) for _, seen in found] == [1, 1, 0, 0]
+    whole, _ = metrics_of(0, 1)
+    assert all(torch.allclose(metrics[name], whole[name]) for metrics, _ in found for name in whole)
+
+
+def uneven(rank):
+    data = {
+        "sized": DataLoader(numbers(4 * (1 - rank)), batch_size=2, sampler=range(4 * (1 - rank))),
+        "list": numbers(2 - 2 * rank),
+        "unsized": Stream(numbers(2 - 2 * rank)),
+    }
+    return [evaluated(averaging(), each).metrics["val/mean"] for each in data.values()]
+
+
+def test_a_rank_without_a_batch_has_its_peers_metrics():
+    assert ranks(2, uneven) == [[1.5, 0.5, 0.5]] * 2
+
+
+def shards(rank):
+    mine, evaluator = [], averaging()
+    evaluator.add_event_handler(EACH, lambda: mine.extend(evaluator.state.output.flatten().tolist()))
+    return evaluated(evaluator, DataLoader(numbers(24), batch_size=4)).metrics["val/mean"], mine
+
+
+def test_a_plain_loader_is_sharded():
+    (mean_0, mine_0), (mean_1, mine_1) = ranks(2, shards)
+    assert mean_0 == mean_1 == 11.5 and sorted(mine_0 + mine_1) == [*range(24)], "each sample once"
+
+
+def refused(rank):
+    by_batch = averaging()
+    Average().attach(by_batch, "of the batch", usage=BatchWise())
+    errors = []
+    for evaluator, data in ((averaging(), Passes(0)), (by_batch, numbers(2 + rank))):
+        with pytest.raises(ValueError) as caught:
+            evaluated(evaluator, data)
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_what_would_wait_for_ever_is_refused_on_both():
+    first, second = ranks(2, refused)
+    assert first == second, "each would wait for the other until its timeout"
+    assert "'val' needs a batch, got 0, 0 by rank" in first[0]
+    assert "'of the batch'" in first[1] and "2, 3 batches" in first[1]
+
+
+def mean_of_four_micro_batches(rank):
+    """Of which one of three ranks has two."""
+    model = nn.Linear(3, 3)
+    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: None, rank_invariant=True)
+    evaluator = create_evaluator(model, lambda model, batch: batch[0].sum(1, keepdim=True), {"mean": Average()})
+    samples = TensorDataset(torch.randn(7, 3, generator=torch.Generator().manual_seed(3)))
+    Evaluation(evaluator, loader(samples, 2))(Trainer(update, global_micro_batches=4))
+    return float(evaluator.state.metrics["mean"])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_sums_of_several_lengths_have_the_same_bits(world):
+    assert ranks(world, mean_of_four_micro_batches) == [mean_of_four_micro_batches(0)] * world
+
+
+# -- stops ------------------------------------------------------------------------------------------------------------
+
+
+def stopped(rank):
+    """Rank 0 has no batch, the last one many slow ones; rank 0 is asked to stop."""
+    world = idist.get_world_size()
+
+    def slow():
+        for index in range(400 if rank == world - 1 else 2 * min(rank, 1)):
+            time.sleep(0.02)
+            yield torch.tensor([float(index)])
+
+    def prepare(trainer):
+        if rank == 0:
+            trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, lambda: trainer.request_stop("here"))
+
+    evaluator = averaging()
+    state = evaluated(evaluator, Stream(slow()), prepare)
+    return state.status, "val/mean" in state.metrics, evaluator.state.iteration < 400
+
+
+@pytest.mark.row("C2")
+def test_all_ranks_stop_in_an_evaluation_that_some_have_ended():
+    assert ranks(3, stopped) == [("interrupted", False, True)] * 3
+
+
+def votes_along(rank, stops):
+    """Rank 1 has 2 batches, the other 8."""
+    evaluator = averaging()
+
+    def prepare(trainer):
+        if stops and rank == 1:
+            evaluator.add_event_handler(EACH(once=2), lambda: trainer.request_stop("here"))
+
+    state = evaluated(evaluator, Slow(numbers(2 if rank == 1 else 8)), prepare)
+    return state.status, state.metrics.get("val/mean"), evaluator.state.iteration
+
+
+def test_a_rank_with_fewer_batches_votes_along_until_its_peers_have_none():
+    mean = pytest.approx((sum(range(8)) + 0 + 1) / 10)
+    assert ranks(2, votes_along, False) == [("completed", mean, 8), ("completed", mean, 2)]
+    first, second = ranks(2, votes_along, True)
+    assert first[:2] == second[:2] == ("interrupted", None) and first[2] < 8

@@ -1,0 +1,173 @@
+"""An evaluation that was stopped is made first by the run that resumes, to the bits of a whole one."""
+
+import pytest
+import torch
+from ignite.engine import Events
+from ignite.metrics import Average, EpochMetric, Loss
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from ignite_engine import TrainingEvents, create_evaluator, loader
+from ignite_engine.handlers import Checkpoint, Evaluation, StopFile, WallClockLimit
+from tests.kit import saved
+from tests.kit.resume import leaves, same_bits
+from tests.kit.tiny import Numbers, linear, numbers_loader, trainer_of, weights
+
+EACH = Events.ITERATION_COMPLETED
+
+
+class Stream(IterableDataset):
+    """Without a length and without a state."""
+
+    def __iter__(self):
+        return (Numbers(20)[index] for index in range(20))
+
+
+class Drawn:
+    """Ten batches in an order that is drawn in each pass."""
+
+    def __iter__(self):
+        numbers = Numbers(20)
+        for places in torch.randperm(20).split(2):
+            yield numbers.inputs[places], numbers.targets[places]
+
+
+def metrics():
+    return {
+        "loss": Loss(nn.functional.mse_loss),
+        "spread": EpochMetric(lambda predictions, targets: (predictions.std() + targets.std()).item()),
+        "drawn": Average(output_transform=lambda output: output[0].mean()),
+    }
+
+
+class Run:
+    """One process's part of a run of 12 updates that evaluates 10 batches at its event, with random predictions."""
+
+    def __init__(self, folder, event=None, *, data=None, limits=None, background=False, **options):
+        self.trainer = trainer = trainer_of(linear(dropout=True))
+        self.limits, self.numbers = limits or {"max_epochs": 2}, Numbers(20)
+        self.batches, self.measured, self.ended = [], [], 0
+        """The iteration of each batch that was evaluated; the metrics of each evaluation."""
+        self.stop_at = None
+
+        def predict(model, batch):
+            self.batches.append(trainer.state.iteration)
+            if len(self.batches) == self.stop_at:
+                trainer.request_stop("enough")
+            return model(batch[0]) * torch.rand(1), batch[1]
+
+        self.evaluator = create_evaluator(trainer.update.model, predict, options.pop("metrics", None) or metrics())
+        self.evaluator.add_event_handler(Events.COMPLETED, self._end)  # as Ignite's EarlyStopping
+        data = loader(self.numbers, 2) if data is None else data()
+        Evaluation(self.evaluator, data, **options).attach(trainer, event or EACH(every=6))
+        for name in (TrainingEvents.EVALUATION_STARTED, TrainingEvents.EVALUATION_COMPLETED):
+            trainer.add_event_handler(name, lambda: torch.rand(1))  # as who samples from the model there
+        trainer.add_event_handler(
+            TrainingEvents.EVALUATION_COMPLETED, lambda: self.measured.append(dict(trainer.state.metrics))
+        )
+        self.folder, self.checkpoint = folder, Checkpoint(folder, background=background)
+        self.checkpoint.attach(trainer, EACH(every=100))
+
+    def _end(self):
+        self.ended += len(self.evaluator.state.metrics) > 0
+
+    def train(self, stop_at=None):
+        """To the end, or until so many batches were evaluated; from the newest checkpoint if there is one."""
+        self.stop_at = stop_at
+        fresh = self.checkpoint.resume() is None
+        torch.manual_seed(5 if fresh else 99)  # what a resumed run draws it has from its checkpoint
+        self.trainer.run(numbers_loader(12, shuffle=True), **self.limits)
+        status = "completed" if stop_at is None else "interrupted"
+        assert self.trainer.state.status == status and self.ended == len(self.measured)
+        return self
+
+    def saved(self):
+        parts = saved.parts(self.folder)
+        parts["trainer"].pop("checkpoints")  # a stop adds one
+        return dict(leaves(parts))
+
+
+CASES = {
+    "at the start": {"event": Events.STARTED},
+    "each epoch": {"event": Events.EPOCH_COMPLETED},
+    "at the start of an epoch": {"event": Events.EPOCH_STARTED(once=2)},
+    "each third": {"event": EACH(every=3)},
+    "at the end": {"event": Events.COMPLETED},
+    "by iterations": {"event": EACH(every=5), "limits": {"max_iters": 10}},
+    "without a length": {"data": lambda: DataLoader(Stream(), 2)},
+    "beside a save": {"background": True},
+    "goes on": {"resumes": True},
+    "goes on in a drawn order": {"resumes": True, "data": Drawn},
+    "goes on in a stream": {"resumes": True, "data": lambda: DataLoader(Stream(), 2), "limit": 9},
+}
+
+
+@pytest.mark.row("C4", "C5")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("last", [False, True], ids=["the first", "the last"])
+def test_a_stopped_evaluation_is_made_by_the_resumed_run_to_the_same_bits(case, last, tmp_path):
+    """Though that is stopped within it, too: nothing is trained between the evaluation and the end of the run."""
+    options = CASES[case]
+    whole = Run(tmp_path / "whole", **options).train()
+    assert whole.batches and whole.measured
+    at, each = whole.batches[-1 if last else 0], options.get("limit", 10)
+    done = len(whole.batches) - each if last else 0
+    for before, stop_at in ((done, done + 2), (0, 3)):
+        cut = Run(tmp_path / "cut", **options).train(stop_at)
+        assert cut.batches == whole.batches[:before] + [at] * (stop_at - before)
+        assert cut.trainer.state.iteration == saved.iterations(tmp_path / "cut")[-1] == at
+        assert len(cut.measured) == before // each
+    resumed = Run(tmp_path / "cut", **options).train()
+
+    first = whole.batches.index(at)
+    # of an evaluation that goes on from the first stop: the second one is at the same iteration, and saves nothing
+    assert resumed.batches == whole.batches[first + 2 * ("resumes" in options) :]
+    assert repr(resumed.measured) == repr(whole.measured[first // each :])
+    assert resumed.trainer.state.evaluations == whole.trainer.state.evaluations
+    assert torch.equal(weights(resumed.trainer), weights(whole.trainer))
+    expected, found = whole.saved(), resumed.saved()
+    assert expected.keys() == found.keys()
+    assert not [key for key, value in expected.items() if not same_bits(value, found[key])]
+
+
+@pytest.mark.parametrize(("at", "rest"), [(1, [2, 4, 6, 8, 10]), (8, [10])])
+def test_batches_that_were_evaluated_are_not_loaded_again(at, rest, tmp_path):
+    Run(tmp_path, resumes=True).train(stop_at=at)
+    resumed, counted = Run(tmp_path, resumes=True), []
+    resumed.evaluator.add_event_handler(EACH(every=2), lambda: counted.append(resumed.evaluator.state.iteration))
+    resumed.train()
+    assert resumed.numbers.loaded == [*range(2 * at, 20), *range(20)]
+    assert counted == [*rest, 2, 4, 6, 8, 10], "handlers of the evaluator count on"
+
+
+@pytest.mark.parametrize("change", [{"limit": 9}, {"metrics": {"loss": Loss(nn.functional.mse_loss)}}])
+def test_another_evaluation_starts_at_its_first_batch(change, tmp_path):
+    Run(tmp_path, resumes=True).train(stop_at=8)
+    resumed = Run(tmp_path, resumes=True, **change).train()
+    assert resumed.batches == [6] * change.get("limit", 10) + [12] * change.get("limit", 10)
+
+
+def test_a_stream_without_a_state_is_replayed_and_that_is_said(tmp_path, caplog):
+    options = CASES["goes on in a stream"]
+    Run(tmp_path, **options).train(stop_at=7)
+    assert Run(tmp_path, **options).train().batches == [6] * 2 + [12] * 9
+    assert "7 batches" in caplog.text and "skipped" in caplog.text
+
+
+# -- limits in an evaluation before the training ----------------------------------------------------------------------
+
+
+def evaluated_at_the_start(during, limit):
+    trainer = trainer_of()
+    evaluator = create_evaluator(trainer.update.model, lambda model, batch: during())
+    Evaluation(evaluator, [0] * 5).attach(trainer, Events.STARTED)
+    limit.attach(trainer)
+    state = trainer.run(numbers_loader(12), max_epochs=2)
+    return state.status, state.iteration, state.evaluations
+
+
+def test_limits_end_an_evaluation_at_the_start(tmp_path, clock):
+    path, ended = tmp_path / "stop", ("interrupted", 0, 0)
+    assert evaluated_at_the_start(lambda: clock.move(20.0), WallClockLimit(seconds=50, margin_s=0)) == ended
+    assert evaluated_at_the_start(path.touch, StopFile(path)) == ended
+    assert evaluated_at_the_start(lambda: None, StopFile(path)) == ("completed", 12, 1), "the file was there before"
