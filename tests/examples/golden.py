@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tests.faults.commands import Command
+from tests.kit import runs
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -43,10 +43,9 @@ def losses(name, folder):
     """Train a config for some iterations: its losses, and the digest of its weights at the end."""
     command = ["train", str(CONFIGS / f"{name}.yaml")]
     command += [f"run.directory={folder}", f"run.max_iterations={ITERATIONS}", "run.threads=1", "logging.every=1"]
-    training = Command(ROOT, *command, *QUIET, *OPTIONS[name])
-    _, errors = training.communicate(300)
-    if training.returncode != 0:
-        raise RuntimeError(f"{name} ended with code {training.returncode}: {errors[-2000:]}")
+    training = runs.command(ROOT, *command, *QUIET, *OPTIONS[name])
+    if training.wait(300) != 0:
+        raise RuntimeError(f"{name} ended with code {training.returncode}: {training.said()[-2000:]}")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     weights = json.loads((folder / "summary.json").read_text())["weights_sha256"]
     return {"weights_sha256": weights, "losses": [row["loss"] for row in rows if "loss" in row]}
