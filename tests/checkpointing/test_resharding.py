@@ -1,32 +1,26 @@
 """A run that is sharded one way is resumed in any other, on any number of ranks."""
 
-import json
-import os
 import re
 import shutil
-import time
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from ignite.engine import Events
 from safetensors.torch import load_file
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ignite_engine import Task, load_model
-from ignite_engine.checkpointing import CheckpointError, CheckpointStore
-from ignite_engine.checkpointing.digests import tensor_sha256
-from ignite_engine.checkpointing.filesystem import hash_file
 from ignite_engine.cli import main
-from ignite_engine.run_directory import weights_sha256
-from ignite_engine.states.model_and_optimizer import unwrap
-from tests.checkpointing.states import forge as rewrite_manifest
-from tests.kit.sharded import gathered, in_layout, net, run_phases, train, trainer_in, whole_digests
+from ignite_engine.errors import CheckpointError
+from tests.checkpointing.states import CheckpointStore, file_of, forge, manifest_of, record_of
+from tests.kit.faults import DAMAGES, can_mount, mount_small_file_system
+from tests.kit.processes import ranks, start_ranks
+from tests.kit.refusals import refuses
+from tests.kit.sharded import digest, gathered, in_layout, net, train, trainer_in, whole_digests
 from tests.kit.tiny import Numbers, mse
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
-
+NIGHTLY = pytest.mark.nightly
 # ranks, layout, and what else is special
 SAVED = {
     "fsdp": (2, "fsdp", {}),
@@ -39,7 +33,6 @@ SAVED = {
     "tp": (2, "tp", {}),
     "tp+fsdp": (4, "tp+fsdp", {}),
 }
-SAME = list(SAVED)
 OTHER = [
     ("fsdp", 1, "fsdp"),
     ("fsdp", 1, "plain"),
@@ -58,59 +51,128 @@ OTHER = [
     ("tp+fsdp", 2, "tp"),
     ("tp+fsdp", 1, "plain"),
 ]
+QUICK = {"fsdp", "ddp", "plain", "tp"}
 
 
-def uninterrupted(folder, layout, options):
+def tiered(cases):
+    """Those on one or two ranks alone are for every day."""
+    quick = [name in QUICK and count <= 2 for name, count, *_ in cases]
+    ids = [" ".join(map(str, case)) for case in cases]
+    return [
+        pytest.param(*case, marks=[] if is_quick else NIGHTLY, id=name)
+        for case, is_quick, name in zip(cases, quick, ids, strict=True)
+    ]
+
+
+def uninterrupted(rank, folder, layout, options):
     trainer, _, data = trainer_in(layout, folder, config={}, **options)
     return train(trainer, data)
 
 
-def resumed(source, folder, layout, options):
+def copied(source, folder, iteration=2):
+    """The checkpoint of an iteration alone, in another folder."""
+    shutil.copytree(source / f"iteration_{iteration:08d}", folder / f"iteration_{iteration:08d}")
+    return folder
+
+
+def resumed(rank, folder, layout, options):
     """From the checkpoint of iteration 2, in the middle of an epoch."""
-    if dist.get_rank() == 0:
-        shutil.copytree(source / "iteration_00000002", folder / "iteration_00000002")
-    dist.barrier()
     trainer, checkpoint, data = trainer_in(layout, folder, **options)
     assert checkpoint.resume() == folder / "iteration_00000002"
     return train(trainer, data)
 
 
-def fine_tuned(source, folder, layout):
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing happened to, by its name: its folder, and what each of its ranks found."""
+    folder, found = tmp_path_factory.mktemp("runs"), {}
+
+    def run(name):
+        if name not in found:
+            count, layout, options = SAVED[name]
+            found[name] = ranks(count, uninterrupted, folder / name, layout, options)
+        return folder / name, found[name]
+
+    return run
+
+
+@pytest.mark.parametrize(("name", "count", "layout"), tiered([(name, *SAVED[name][:2]) for name in SAVED]))
+def test_on_the_same_ranks_and_layout_it_ends_with_the_same_bits(whole, tmp_path, name, count, layout):
+    folder, expected = whole(name)
+    for before, again in zip(
+        expected, ranks(count, resumed, copied(folder, tmp_path), layout, SAVED[name][2]), strict=True
+    ):
+        assert again["losses"] == {iteration: before["losses"][iteration] for iteration in range(3, 9)}
+        assert again["state"] == before["state"] and len(before["state"]) > 20
+        assert again["report"] == before["report"] == []
+
+
+@pytest.mark.parametrize(("name", "count", "layout"), tiered(OTHER))
+def test_on_other_ranks_or_another_layout_it_has_the_same_losses(whole, tmp_path, name, count, layout):
+    folder, (before, *_) = whole(name)
+    for again in ranks(count, resumed, copied(folder, tmp_path), layout, SAVED[name][2]):
+        assert list(again["losses"]) == list(range(3, 9))
+        assert again["losses"] == pytest.approx({at: before["losses"][at] for at in again["losses"]}, abs=1e-6)
+        assert set(again["state"]) == set(before["state"])
+        reason = again["report"][0]
+        assert reason.startswith("resumed from iteration_00000002 otherwise than saved (")
+        assert ("ranks: " in reason) == (count != SAVED[name][0])
+        assert ("sharding: " in reason) == (name not in ("ddp", "plain") or layout not in ("ddp", "plain"))
+
+
+PIECES = {"plain": 0, "fsdp": 2, "tp": 2, "hsdp": 2, "tp+fsdp": 4}
+
+
+@pytest.mark.parametrize(("name", "count"), tiered(list(PIECES.items())))
+def test_each_piece_is_written_once(whole, name, count):
+    """Of replicas (HSDP), and of what tensor parallel ranks do not split, one rank's."""
+    files = manifest_of(whole(name)[0] / "iteration_00000002")["files"]
+    written = sorted(each.partition(".")[0] for each in files if each.startswith("shards"))
+    assert written == [f"shards_{rank}" for rank in range(count)]
+
+
+def of_part(part, answer):
+    """The digests of a part's tensors by name."""
+    prefix = {"model": "model.", "ema": "ema.weights."}[part]
+    found = answer["state"].items()
+    return {name.removeprefix(prefix): value for name, value in found if name.startswith(prefix)}
+
+
+def fine_tuned(rank, source, folder, layout):
     """Begins with the average of another run."""
     trainer, checkpoint, _ = trainer_in(layout, folder)
-    table = checkpoint.load(source, weights="ema")
-    return {"state": whole_digests(trainer), "complete": table.complete}
+    report = checkpoint.load(source, weights="ema")
+    return {"state": whole_digests(trainer), "complete": report.complete}
 
 
-def unreadable_on_rank_1(source, folder):
-    """The disk of one rank fails when it reads the pieces."""
-    if dist.get_rank() == 0:
-        shutil.copytree(source / "iteration_00000002", folder / "iteration_00000002")
-    dist.barrier()
-    _, checkpoint, _ = trainer_in("plain", folder)
-    if dist.get_rank() == 1:
-        verify = checkpoint.store._verification.problem
-        checkpoint.store._verification.problem = lambda path, record: (
-            "the disk is away" if path.name == "shards_1.pt" else verify(path, record)
-        )
-    try:
-        checkpoint.resume()
-    except CheckpointError as error:
-        return str(error)
-    return "resumed"
+@pytest.mark.parametrize("layout", ["tp", "fsdp"])
+def test_a_run_begins_with_the_average_of_a_sharded_one(whole, tmp_path, layout):
+    folder, (before, _) = whole("fsdp")
+    for answer in ranks(2, fine_tuned, folder / "iteration_00000008", tmp_path, layout):
+        assert answer["complete"] and of_part("model", answer) == of_part("ema", before)
 
 
-def refused_at_the_start(folder):
-    """An object holds a sum that is not made yet; and what ends a run says so before anything is trained."""
-    trainer, _, data = trainer_in("fsdp", folder)
-    kept = Kept("fsdp")
-    kept.weight = DTensor.from_local(torch.ones(2), kept.weight.device_mesh, [Partial()])
-    trainer.register("kept", kept)
-    try:
-        trainer.run(data, max_iters=2)
-    except CheckpointError as error:
-        return [str(error), trainer.state.iteration]
-    return "trained"
+@pytest.mark.parametrize("name", ["fsdp", pytest.param("tp+fsdp", marks=NIGHTLY)])
+def test_who_only_looks_sees_whole_tensors(whole, tmp_path, name, capsys):
+    """The command line, ``load_model`` and the store."""
+    folder, (before, *_) = whole(name)
+    last = folder / "iteration_00000008"
+    for action in ("verify", "list"):
+        assert main(["checkpoints", action, str(folder)]) == 0
+    for weights, part in (("raw", "model"), ("ema", "ema")):
+        for file in (tmp_path / "weights.safetensors", tmp_path / "weights.pt"):
+            assert main(["checkpoints", "export", str(last), "-o", str(file), "--weights", weights]) == 0
+            read = load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+            assert {key: digest(value) for key, value in read.items()} == of_part(part, before)
+    loaded = CheckpointStore(folder).load(last).shared["model"]
+    assert {key: digest(value) for key, value in loaded.items()} == of_part("model", before)
+    model = load_model(folder, task=lambda options: Task(net(), mse, Numbers(4)))
+    assert {key: digest(value) for key, value in model.state_dict().items()} == of_part("model", before)
+
+    assert main(["checkpoints", "diff", str(last), str(last)]) == 0
+    capsys.readouterr()
+    assert main(["checkpoints", "diff", str(last), str(folder / "iteration_00000006")]) == 1
+    assert re.search(r"model +0 equal; 8 differ", capsys.readouterr().out)
 
 
 class Kept:
@@ -128,7 +190,7 @@ class Kept:
         self.own = state["own"]
 
 
-def with_an_object(folder, layout, resume):
+def with_an_object(rank, folder, layout, resume):
     """It is saved without the first layer, which stays as it was built, and with the object."""
     model = net()
     with torch.no_grad():
@@ -140,258 +202,131 @@ def with_an_object(folder, layout, resume):
         checkpoint.resume()
     else:
         trainer.run(data, max_iters=2)
-    bias = gathered(unwrap(trainer.update.model)[0].bias.detach())
+    bias = gathered(model[0].bias.detach())
     return {"kept": gathered(kept.weight).tolist(), "own": kept.own.tolist(), "left out": bias.tolist()}
 
 
-def changed_while_written(folder):
-    """A handler changes sharded states of the optimizer in place while they are written in the background."""
-    trainer, checkpoint, data = trainer_in("fsdp", folder, background=True)
-    snapshot = checkpoint._saver._snapshot
-    wait = snapshot.wait
-
-    def wait_longer():
-        time.sleep(0.2)
-        wait()
-
-    snapshot.wait = wait_longer
-    optimizer = trainer.registry.objects["optimizer"].optimizer
-
-    def change():
-        torch._foreach_mul_([values["exp_avg"] for values in optimizer.state.values()], 2.0)
-
-    trainer.add_event_handler(Events.ITERATION_STARTED(once=3), change)
-    trainer.run(data, max_iters=4)
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    phases = {
-        name: (ranks, partial(uninterrupted, folder / name, layout, options))
-        for name, (ranks, layout, options) in SAVED.items()
-    }
-    for name, ranks, layout in [*((name, *SAVED[name][:2]) for name in SAVED), *OTHER]:
-        key = f"{name} -> {layout} {ranks}"
-        phases[key] = (ranks, partial(resumed, folder / name, folder / key, layout, SAVED[name][2]))
-    fsdp = folder / "fsdp" / "iteration_00000008"
-    phases["fine-tuned tp"] = (2, partial(fine_tuned, fsdp, folder / "fine-tuned tp", "tp"))
-    phases["fine-tuned fsdp"] = (3, partial(fine_tuned, fsdp, folder / "fine-tuned fsdp", "fsdp"))
-    phases["unreadable"] = (2, partial(unreadable_on_rank_1, folder / "fsdp", folder / "unreadable"))
-    phases["object saved"] = (2, partial(with_an_object, folder / "object", "fsdp", False))
-    phases["object resumed"] = (3, partial(with_an_object, folder / "object", "fsdp", True))
-    phases["object resumed plain"] = (1, partial(with_an_object, folder / "object", "plain", True))
-    phases["refused"] = (2, partial(refused_at_the_start, folder / "refused"))
-    phases["changed"] = (2, partial(changed_while_written, folder / "changed"))
-    return folder, run_phases(folder, phases)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SAME)
-def test_on_the_same_ranks_and_layout_it_ends_with_the_same_bits(runs, name):
-    _, answers = runs
-    ranks, layout, _ = SAVED[name]
-    for whole, again in zip(answers[name], answers[f"{name} -> {layout} {ranks}"], strict=True):
-        assert list(again["losses"]) == [str(each) for each in range(3, 9)]
-        assert again["losses"] == {iteration: whole["losses"][iteration] for iteration in again["losses"]}
-        assert again["state"] == whole["state"] and len(whole["state"]) > 20
-        assert again["weights_sha256"] == whole["weights_sha256"]
-        assert again["report"] == whole["report"] == []
-
-
-@pytest.mark.parametrize(("name", "ranks", "layout"), OTHER)
-def test_on_other_ranks_or_another_layout_it_has_the_same_losses(runs, name, ranks, layout):
-    _, answers = runs
-    whole = answers[name][0]
-    for again in answers[f"{name} -> {layout} {ranks}"]:
-        assert list(again["losses"]) == [str(each) for each in range(3, 9)]
-        assert again["losses"] == pytest.approx(
-            {iteration: whole["losses"][iteration] for iteration in again["losses"]}, abs=1e-6
-        )
-        assert set(again["state"]) == set(whole["state"])
-        assert whole["report"] == []
-        reason = again["report"][0]
-        assert reason.startswith("resumed from iteration_00000002 otherwise than saved (")
-        assert ("ranks: " in reason) == (ranks != SAVED[name][0])
-        assert ("sharding: " in reason) == (name not in ("ddp", "plain") or layout not in ("ddp", "plain"))
-
-
-def test_each_piece_is_written_once(runs):
-    """Of replicas (HSDP), and of what tensor parallel ranks do not split, one rank's."""
-    folder, _ = runs
-    written = {}
-    for name in ("plain", "fsdp", "hsdp", "tp", "tp+fsdp"):
-        content = json.loads((folder / name / "iteration_00000002" / "manifest.json").read_text())
-        written[name] = sorted(each for each in content["files"] if each.startswith("shards"))
-    assert written == {
-        "plain": [],
-        "fsdp": ["shards_0.pt", "shards_1.pt"],
-        "hsdp": ["shards_0.pt", "shards_1.pt"],
-        "tp": ["shards_0.pt", "shards_1.pt"],
-        "tp+fsdp": [f"shards_{rank}.pt" for rank in range(4)],
-    }
-
-
-def of_part(part, answer):
-    """The digests of a part's tensors by name."""
-    prefix = {"model": "model.", "ema": "ema.weights."}[part]
-    found = answer["state"].items()
-    return {name.removeprefix(prefix): digest for name, digest in found if name.startswith(prefix)}
-
-
-@pytest.mark.parametrize("layout", ["tp", "fsdp"])
-def test_a_run_begins_with_the_average_of_a_sharded_one(runs, layout):
-    _, answers = runs
-    for answer in answers[f"fine-tuned {layout}"]:
-        assert answer["complete"] and of_part("model", answer) == of_part("ema", answers["fsdp"][0])
-
-
-@pytest.mark.parametrize("name", ["fsdp", "tp+fsdp"])
-def test_the_command_line_reads_sharded_checkpoints(runs, tmp_path, name, capsys):
-    folder, answers = runs
-    last = folder / name / "iteration_00000008"
-    assert main(["checkpoints", "verify", str(folder / name)]) == 0
-    assert main(["checkpoints", "list", str(folder / name)]) == 0
-    for weights, part in (("raw", "model"), ("ema", "ema")):
-        for file in (tmp_path / "weights.safetensors", tmp_path / "weights.pt"):
-            assert main(["checkpoints", "export", str(last), "-o", str(file), "--weights", weights]) == 0
-            read = load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
-            assert {name: tensor_sha256(value) for name, value in read.items()} == of_part(part, answers[name][0])
-    _, layout, _ = SAVED[name]
-    same = folder / f"{name} -> {layout} {SAVED[name][0]}" / "iteration_00000008"
-    assert main(["checkpoints", "diff", str(last), str(same)]) == 0
-    capsys.readouterr()
-    assert main(["checkpoints", "diff", str(last), str(folder / f"{name} -> plain 1" / "iteration_00000008")]) == 1
-    table = capsys.readouterr().out
-    assert re.search(r"model +0 equal; 8 differ: \S+ by \d\.?\d*e-0[78]", table), table
-
-
-def test_a_model_is_rebuilt_from_a_sharded_checkpoint(runs):
-    folder, answers = runs
-    for name in ("fsdp", "hsdp", "tp+fsdp"):
-        model = load_model(folder / name, task=lambda options: Task(net(), mse, Numbers(4)))
-        assert weights_sha256(model) == answers[name][0]["weights_sha256"]
-
-
-def test_a_tensor_is_whole_for_who_only_looks(runs):
-    folder, answers = runs
-    path = folder / "fsdp" / "iteration_00000008"
-    loaded = CheckpointStore(folder / "fsdp").load(path)
-    weights = {name: tensor_sha256(value) for name, value in loaded.shared["model"].items()}
-    assert weights == of_part("model", answers["fsdp"][0])
-
-
-def test_an_object_of_a_users_own_may_hold_sharded_tensors(runs):
-    _, answers = runs
+def test_an_object_of_a_users_own_may_hold_sharded_tensors(tmp_path):
     weight = (2 * next(net().parameters())).tolist()
-    assert [each["kept"] for each in answers["object saved"]] == [weight] * 2
-    resumed = answers["object resumed"] + answers["object resumed plain"]
-    assert [each["kept"] for each in resumed] == [weight] * 4
-    assert [each["own"][0] for each in resumed] == [0, 1, 0, 0]  # the third rank did not exist: it has rank 0's
-    assert all(each["left out"] == [2.0] * 6 for each in resumed)
+    saved = ranks(2, with_an_object, tmp_path, "fsdp", False)
+    assert [each["kept"] for each in saved] == [weight] * 2
+    again = ranks(3, with_an_object, tmp_path, "fsdp", True) + ranks(1, with_an_object, tmp_path, "plain", True)
+    assert [each["kept"] for each in again] == [weight] * 4
+    assert [each["own"][0] for each in again] == [0, 1, 0, 0]  # the third rank did not exist: it has rank 0's
+    assert all(each["left out"] == [2.0] * 6 for each in again)
 
 
-def test_what_cannot_be_saved_is_refused_before_it_is_trained(runs):
-    _, answers = runs
-    for error, iteration in answers["refused"]:
-        assert error.startswith("kept cannot be saved: weight is sharded, and its placements (Partial(sum),)")
-        assert iteration == 0
+def refused(rank, folder):
+    """What is not whole in any sense: sums that are not made yet, pieces that are missing or of another size."""
+    mesh = init_device_mesh("cpu", (2,))
+    tensors = {
+        "a sum": DTensor.from_local(torch.ones(3), mesh, [Partial()]),
+        "another size": DTensor.from_local(torch.ones(3), mesh, [Shard(0)], shape=torch.Size((16,)), stride=(1,)),
+        "left out": DTensor.from_local(torch.ones(2), mesh, [Shard(0)]),
+    }
+    found = {}
+    for name, tensor in tensors.items():
+        state = {"a": tensor, "b": DTensor.from_local(torch.ones(2), mesh, [Replicate()])}
+        if name == "left out" and rank == 1:
+            del state["a"]
+        try:
+            found[name] = CheckpointStore(folder).save({"model": state}, {}, iteration=1, epoch=1)
+        except CheckpointError as error:
+            found[name] = str(error)
+    trainer, _, data = trainer_in("fsdp", folder / "run")
+    kept = Kept("fsdp")
+    kept.weight = tensors["a sum"]
+    trainer.register("kept", kept)
+    try:
+        trainer.run(data, max_iters=2)
+    except CheckpointError as error:
+        found["at the start"] = str(error)
+    return found, trainer.state.iteration
 
 
-def test_what_changes_a_sharded_state_in_the_background_changes_no_checkpoint(
-    runs,
-):
-    folder, _ = runs
-    states = [
-        CheckpointStore(folder / name).load(folder / name / f"iteration_{iteration:08d}").shared["optimizer"]["state"]
-        for name, iteration in (("changed", 2), ("fsdp", 2), ("changed", 4), ("fsdp", 4))
-    ]
-    digests = [tensor_sha256(state["0.weight"]["exp_avg"]) for state in states]
-    assert digests[0] == digests[1] and digests[2] != digests[3]
+def test_what_cannot_be_saved_is_refused_with_its_name_before_it_is_trained(tmp_path):
+    words = {
+        "a sum": "model a sharded Partial",
+        "another size": "a sharded Shard(dim=0)",
+        "left out": "not saved whole model",
+        "at the start": "kept weight sharded Partial",
+    }
+    for found, iteration in ranks(2, refused, tmp_path):
+        assert iteration == 0 and found.keys() == words.keys()
+        assert all(word in found[name] for name in words for word in words[name].split()), found
 
 
-def test_a_piece_that_one_rank_cannot_read_is_the_same_error_on_all(
-    runs,
-):
-    folder, answers = runs
-    expected = f"{folder / 'unreadable' / 'iteration_00000002'} is damaged: the disk is away."
-    assert answers["unreadable"] == [expected] * 2
+# ------------------------------------------------------------------------------------------------------------ damages
 
 
-def remove(checkpoint):
-    (checkpoint / "shards_1.pt").unlink()
-    return "shards_1.pt is missing"
-
-
-def truncate(checkpoint):
-    file = checkpoint / "shards_1.pt"
-    os.truncate(file, file.stat().st_size // 2)
-    return "shards_1.pt has .* bytes, the manifest says"
-
-
-def flip_a_byte(checkpoint):
-    data = bytearray((checkpoint / "shards_0.pt").read_bytes())
-    data[len(data) // 2] ^= 1
-    (checkpoint / "shards_0.pt").write_bytes(data)
-    return "shards_0.pt has changed: BLAKE3"
+def of_a_file(damage):
+    return lambda checkpoint: DAMAGES[damage](file_of(checkpoint, "shards_1"))
 
 
 def of_another(checkpoint):
-    shutil.copy(checkpoint.with_name("iteration_00000002") / "shards_0.pt", checkpoint / "shards_0.pt")
-    return "shards_0.pt has (changed: BLAKE3|.* bytes)"
-
-
-def of_another_rank(checkpoint):
-    shutil.copy(checkpoint / "shards_1.pt", checkpoint / "shards_0.pt")
-    return "shards_0.pt has (changed: BLAKE3|.* bytes)"
-
-
-def link(checkpoint):
-    file = checkpoint / "shards_1.pt"
-    file.rename(checkpoint / "elsewhere.pt")
-    file.symlink_to(checkpoint / "elsewhere.pt")
-    return "shards_1.pt is missing"
+    """From another iteration."""
+    other = checkpoint.with_name("iteration_00000002")
+    shutil.copy(file_of(other, "shards_1"), file_of(checkpoint, "shards_1"))
 
 
 def forget(checkpoint):
     """As if a rank had not taken part, with a manifest that is right in itself."""
-    files = json.loads((checkpoint / "manifest.json").read_bytes())["files"]
-    (checkpoint / "shards_1.pt").unlink()
-    rewrite_manifest(checkpoint, files={name: record for name, record in files.items() if name != "shards_1.pt"})
-    return "model 0.weight is not whole: its 1 pieces hold 9 of 18 numbers"
+    gone = file_of(checkpoint, "shards_1")
+    gone.unlink()
+    files = manifest_of(checkpoint)["files"]
+    forge(checkpoint, files={name: record for name, record in files.items() if name != gone.name})
 
 
-def replace_both(checkpoint):
-    """Twice the same rank's pieces, with a manifest that is right in itself."""
-    shutil.copy(checkpoint / "shards_0.pt", checkpoint / "shards_1.pt")
-    files = json.loads((checkpoint / "manifest.json").read_bytes())["files"]
-    rewrite_manifest(checkpoint, files={**files, "shards_1.pt": files["shards_0.pt"]})
-    return "model 0.weight is not whole: its 2 pieces overlap"
+def twice_the_same(checkpoint):
+    """One rank's pieces in the place of the other's, with a manifest that is right in itself."""
+    first, second = (file_of(checkpoint, f"shards_{rank}") for rank in range(2))
+    shutil.copy(first, second)
+    files = manifest_of(checkpoint)["files"]
+    forge(checkpoint, files={**files, second.name: files[first.name]})
 
 
 def not_pieces(checkpoint):
-    """A file of another program, with a manifest that is right in itself."""
-    torch.save({"model": {"0.weight": torch.zeros(6, 3)}}, checkpoint / "shards_1.pt")
-    files = json.loads((checkpoint / "manifest.json").read_bytes())["files"]
-    with open(checkpoint / "shards_1.pt", "rb", buffering=0) as file:
-        rewrite_manifest(checkpoint, files={**files, "shards_1.pt": vars(hash_file(file))})
-    return "shards_1.pt does not hold pieces of tensors"
+    """A file of another kind, with a manifest that is right in itself."""
+    file = file_of(checkpoint, "shards_1")
+    shutil.copy(file_of(checkpoint, "rank_0"), file)
+    forge(checkpoint, files={**manifest_of(checkpoint)["files"], file.name: record_of(file)})
 
 
-DAMAGES = [remove, truncate, flip_a_byte, of_another, of_another_rank, link, forget, replace_both, not_pieces]
+CASES = {
+    **{damage: (of_a_file(damage), "shards_1") for damage in DAMAGES},
+    "of another iteration": (of_another, "shards_1"),
+    "a rank is forgotten": (forget, "not whole"),
+    "one twice": (twice_the_same, "not whole overlap"),
+    "no pieces": (not_pieces, "shards_1"),
+}
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_pieces_are_found_and_the_checkpoint_before_is_taken(runs, tmp_path, damage):
-    folder, _ = runs
-    for name in ("iteration_00000002", "iteration_00000004"):
-        shutil.copytree(folder / "fsdp" / name, tmp_path / name)
-    reason = damage(tmp_path / "iteration_00000004")
-    store = CheckpointStore(tmp_path)
-    newest, skipped = store.latest()
-    assert newest is not None and newest.iteration == 2
-    ((path, found),) = skipped
-    assert path.name == "iteration_00000004" and re.search(reason, found), found
-    with pytest.raises(CheckpointError, match=reason) as raised:
-        CheckpointStore(tmp_path).load(path)
-    assert "\n" not in str(raised.value)
+@pytest.mark.parametrize(("damage", "words"), CASES.values(), ids=list(CASES))
+def test_damaged_pieces_are_found_and_the_checkpoint_before_is_taken(whole, tmp_path, damage, words):
+    folder, _ = whole("fsdp")
+    for iteration in (2, 4):
+        copied(folder, tmp_path / "run", iteration)
+    path = tmp_path / "run" / "iteration_00000004"
+    damage(path)
+    found, skipped = CheckpointStore(tmp_path / "run").latest()
+    assert found.iteration == 2 and [each for each, _ in skipped] == [path]
+    assert all(word in skipped[0][1] for word in words.split()), skipped
+    refuses(lambda: CheckpointStore(tmp_path / "run").load(path), CheckpointError, words)
+
+
+def resumed_blind(rank, folder):
+    """The disk of rank 1 has nothing in the place of the checkpoint."""
+    _, checkpoint, _ = trainer_in("plain", folder)
+    if rank == 1:
+        mount_small_file_system(folder / "iteration_00000002", 64)
+    try:
+        return str(checkpoint.resume())
+    except CheckpointError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("resume", [resumed_blind] if can_mount() else [])
+def test_what_one_rank_cannot_read_is_the_same_error_on_all(whole, tmp_path, resume):
+    folder = copied(whole("fsdp")[0], tmp_path)
+    first, second = [each.answer() for each in start_ranks(2, resume, folder)]
+    assert first == second and "iteration_00000002" in first and first != str(folder / "iteration_00000002")

@@ -1,29 +1,21 @@
-"""One small model in every layout over gloo ranks, and processes that run phases of different numbers of ranks."""
+"""One small model in every layout over gloo ranks: ``ranks(2, work)`` of ``kit.processes`` calls what is here."""
 
-import json
-import logging
-import os
-import warnings
-from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
+import hashlib
 
+import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from ignite.engine import Events
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ignite_engine import Trainer, Update, loader
-from ignite_engine.checkpointing.digests import tensor_sha256
-from ignite_engine.checkpointing.nested import dotted, walk
 from ignite_engine.handlers import EMA, Checkpoint
-from ignite_engine.ranks import agreement
-from ignite_engine.ranks.mesh import use_mesh
-from ignite_engine.run_directory import weights_sha256
-from tests.kit.faults import start_child, wait_for
+from ignite_engine.ranks import use_mesh
+from tests.kit.processes import ranks
+from tests.kit.resume import leaves
 from tests.kit.tiny import Numbers, mse
 
 OPTIMIZERS = {
@@ -42,7 +34,7 @@ def net():
 def in_layout(layout, model=None):
     """The model on all ranks of the default group, and the number of data-parallel ranks."""
     model = model or net()
-    world = agreement.world_size()
+    world = dist.get_world_size()
     use_mesh(None)
     if layout == "plain":
         return model, 1
@@ -92,16 +84,13 @@ def train(trainer, data, epochs=2):
     losses = {}
 
     def keep(engine):
-        losses[engine.state.iteration] = agreement.mean_of(
-            [row[0] for row in agreement.gather_floats([float(engine.state.output["loss"])])]
-        )
+        losses[engine.state.iteration] = float(idist.all_reduce(float(engine.state.output["loss"]), "SUM"))
 
     trainer.add_event_handler(Events.ITERATION_COMPLETED, keep)
     trainer.run(data, max_epochs=epochs)
     look_at(trainer.update.model)
-    report = trainer.reproducibility()
-    digest = weights_sha256(trainer.update.model)
-    return {"losses": losses, "state": whole_digests(trainer), "weights_sha256": digest, "report": report}
+    means = {iteration: total / dist.get_world_size() for iteration, total in losses.items()}
+    return {"losses": means, "state": whole_digests(trainer), "report": trainer.reproducibility()}
 
 
 def gathered(value):
@@ -113,41 +102,17 @@ def whole_digests(trainer):
     """The digest of each tensor of model, optimizer and average, gathered from all ranks."""
     names = ("model", "optimizer", "ema")
     states = {name: trainer.registry.objects[name].state_dict() for name in names if name in trainer.registry.objects}
-    leaves = {dotted(path): value for path, value in walk(states) if isinstance(value, Tensor)}
-    return {name: tensor_sha256(gathered(value)) for name, value in leaves.items()}
+    found = {".".join(map(str, path)): value for path, value in leaves(states)}
+    return {name: digest(gathered(value)) for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
-Phase = tuple[int, Callable[[], Any]]
-"""Ranks, and what each of them does."""
+def digest(tensor):
+    """The same for the same bits, shape and type."""
+    tensor = tensor.detach().contiguous()
+    content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + content).hexdigest()
 
 
-def run_phases(folder, phases, *, timeout_s=100.0):
-    """Each phase in turn, with a process group of its own size; the processes are the same for all of them.
-
-    Returns:
-        By phase what each of its ranks returned, through JSON.
-    """
-
-    def one_rank(rank):
-        torch.set_num_threads(1)
-        logging.getLogger("torch").setLevel(logging.ERROR)
-        warnings.simplefilter("ignore")
-        answers = {}
-        for number, (name, (world, work)) in enumerate(phases.items()):
-            if rank >= world:
-                continue
-            store = f"file://{folder}/store_{os.getppid()}_{number}"
-            dist.init_process_group(
-                "gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=20)
-            )
-            answers[name] = work()
-            agreement.forget_groups()
-            dist.destroy_process_group()
-        (folder / f"answers_{rank}.json").write_text(json.dumps(answers))  # too much for a pipe
-
-    ranks = range(max(world for world, _ in phases.values()))
-    children = [start_child(lambda rank=rank: one_rank(rank)) for rank in ranks]
-    codes = [wait_for(child, timeout_s=timeout_s)[0] for child in children]
-    assert codes == [0] * len(codes)
-    found = [json.loads((folder / f"answers_{rank}.json").read_text()) for rank in ranks]
-    return {name: [each[name] for each in found[:world]] for name, (world, _) in phases.items()}
+def run_phases(folder, phases):
+    """What each rank of each phase, a number of ranks and a function, returned."""
+    return {name: ranks(count, lambda rank, work=work: work()) for name, (count, work) in phases.items()}
