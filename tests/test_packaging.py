@@ -22,7 +22,7 @@ import ignite_engine.handlers
 ROOT = Path(__file__).resolve().parent.parent
 BUILT_FROM = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "ignite_engine", "handlers")
 
-pytestmark = pytest.mark.packaging
+pytestmark = pytest.mark.nightly
 
 TASK = """
 from pathlib import Path

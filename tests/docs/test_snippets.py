@@ -16,9 +16,9 @@ import torch
 import yaml
 from pydantic import BaseModel
 
-from ignite_engine.cli.commands import COMMANDS
 from ignite_engine.config import Config, Every, load_config
-from tests.faults.commands import Command
+from tests.kit import runs
+from tests.kit.refusals import command
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -78,12 +78,12 @@ RUN_HERE = sorted({block.page for block in PYTHON if not block.starts_processes}
 SCRIPTS = [block for block in PYTHON if block.starts_processes]
 
 
-SLOW = "time_travel.md"  # trains, replays and audits
+LONG = ("time_travel.md", "captured_updates.md", "cookbook.md")  # audits, compiles, and searches
 
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=pytest.mark.slow) if page.name == SLOW else page for page in RUN_HERE],
+    [pytest.param(page, marks=[pytest.mark.nightly] * (page.name in LONG)) for page in RUN_HERE],
     ids=lambda page: page.name,
 )
 def test_python_blocks_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatch):
@@ -102,7 +102,6 @@ def test_python_blocks_of_a_page_run_one_after_the_other(page, tmp_path, monkeyp
 
 
 @pytest.mark.row("I1")
-@pytest.mark.distributed
 @pytest.mark.parametrize("block", SCRIPTS, ids=str)
 def test_scripts_that_start_processes_run_and_resume(block, tmp_path):
     assert 'backend="gloo"' in block.text and "nproc_per_node=2" in block.text
@@ -110,16 +109,14 @@ def test_scripts_that_start_processes_run_and_resume(block, tmp_path):
     saved = []
     saves = "Checkpoint(" in block.text
     for _ in range(1 + saves):
-        run = Command(tmp_path, "script.py", function="script")
-        _, errors = run.communicate()
-        assert run.returncode == 0, errors
+        run = runs.script(tmp_path, "script.py")
+        assert run.wait() == 0, run.said()
         saved.append({path: path.read_bytes() for path in tmp_path.rglob("manifest.json")})
     # the second run finds nothing left to do, and saves nothing
     assert bool(saved[0]) == saves and saved[0] == saved[-1]
 
 
-@pytest.mark.distributed
-@pytest.mark.long  # each rank imports torch
+@pytest.mark.nightly  # each rank imports torch
 @pytest.mark.parametrize("block", SCRIPTS, ids=str)
 def test_scripts_that_start_processes_spawn_them(block, tmp_path):
     """As a user starts them: what their ranks are given must be found again by its name."""
@@ -153,10 +150,11 @@ def test_relative_links_lead_to_a_file(page):
 
 def test_commands_that_are_shown_exist():
     targets = set(re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    commands = set(re.findall(r"^    ([a-z-]+)\b", command("--help"), flags=re.MULTILINE))
     shown = [(page, *found) for page in ALL_PAGES for found in _commands(page.read_text())]
     assert {"train", "test"} <= {name for _, program, name in shown if program == "make"}
     for page, program, name in shown:
-        assert name in (targets if program == "make" else COMMANDS), f"{page.name}: {program} {name}"
+        assert name in (targets if program == "make" else commands), f"{page.name}: {program} {name}"
 
 
 def _commands(text):
@@ -197,6 +195,8 @@ def test_tests_that_pages_name_exist():
     named = {found for page in PAGES for found in re.findall(r"`(tests/[\w/.]+\.py)::(\w+)`", page.read_text())}
     assert named
     missing = [
-        pair for pair in sorted(named) if not re.search(rf"^ *def {pair[1]}\(", (ROOT / pair[0]).read_text(), re.M)
+        pair
+        for pair in sorted(named)
+        if not re.search(rf"^ *(def {pair[1]}\(|{pair[1]} = )", (ROOT / pair[0]).read_text(), re.M)
     ]
     assert not missing

@@ -1,9 +1,6 @@
-"""Each claim of docs/trust.md, watched from outside: an audit hook in every process of a run, its children included."""
+"""Each claim of docs/trust.md, watched from outside: an audit hook in a process of a run."""
 
-import ast
 import configparser
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -13,42 +10,15 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch
 
-from ignite_engine import load_model
-from ignite_engine.checkpointing import CheckpointError, CheckpointStore
-from ignite_engine.checkpointing.environment import _VARIABLES
-from ignite_engine.task import TaskError
-from tests.checkpointing.states import save
+from ignite_engine import cli
+from tests.kit.fitting import read
+from tests.kit.processes import child
 from tests.test_packaging import BUILT_FROM, build
-
-pytestmark = pytest.mark.slow  # a run that is watched by an audit hook
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")
-
-HOOK = """
-import os, sys
-
-watched = os.open(os.environ["AUDIT_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-NAMES = {"socket.connect", "socket.sendto", "socket.getaddrinfo", "socket.gethostbyname", "pickle.find_class",
-         "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.mkdir", "os.rename", "os.remove",
-         "os.symlink", "os.link", "open", "shutil.rmtree"}
-WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-
-def watch(event, arguments, write=os.write):
-    if event not in NAMES:
-        return
-    if event == "open" and not (isinstance(arguments[2], int) and arguments[2] & WRITES):
-        return
-    arguments = arguments[:1] if event == "open" else arguments
-    paths = [value for value in arguments if isinstance(value, (str, bytes, os.PathLike))]
-    said = [os.path.abspath(os.fsdecode(path)) if event.startswith(("o", "sh")) else repr(path) for path in paths]
-    write(watched, repr((event, said)).encode() + b"\\n")
-
-sys.addaudithook(watch)
-"""
-
+SECRET = "hunter2-is-no-secret-of-anybody"
 TASK = """
 import torch
 from ignite_engine import Task
@@ -58,52 +28,14 @@ def build(options):
     loss = lambda model, batch: (model(batch[0]) - 1).square().mean()
     return Task(model=torch.nn.Linear(2, 1), loss_fn=loss, train_set=data, val_sets={"val": data})
 """
-
 CONFIG = """
 task: my_task.py:build
 run: {directory: run, max_iterations: 12}
 data: {batch_size: 4}
 """
-
-
-SECRET = "hunter2-is-no-secret-of-anybody"
-
-
-class Watched:
-    """A folder in which commands run, and what their processes did."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        for name in ("hook", "home", "temporary"):
-            (folder / name).mkdir()
-        (folder / "hook" / "sitecustomize.py").write_text(HOOK)
-        (folder / "my_task.py").write_text(TASK)
-        (folder / "config.yaml").write_text(CONFIG)
-
-    def run(self, *words):
-        """The events of a command of Python and of its children."""
-        log = self.folder / "audit.txt"
-        log.unlink(missing_ok=True)
-        places = {"HOME": str(self.folder / "home"), "TMPDIR": str(self.folder / "temporary"), "AUDIT_LOG": str(log)}
-        places["HF_TOKEN"] = SECRET
-        paths = os.pathsep.join([str(self.folder / "hook"), str(ROOT)])
-        environment = {**os.environ, **places, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
-        unwanted = ("CLEARML", "TORCHINDUCTOR")  # torch sets the latter in this process
-        environment = {name: value for name, value in environment.items() if not name.startswith(unwanted)}
-        done = subprocess.run(
-            [sys.executable, *words], cwd=self.folder, env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr
-        events = [ast.literal_eval(line) for line in log.read_text().splitlines()]
-        return events
-
-
-@pytest.fixture(scope="module")
-def watched(tmp_path_factory):
-    return Watched(tmp_path_factory.mktemp("watched"))
-
-
-READERS = [
+COMMANDS = [
+    ["train", "config.yaml"],
+    ["train", "config.yaml", "run.max_iterations=16"],
     ["evaluate", "config.yaml"],
     ["report", "run"],
     ["compare", "run", "run"],
@@ -111,80 +43,110 @@ READERS = [
     ["checkpoints", "list", "run"],
     ["checkpoints", "export", "run", "-o", "weights.safetensors"],
 ]
+WATCHED = ("socket.", "pickle.find_class", "subprocess.Popen", "os.", "shutil.rmtree", "open")
+LOOKS = ("os.listdir", "os.scandir", "os.walk", "os.putenv", "os.unsetenv")
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+
+def events_of(work):
+    """What Python is told of while ``work()`` runs, but for files that are read: ``(event, paths or words)``."""
+    events = []
+
+    def watch(event, arguments):
+        if not event.startswith(WATCHED) or event in LOOKS:
+            return
+        if event == "open" and not (isinstance(arguments[2], int) and arguments[2] & WRITES):
+            return
+        arguments = arguments[: 1 if event == "open" else 2]
+        paths = [value for value in arguments if isinstance(value, (str, bytes, os.PathLike))]
+        events.append((event, [os.path.abspath(os.fsdecode(path)) for path in paths]))
+
+    sys.addaudithook(watch)
+    work()
+    return list(events)
+
+
+def run_all(folder):
+    os.environ.update(HOME=str(folder / "home"), TMPDIR=str(folder / "temporary"), HF_TOKEN=SECRET)
+    for name in [name for name in os.environ if name.startswith("CLEARML")]:
+        del os.environ[name]
+    os.chdir(folder)
+    for words in COMMANDS:
+        assert cli.main(words) == 0, words
 
 
 @pytest.fixture(scope="module")
-def events_of_a_run(watched):
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("watched")
+    for name in ("home", "temporary"):
+        (folder / name).mkdir()
+    (folder / "my_task.py").write_text(TASK)
+    (folder / "config.yaml").write_text(CONFIG)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def events(folder):
     """Of a run with the defaults, its resume, and all that reads it."""
-    engine = ("-m", "ignite_engine")
-    found = watched.run(*engine, "train", "config.yaml")
-    assert ("open", [str(watched.folder / "run" / "metrics.jsonl")]) in found, "the hook sees what is written"
-    found += watched.run(*engine, "train", "config.yaml", "run.max_iterations=16")
-    return found + watched.run(
-        "-c", f"from ignite_engine.cli import main\nfor line in {READERS}: assert not main(line)"
-    )
+    found = child(lambda: events_of(lambda: run_all(folder)))
+    assert ("open", [str(folder / "run" / "metrics.jsonl")]) in found, "the hook sees what is written"
+    return found
 
 
 def named(events, *prefixes):
     return [event for event in events if event[0].startswith(prefixes)]
 
 
-def test_the_hook_sees_a_connection_and_a_pickle(watched):
-    """Of Python itself; else the tests below could not fail."""
-    program = "import pickle, socket, pathlib; pickle.loads(pickle.dumps(pathlib.PurePosixPath('x')))\n"
-    program += "try: socket.create_connection(('127.0.0.1', 9), timeout=1)\nexcept OSError: pass\n"
-    names = {name for name, _ in watched.run("-c", program)}
-    assert {"pickle.find_class", "socket.connect", "socket.getaddrinfo"} <= names
+def test_the_hook_sees_a_connection_and_a_pickle():
+    """Else the tests below could not fail."""
+
+    def work():
+        import pickle
+        import socket
+
+        pickle.loads(pickle.dumps(Path("x")))
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.1", 9), timeout=1)
+
+    assert {"pickle.find_class", "socket.connect"} <= {name for name, _ in child(lambda: events_of(work))}
 
 
-def test_importing_it_connects_starts_and_writes_nothing(watched):
-    theirs = "import torch, ignite.engine, ignite.metrics, numpy, yaml, psutil, pydantic"
-    ours = "ignite_engine, ignite_engine.handlers, ignite_engine.ext.report, ignite_engine.runs.fit"
-    without = watched.run("-c", theirs)
-    events = watched.run("-c", f"{theirs}, {ours}")
-    temporary = str(watched.folder / "temporary")
-    assert [event for event in events if event not in without and temporary not in str(event)] == []
+def test_no_connection_is_opened_by_default(events):
+    assert named(events, "socket.connect", "socket.sendto", "socket.getaddrinfo", "socket.gethostbyname") == []
 
 
-def test_no_connection_is_opened_by_default(events_of_a_run):
-    assert named(events_of_a_run, "socket.") == []
+def test_nothing_is_unpickled(events):
+    assert named(events, "pickle.") == []
 
 
-def test_nothing_is_unpickled(events_of_a_run):
-    assert named(events_of_a_run, "pickle.") == []
+def test_programs_that_are_started_are_named_on_the_page(events):
+    started = {Path(said[0]).name for _, said in named(events, "subprocess.Popen")}
+    assert started <= {"git", Path(sys.executable).name} and "`git`" in PAGE and "ClearML's session" in PAGE
+    assert named(events, "os.system", "os.exec", "os.posix_spawn") == []
 
 
-def test_programs_that_are_started_are_named_on_the_page(events_of_a_run):
-    started = {Path(ast.literal_eval(said[0])).name for _, said in named(events_of_a_run, "subprocess.Popen")}
-    others = named(events_of_a_run, "os.system", "os.exec", "os.posix_spawn")
-    assert started == {"git", Path(sys.executable).name} and others == []
-    assert "`git`" in PAGE and "ClearML's session" in PAGE
-
-
-def test_what_is_written_is_in_the_runs_folder_and_named_on_the_page(watched, events_of_a_run):
-    run, temporary = watched.folder / "run", watched.folder / "temporary"
-    asked_for = {watched.folder / name for name in ("compare.html", "weights.safetensors")}
-    changed = {Path(path) for event in named(events_of_a_run, "open", "os.", "shutil") for path in event[1]}
+def test_what_is_written_is_in_the_runs_folder_and_named_on_the_page(folder, events):
+    run = folder / "run"
+    asked_for = {folder / name for name in ("compare.html", "weights.safetensors")}
+    changed = {Path(path) for event in named(events, "open", "os.mkdir", "os.rename", "os.remove") for path in event[1]}
     elsewhere = {
         path
         for path in changed
-        if not path.is_relative_to(run)
-        and not path.is_relative_to(temporary)
+        if not (path.is_relative_to(run) or path.is_relative_to(folder / "temporary"))
         and not any(path.parent == file.parent and file.name in path.name for file in asked_for)
-        and path not in (Path("/dev/null"), run.parent)
+        and "__pycache__" not in path.parts
+        and path not in (Path("/dev/null"), folder)
     }
-    assert elsewhere == set() and list((watched.folder / "home").iterdir()) == []
-
+    assert elsewhere == set() and list((folder / "home").iterdir()) == []
     top = {path.name for path in run.iterdir()}
     rows = set(re.findall(r"^\| `([\w.]+)/?`", PAGE, flags=re.MULTILINE))
-    assert {"metrics.jsonl", "checkpoints", "summary.json", "clearml"} <= top and top - {".lock"} <= rows
+    assert {"metrics.jsonl", "checkpoints", "summary.json"} <= top and top - {".lock"} <= rows
 
 
-def test_no_variable_of_the_environment_is_written_that_the_page_does_not_name(watched, events_of_a_run):
-    files = [path for path in (watched.folder / "run").rglob("*") if path.is_file()]
+def test_no_variable_of_the_environment_is_written_that_the_page_does_not_name(folder, events):
+    files = [path for path in (folder / "run").rglob("*") if path.is_file()]
     assert len(files) > 10 and [path for path in files if SECRET.encode() in path.read_bytes()] == []
-    recorded = json.loads((watched.folder / "run" / "environment.json").read_text())["variables"]
-    assert set(recorded) <= set(_VARIABLES) and len(_VARIABLES) == 5 and "the five variables" in PAGE
+    assert len(read(folder / "run", "environment")["variables"]) <= 5 and "the five variables" in PAGE
 
 
 def test_dependencies_are_named_on_the_page():
@@ -192,42 +154,7 @@ def test_dependencies_are_named_on_the_page():
     settings.read(ROOT / "setup.cfg")
     needed = re.findall(r"^([\w-]+)", settings["options"]["install_requires"], flags=re.MULTILINE)
     sentence = re.search(r"^## What it depends on\n(.+?);", PAGE, flags=re.MULTILINE | re.DOTALL)
-    assert sentence is not None
     assert set(needed) == set(re.findall(r"[\w-]+", sentence[1].replace(" and ", " ")))
-
-
-def test_code_in_a_checkpoint_is_refused_and_not_run(tmp_path):
-    class Payload:
-        def __reduce__(self):
-            return os.system, (f"touch {tmp_path / 'witness'}",)
-
-    store = CheckpointStore(tmp_path / "checkpoints")
-    path = save(store, 1)
-    torch.save({"model": Payload()}, path / "shared.pt")
-    manifest = json.loads((path / "manifest.json").read_text())
-    content = (path / "shared.pt").read_bytes()
-    manifest["files"]["shared.pt"] = {
-        "bytes": len(content),
-        "hash": f"sha256:{hashlib.sha256(content).hexdigest()}",
-    }
-    (path / "manifest.json").write_text(json.dumps(manifest))
-
-    with pytest.raises(CheckpointError):
-        store.load(path, 0)
-    assert not (tmp_path / "witness").exists()
-    torch.load(path / "shared.pt", weights_only=False)  # as it would be elsewhere
-    assert (tmp_path / "witness").exists()
-
-
-def test_the_task_that_a_checkpoint_names_is_imported_only_if_asked_for(watched, events_of_a_run, monkeypatch):
-    witness = watched.folder / "witness"
-    (watched.folder / "my_task.py").write_text(f"open({str(witness)!r}, 'w').close()\n" + TASK)
-    monkeypatch.chdir(watched.folder)
-    with pytest.raises(TaskError):
-        load_model("run")
-    assert not witness.exists()
-    load_model("run", import_task=True)
-    assert witness.exists()
 
 
 def test_constraints_pin_one_version_of_each_package_and_no_hash():
@@ -236,19 +163,30 @@ def test_constraints_pin_one_version_of_each_package_and_no_hash():
     assert "pins versions, not hashes" in PAGE
 
 
-@pytest.mark.packaging
-def test_wheel_is_text_alone_and_the_same_when_it_is_built_again(tmp_path, monkeypatch):
+@pytest.mark.nightly
+def test_importing_it_connects_starts_and_writes_nothing(tmp_path):
+    hook = "import sys; seen = []; sys.addaudithook(lambda *event: seen.append(event[0])); "
+    theirs = "import torch, ignite.engine, ignite.metrics, numpy, yaml, psutil, pydantic; "
+    ours = "seen.clear(); import ignite_engine, ignite_engine.handlers; from ignite_engine import fit; print(set(seen))"
+    command = [sys.executable, "-B", "-c", theirs + hook + ours]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert not re.findall(r"socket\.connect|subprocess|os\.(mkdir|rename|remove|system)", done.stdout)
+
+
+@pytest.mark.nightly
+def test_the_wheel_is_text_alone_and_the_same_when_it_is_built_again(tmp_path, monkeypatch):
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     wheels = []
     for name in ("first", "second"):
         source = tmp_path / name
         source.mkdir()
         for part in BUILT_FROM:
-            copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
-            options = (
-                {"symlinks": True, "ignore": shutil.ignore_patterns("__pycache__")} if (ROOT / part).is_dir() else {}
-            )
-            copy(ROOT / part, source / part, **options)
+            if (ROOT / part).is_dir():
+                ignored = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(ROOT / part, source / part, symlinks=True, ignore=ignored)
+            else:
+                shutil.copy(ROOT / part, source / part)
         wheels.append(build("wheel", source, tmp_path / f"{name}_wheel"))
     assert wheels[0].read_bytes() == wheels[1].read_bytes()
     with zipfile.ZipFile(wheels[0]) as wheel:
