@@ -5,7 +5,6 @@ import logging
 import os
 import resource
 import signal
-import time
 
 import pytest
 import torch
@@ -16,8 +15,9 @@ from torch import nn
 
 from ignite_engine import TrainingEvents, create_evaluator
 from ignite_engine.handlers import EMA, Checkpoint, Evaluation, Export
-from tests.kit.faults import in_child, start_child, wait_for
-from tests.kit.sharded import gathered, run_phases, trainer_in
+from tests.kit.processes import child, ranks, start, wait_until
+from tests.kit.refusals import refusals
+from tests.kit.sharded import gathered, trainer_in
 from tests.kit.tiny import linear, numbers_loader, trainer_of, weights
 
 EACH = Events.ITERATION_COMPLETED
@@ -27,14 +27,14 @@ def model_of(trainer):
     return trainer.update.model
 
 
-def kept_of(trainer, event=EACH):
+def kept_of(trainer):
     """The model's state after each iteration, filled by the run."""
     kept = {}
 
     def keep(engine):
         kept[engine.state.iteration] = {name: value.clone() for name, value in model_of(engine).state_dict().items()}
 
-    trainer.add_event_handler(event, keep)
+    trainer.add_event_handler(EACH, keep)
     return kept
 
 
@@ -66,35 +66,28 @@ def test_the_newest_is_under_one_name_and_the_last_few_are_kept(tmp_path):
 
 
 def test_the_trained_weights_and_the_average_and_no_bit_of_the_run_changes(tmp_path):
+    """Also within an evaluation of the average."""
     plain, exporting = (trainer_of(linear(dropout=True)) for _ in range(2))
     average = EMA(0.5)
     average.attach(exporting)
     kept = kept_of(exporting)
     for name in ("raw", "ema"):
         Export(tmp_path, weights=name, name=f"net.{name}", keep=1).attach(exporting, EACH)
+    evaluator = create_evaluator(model_of(exporting), lambda model, batch: model(batch[0]), {})
+    Evaluation(evaluator, numbers_loader()).attach(exporting, EACH(once=6))
+    Export(tmp_path / "within").attach(exporting, TrainingEvents.EVALUATION_COMPLETED)
     for trainer in (plain, exporting):
         torch.manual_seed(5)
         trainer.run(numbers_loader(), max_epochs=1)
     assert torch.equal(weights(plain), weights(exporting))
     files = [f"net.{name}{number}.safetensors" for name in ("ema", "raw") for number in ("-00000006", "")]
-    assert names(tmp_path) == files
+    assert names(tmp_path) == [*files, "within"]
     raw, averaged = (load_file(tmp_path / f"net.{name}.safetensors") for name in ("raw", "ema"))
     assert same(raw, kept[6]) and same(averaged, average.state_dict()["weights"]) and not same(averaged, raw)
-
-
-def test_within_an_evaluation_of_the_average_the_trained_weights_are_written(tmp_path):
-    trainer = trainer_of()
-    EMA(0.5).attach(trainer)
-    kept = kept_of(trainer)
-    evaluator = create_evaluator(model_of(trainer), lambda model, batch: model(batch[0]), {})
-    Evaluation(evaluator, numbers_loader()).attach(trainer, EACH(once=6))
-    Export(tmp_path).attach(trainer, TrainingEvents.EVALUATION_COMPLETED)
-    trainer.run(numbers_loader(), max_epochs=1)
-    assert same(load_file(tmp_path / "model.safetensors"), kept[6])
+    assert same(load_file(tmp_path / "within" / "model.safetensors"), kept[6])
 
 
 @pytest.mark.row("M3")
-@pytest.mark.faults
 def test_a_reader_never_meets_half_of_one_and_keeps_what_it_has_open(tmp_path):
     """Each export holds the number of its iteration, and nothing else."""
 
@@ -103,40 +96,32 @@ def test_a_reader_never_meets_half_of_one_and_keeps_what_it_has_open(tmp_path):
         parameter = next(model_of(trainer).parameters())
         trainer.add_event_handler(EACH, lambda engine: parameter.data.fill_(engine.state.iteration))
         Export(tmp_path, keep=20).attach(trainer, EACH)
-        data = [(torch.zeros(1, 1000), torch.zeros(1, 250))]
-        trainer.run(data, max_epochs=100_000)
+        trainer.run([(torch.zeros(1, 1000), torch.zeros(1, 250))], max_epochs=100_000)
 
-    child = start_child(train)
+    link, seen, process = tmp_path / "model.safetensors", set(), start(train)
+
+    def is_another():
+        data = link.read_bytes()
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        expected, values = int(header["__metadata__"]["iteration"]), load(data)["weight"]
+        assert torch.equal(values, torch.full((250, 1000), float(expected)))
+        seen.add(expected)
+        return len(seen) == 5
+
     try:
-        read_while_it_is_replaced(tmp_path / "model.safetensors")
+        wait_until(link.exists, process)
+        with open(link, "rb") as held:
+            before = held.read()
+            wait_until(is_another, process)
+            held.seek(0)
+            assert held.read() == before
     finally:
-        os.kill(child[0], signal.SIGKILL)
-        wait_for(child)
+        process.signal(signal.SIGKILL)
 
 
-def read_while_it_is_replaced(link):
-    seen, deadline = set[int](), time.monotonic() + 60
-    while not link.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    with open(link, "rb") as held:
-        before = held.read()
-        while len(seen) < 5:
-            assert time.monotonic() < deadline
-            data = link.read_bytes()
-            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-            expected, values = int(header["__metadata__"]["iteration"]), load(data)["weight"]
-            assert torch.equal(values, torch.full((250, 1000), float(expected)))
-            seen.add(expected)
-        held.seek(0)
-        assert held.read() == before
-
-
-@pytest.mark.faults
 def test_a_full_disk_is_one_warning_and_later_exports_are_written(tmp_path):
     def train():
-        records = []
-        handler = logging.Handler()
+        records, handler = [], logging.Handler()
         handler.emit = lambda record: records.append(record.getMessage())
         logging.getLogger("ignite_engine").addHandler(handler)
         trainer = trainer_of(nn.Linear(300, 100))
@@ -150,42 +135,48 @@ def test_a_full_disk_is_one_warning_and_later_exports_are_written(tmp_path):
 
         trainer.add_event_handler(Events.ITERATION_STARTED, fill)
         trainer.run([(torch.ones(1, 300), torch.ones(1, 100))], max_epochs=6)
-        return [[line for line in records if "not exported" in line], trainer.state.iteration, names(tmp_path)]
+        return [line for line in records if "not exported" in line], trainer.state.iteration
 
-    code, (lines, iteration, found) = in_child(train)
-    assert code == 0 and iteration == 6
-    (line,) = lines
-    assert line.startswith("The weights of iteration 2 were not exported") and "File too large" in line
+    (line,), iteration = child(train)
+    assert iteration == 6 and "iteration 2" in line and "File too large" in line
     files = [f"model-0000000{iteration}.safetensors" for iteration in (1, 5, 6)]
-    assert found == [*files, "model.safetensors"]
+    assert names(tmp_path) == [*files, "model.safetensors"]
 
 
-def test_what_a_killed_run_has_left_is_removed_and_its_iterations_are_written_again(tmp_path):
-    (tmp_path / ".model-00000003.safetensors.tmp-0123abcd").touch()
-    (tmp_path / ".other-00000003.safetensors.tmp-0123abcd").touch()
-    for _ in range(2):
-        trainer = trainer_of()
-        Export(tmp_path).attach(trainer, EACH(once=3))
-        trainer.run(numbers_loader(), max_epochs=1)
-    left = [".other-00000003.safetensors.tmp-0123abcd", "model-00000003.safetensors", "model.safetensors"]
-    assert names(tmp_path) == left
-    assert os.readlink(tmp_path / "model.safetensors") == "model-00000003.safetensors"
+def exports(folder, **options):
+    trainer = trainer_of()
+    Export(folder, **options).attach(trainer, EACH)
+    trainer.run(numbers_loader())
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
+def over_a_file(folder):
+    (folder / "model.safetensors").touch()
+    exports(folder)
+
+
+test_refusals = refusals(
+    [
+        ("no such average", lambda tmp_path: exports(tmp_path, weights="ema"), ValueError, "weights='ema' 'raw' EMA"),
+        ("no such model", lambda tmp_path: exports(tmp_path, part="net"), ValueError, "part='net' model"),
+        ("somebody else's", over_a_file, ValueError, "model.safetensors another name"),
+        ("keeps none", lambda tmp_path: exports(tmp_path, keep=0), ValueError, "keep at least 1"),
+        ("a path", lambda tmp_path: exports(tmp_path, name="a/b"), TypeError, "name without 'a/b'"),
+    ]
+)
+
+
+def sharded(rank, folder):
+    trainer, _, data = trainer_in("fsdp", folder / "checkpoints")
+    Export(folder / "out").attach(trainer, EACH(once=3))
+    Export(folder / "ema", weights="ema").attach(trainer, EACH(once=3))
+    trainer.run(data, max_iters=3)
+    average = trainer.registry.objects["ema"].state_dict()["weights"]
+    states = model_of(trainer).state_dict(), average
+    return [{name: gathered(value).tolist() for name, value in state.items()} for state in states]
+
+
 def test_sharded_weights_are_gathered(tmp_path):
-    def sharded():
-        trainer, _, data = trainer_in("fsdp", tmp_path / "checkpoints")
-        Export(tmp_path / "out").attach(trainer, EACH(once=3))
-        Export(tmp_path / "ema", weights="ema").attach(trainer, EACH(once=3))
-        trainer.run(data, max_iters=3)
-        state = {name: gathered(value) for name, value in model_of(trainer).state_dict().items()}
-        average = trainer.registry.objects["ema"].state_dict()["weights"]
-        both = [state, {name: gathered(value) for name, value in average.items()}]
-        return [{name: value.tolist() for name, value in part.items()} for part in both]
-
-    for answers in run_phases(tmp_path, {"fsdp": (2, sharded)})["fsdp"]:
+    for answers in ranks(2, sharded, tmp_path):
         for folder, expected in zip(("out", "ema"), answers, strict=True):
             written = load_file(tmp_path / folder / "model.safetensors")
             assert {name: value.tolist() for name, value in written.items()} == expected

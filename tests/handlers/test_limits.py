@@ -117,14 +117,6 @@ def test_what_saves_and_a_margin_take_is_taken_off(options, save_s, gap_s, stops
     assert trainer.run(numbers_loader(4), max_iters=1000).iteration == stops_at
 
 
-def test_each_run_has_its_limit(clock):
-    trainer = passing(clock, 1.0)
-    WallClockLimit(seconds=10, margin_s=0).attach(trainer)
-    first = trainer.run(numbers_loader(4), max_iters=100).iteration
-    clock.move(1000.0)
-    assert (first, trainer.run(numbers_loader(4), max_iters=100).iteration) == (9, 18)
-
-
 @pytest.mark.parametrize("background", [False, True])
 def test_save_due_just_before_the_stop_leaves_time_for_the_last_one(background, clock, tmp_path, monkeypatch):
     """Whichever iteration it is due at: updates of 1 s, saves of 15 s, a limit of 60 s."""
@@ -178,16 +170,6 @@ def test_file_that_appears_stops_the_run_saved(clock, tmp_path):
 
     assert (state.status, state.reason) == ("interrupted", f"stop file {path}")
     assert (state.iteration, saved.iterations(tmp_path / "saved"), path.exists()) == (4, [4], True)
-
-
-def test_file_is_where_it_was_wherever_the_run_goes(clock, tmp_path, monkeypatch):
-    trainer = passing(clock, 1.0)
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    StopFile("stop").attach(trainer)
-    trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: monkeypatch.chdir(tmp_path / "elsewhere"))
-    trainer.add_event_handler(Events.ITERATION_STARTED(once=4), lambda: (tmp_path / "stop").touch())
-    assert trainer.run(numbers_loader(20), max_epochs=1).iteration == 4
 
 
 def test_file_is_looked_for_once_a_second(clock, tmp_path, monkeypatch):
