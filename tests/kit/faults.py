@@ -60,7 +60,10 @@ class FileOperations:
         def operation(target, *args, **kwargs):
             path = self._descriptors.get(target) if isinstance(target, int) else Path(target)
             if path is None or not path.is_relative_to(self.root):
-                return real(target, *args, **kwargs)
+                result = real(target, *args, **kwargs)
+                if name == "open":
+                    self._descriptors.pop(result, None)  # it had been a file under root
+                return result
             number = len(self.seen)
             relative = [path.relative_to(self.root)]
             if name == "rename":

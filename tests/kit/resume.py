@@ -145,11 +145,15 @@ class _Run:
         assert not differ, f"{name}: {[(key, expected[key], found[key]) for key in differ[:3]]}"
 
     def saved(self):
-        """All that the newest checkpoint holds, by part, but how often was saved."""
-        newest = max(path for path in self.folder.iterdir() if path.name.startswith("iteration_"))
-        parts = read_source(newest).parts
-        parts["trainer"].pop("checkpoints")
-        return parts
+        return saved_in(self.folder)
+
+
+def saved_in(folder, rank=0):
+    """All that the newest checkpoint in a folder holds for a rank, by part, but how often was saved."""
+    newest = max(path for path in folder.iterdir() if path.name.startswith("iteration_"))
+    parts = read_source(newest, rank).parts
+    parts["trainer"].pop("checkpoints")
+    return parts
 
 
 def leaves(value, path=()):
