@@ -17,7 +17,7 @@ unexport PYTHONPATH PYTHONHOME
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test nightly device ignite check lint types imports format search bench goodput docs house clean
+.PHONY: help install train test nightly device ignite check lint types imports format bench goodput docs house clean
 
 help:  ## print the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -67,9 +67,6 @@ imports: $(STAMP)
 format: $(STAMP)  ## rewrite the files as check expects them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-
-search: $(STAMP)  ## compare random updates and resumed runs, also of several ranks, with references, MINUTES=20 each
-	$(BIN)/python -m tests.search all --minutes $(MINUTES) $(ARGS)
 
 bench: $(STAMP)  ## run every benchmark (20 idle minutes) and write runs/benchmarks/results.md; ARGS="--quick", ARGS="--only overhead,ddp"
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -1,26 +1,26 @@
-"""The handlers of drawn cases: those of a user, and Ignite's own."""
+"""The handlers of cases: schedules, those of a user, and Ignite's own."""
 
 import random
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 from ignite.engine import Events
-from ignite.handlers import EarlyStopping, EMAHandler, TerminateOnNan
+from ignite.handlers import EMAHandler, TerminateOnNan
 from ignite.handlers.param_scheduler import (
     LinearCyclicalScheduler,
     LRScheduler,
     PiecewiseLinear,
     create_lr_scheduler_with_warmup,
 )
-from ignite.handlers.state_param_scheduler import ExpStateScheduler, LambdaStateScheduler
+from ignite.handlers.state_param_scheduler import ExpStateScheduler
 from ignite.metrics import Accuracy, Average, RunningAverage
 from torch.optim.swa_utils import AveragedModel
 
 from ignite_engine import Phase, TrainingEvents
+from ignite_engine.checkpointing import LoadSource
 from ignite_engine.handlers import (
     LRSchedule,
+    ModelBank,
     constant,
     warmup_cosine,
     warmup_inverse_sqrt,
@@ -28,14 +28,11 @@ from ignite_engine.handlers import (
     warmup_polynomial,
     warmup_wsd,
 )
-
-Note = Callable[[str], None]
-State = Callable[[], Any]
+from tests.property.models import Net
 
 
-def _early(handler):
-    """Run before the evaluation of the same event: one that is interrupted runs again on the weights as they are then,
-    with what later handlers of the event made of them, as docs/checkpoints.md says."""
+def early(handler):
+    """Before the evaluation of the same event: one that is interrupted runs again on the weights as they are then."""
     handler.phase = Phase.PREPARE
     return handler
 
@@ -45,11 +42,10 @@ class Decay:
 
     phase = Phase.PREPARE
 
-    def __init__(self, model, note):
-        self.model, self.note, self.seen, self.mean = model, note, 0, torch.zeros(())
+    def __init__(self, model):
+        self.model, self.seen, self.mean = model, 0, torch.zeros(())
 
     def __call__(self, trainer):
-        self.note("handlers: callable with a state")
         self.seen += 1
         self.mean = 0.9 * self.mean + 0.1 * trainer.state.output["loss"]
         with torch.no_grad():
@@ -66,8 +62,7 @@ class Counter:
     """An object with a state that a function beside it uses."""
 
     def __init__(self):
-        self.count = 0
-        self.generator = torch.Generator().manual_seed(4)
+        self.count, self.generator = 0, torch.Generator().manual_seed(4)
 
     def state_dict(self):
         return {"count": self.count, "generator": self.generator.get_state()}
@@ -77,42 +72,34 @@ class Counter:
         self.generator.set_state(state["generator"])
 
 
-def attach_users(plan, trainer, model, note, states):
-    """Attach what the plan draws of a user's own handlers; ``states`` gets what must be equal at the end."""
-    names, numbers = plan["handlers"], plan["numbers"]
-    often = Events.ITERATION_COMPLETED(every=numbers["act every"])
-    optimizer = next(iter(trainer.update.optimizers.values()))
-    weight = model.head.weight
+def attach_users(case, trainer, model, folder):
+    """What the case has of a user's own handlers; returns what to call where nothing was resumed."""
+    often = Events.ITERATION_COMPLETED(every=1 + case.every % 3)
+    optimizer, weight = next(iter(trainer.update.optimizers.values())), model.head.weight
+    begin = []
 
     def on(name, event, action):
-        if name in names:
-            trainer.add_event_handler(event, _early(lambda engine: (note(f"handlers: {name}"), action(engine))))
+        if name in case.handlers:
+            trainer.add_event_handler(event, early(lambda engine: action(engine)))
 
     @torch.no_grad()
     def scale(tensor, factor):
         tensor.mul_(factor)
 
-    on("weights by .data", often, lambda engine: weight.data.mul_(0.99))
-
-    def scale_by_numpy(engine):
-        values = weight.detach().cpu().numpy()  # on the CPU the weight's own memory
+    def by_numpy(engine):
+        values = weight.detach().numpy()  # the weight's own memory
         np.multiply(values, 0.99, out=values)
-        if weight.device.type != "cpu":
-            weight.data.copy_(torch.from_numpy(values))
 
-    on("weights by NumPy", often, scale_by_numpy)
+    on("weights by .data", often, lambda engine: weight.data.mul_(0.99))
+    on("weights by NumPy", often, by_numpy)
     on("weights by no_grad", often, lambda engine: scale(weight, 0.99))
-    at_start = Events.ITERATION_STARTED(every=numbers["act every"])
-    on("weights at ITERATION_STARTED", at_start, lambda engine: weight.data.add_(0.001))
-    if "buffers" in names:
-        layer = next(each for name, each in model.layers.items() if name.endswith("own"))
-        on("buffers", often, lambda engine: layer.mean.mul_(0.5))
-    if "callable with a state" in names:
-        decay = Decay(model, note)
-        trainer.add_event_handler(often, decay)
-        states["callable with a state"] = decay.state_dict
+    started = Events.ITERATION_STARTED(every=1 + case.every % 3)
+    on("weights at ITERATION_STARTED", started, lambda engine: weight.data.add_(0.001))
+    on("buffers", often, lambda engine: model.layer("own").mean.mul_(0.5))
+    if "callable with a state" in case.handlers:
+        trainer.add_event_handler(often, Decay(model))
     for name in ("registered object", "object registered at STARTED"):
-        if name in names:
+        if name in case.handlers:
             counter = Counter()
             if name == "registered object":
                 trainer.register("counter", counter)
@@ -121,25 +108,22 @@ def attach_users(plan, trainer, model, note, states):
 
             def use(engine, counter=counter):
                 counter.count += 1
-                noise = 0.001 * torch.randn((), generator=counter.generator)
-                scale(model.stem.bias, 1.0 + float(noise) + 0.001 * (counter.count % 3))
+                drawn = 0.001 * torch.randn((), generator=counter.generator)
+                scale(model.stem.bias, 1.0 + float(drawn) + 0.001 * (counter.count % 3))
 
             on(name, Events.ITERATION_COMPLETED, use)
-            states[name] = counter.state_dict
 
     def draw(engine):
-        noise = torch.randn(()) + random.random() + float(np.random.standard_normal())
-        scale(model.stem.bias, 1.0 + 0.001 * float(noise))
+        drawn = torch.randn(()) + random.random() + float(np.random.standard_normal())
+        scale(model.stem.bias, 1.0 + 0.001 * float(drawn))
 
     on("random numbers", often, draw)
 
     def another_batch(engine, shift):
         batch = engine.state.batch
-        grouped = engine.accumulation_steps is not None
-        shifted = [
-            (inputs + shift(inputs), words, targets) for inputs, words, targets in (batch if grouped else [batch])
-        ]
-        engine.state.batch = shifted if grouped else shifted[0]  # a plain list, where the loop had a group
+        grouped = isinstance(batch, list) and not isinstance(batch[0], torch.Tensor)
+        shifted = [(inputs + shift(inputs), *rest) for inputs, *rest in (batch if grouped else [batch])]
+        engine.state.batch = shifted if grouped else shifted[0]
 
     arrives = Events.GET_BATCH_COMPLETED
     on("another batch", arrives, lambda engine: another_batch(engine, lambda inputs: 0.1 * inputs.roll(1, 0)))
@@ -147,71 +131,79 @@ def attach_users(plan, trainer, model, note, states):
 
     def add_noise(engine):
         for parameter in model.head.parameters():
-            if parameter.grad is not None and not parameter.grad.is_sparse:
+            if parameter.grad is not None:
                 parameter.grad.add_(0.01 * torch.randn_like(parameter.grad))
 
     on("gradient noise", TrainingEvents.OPTIMIZER_STEP_STARTED, add_noise)
 
     def unfreeze(engine):
-        if engine.state.epoch >= 2 and model.frozen is not None:
-            model.frozen.requires_grad_(True)
-            note("happened: parameters unfrozen")
-
-    on("unfreezing by flag", Events.EPOCH_STARTED, unfreeze)
+        if engine.state.epoch >= 2:
+            model.layer("frozen").inner.requires_grad_(True)
 
     def add_group(engine):
-        if engine.state.epoch >= 2 and model.frozen is not None:
-            known = {id(each) for group in optimizer.param_groups for each in group["params"]}
-            new = [each for each in model.frozen[0].parameters() if id(each) not in known]
-            if new:
-                model.frozen[0].requires_grad_(True)
-                optimizer.add_param_group({"params": new})
-                note("happened: parameters unfrozen")
+        known = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        new = [each for each in model.layer("frozen").inner.parameters() if id(each) not in known]
+        if engine.state.epoch >= 2 and new:
+            unfreeze(engine)
+            optimizer.add_param_group({"params": new})
 
+    on("unfreezing by flag", Events.EPOCH_STARTED, unfreeze)
     on("unfreezing by group", Events.EPOCH_STARTED, add_group)
-    cut = Events.ITERATION_COMPLETED(every=numbers["act every"] + 2)
-    on("terminate_epoch", cut, lambda engine: engine.terminate_epoch())
+    on("terminate_epoch", Events.ITERATION_COMPLETED(every=case.every + 2), lambda engine: engine.terminate_epoch())
     on("request_save", often, lambda engine: engine.request_save())
-    if "torch scheduler by epoch" in names:
+    if "torch scheduler by epoch" in case.handlers:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
         trainer.register("epoch scheduler", scheduler)
         on("torch scheduler by epoch", Events.EPOCH_COMPLETED, lambda engine: scheduler.step())
-    if "AveragedModel" in names:
+    if "AveragedModel" in case.handlers:
         averaged = AveragedModel(model)
         trainer.register("averaged", averaged)
         on("AveragedModel", often, lambda engine: averaged.update_parameters(model))
-        states["AveragedModel"] = averaged.state_dict
 
     def set_option(engine):
         for group in optimizer.param_groups:
             for name in ("weight_decay", "lambd"):
-                if name in group and plan["embedding"] != "sparse":  # torch refuses to decay sparse gradients
+                if name in group:
                     group[name] = 0.001 * engine.state.iteration
 
     on("optimizer's settings", often, set_option)
-    if "frozen part in eval mode" in names and model.frozen is not None:
-        frozen = model.frozen
-        on("frozen part in eval mode", Events.EPOCH_STARTED, lambda engine: frozen.eval())
+    on("frozen part in eval mode", Events.EPOCH_STARTED, lambda engine: model.layer("frozen").eval())
+    calls, generator = [0], torch.Generator().manual_seed(5)
+
+    def shrink(engine):
+        calls[0] += 1
+        scale(model.stem.weight, 1.0 - 0.001 * calls[0])
+
+    # planted mistakes: what these keep matters, and is in no checkpoint
+    on("unsaved counter", Events.ITERATION_COMPLETED, shrink)
+    jitter = lambda engine: model.stem.bias.data.add_(0.001 * torch.randn(8, generator=generator))  # noqa: E731
+    on("unsaved generator", Events.ITERATION_COMPLETED, jitter)
+    if "ModelBank" in case.handlers:
+        path = folder / "start.pt"
+        if not path.exists():
+            torch.manual_seed(99)
+            torch.save({f"stem.{name}": each for name, each in Net(case).stem.state_dict().items()}, path)
+        bank = ModelBank([LoadSource(path, parts=["model:stem.*"])])
+        bank.attach(trainer, Events.EPOCH_COMPLETED)
+        begin.append(bank.load)
+    return begin
 
 
-def attach_ignite(plan, trainer, model, evaluator, note, states):
-    """Attach what the plan draws of Ignite's metrics and handlers, as its documentation does."""
-    names = plan["ignite"]
-    optimizer = next(iter(trainer.update.optimizers.values()))
+def attach_ignite(case, trainer, model):
+    """What the case has of Ignite's metrics and handlers, as its documentation attaches them."""
+    names, optimizer = case.ignite, next(iter(trainer.update.optimizers.values()))
 
-    def on_loss(output):
+    def loss_of(output):
         return output["loss"].item()
 
+    def halves(output):
+        return torch.tensor([output["loss"].item() * 100 % 1]).round(), torch.ones(1)
+
     if "RunningAverage" in names:
-        RunningAverage(output_transform=on_loss).attach(trainer, "running_loss")
+        RunningAverage(output_transform=loss_of).attach(trainer, "running_loss")
     if "Average" in names:
-        Average(output_transform=on_loss).attach(trainer, "average_loss")
+        Average(output_transform=loss_of).attach(trainer, "average_loss")
     if "Accuracy" in names:
-
-        def halves(output):
-            value = torch.tensor([output["loss"].item() * 100 % 1])
-            return value.round(), torch.ones(1)
-
         Accuracy(output_transform=halves).attach(trainer, "halves")
     if "TerminateOnNan" in names:
         trainer.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
@@ -219,7 +211,6 @@ def attach_ignite(plan, trainer, model, evaluator, note, states):
         ema = EMAHandler(model, momentum=0.1)
         ema.attach(trainer, event=Events.ITERATION_COMPLETED)
         trainer.register("ema model", ema.ema_model)
-        states["EMAHandler"] = ema.ema_model.state_dict
     if "PiecewiseLinear" in names:
         scheduler = PiecewiseLinear(optimizer, "lr", [(0, 0.001), (5, 0.02), (15, 0.001)])
         trainer.add_event_handler(Events.ITERATION_STARTED, scheduler)
@@ -227,38 +218,19 @@ def attach_ignite(plan, trainer, model, evaluator, note, states):
         inner = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
         warmup = create_lr_scheduler_with_warmup(inner, warmup_start_value=0.0, warmup_duration=4)
         trainer.add_event_handler(Events.ITERATION_STARTED, warmup)
-    if "ExpStateScheduler" in names or "LambdaStateScheduler" in names:
+    if "ExpStateScheduler" in names:
         shrinking = ExpStateScheduler(1.0, 0.9, "shrink")
-        if "LambdaStateScheduler" in names:
-            shrinking = LambdaStateScheduler(lambda index: 0.9**index, "shrink")
         shrinking.phase = Phase.PREPARE  # before the handler below, which reads it
         shrinking.attach(trainer, Events.ITERATION_COMPLETED)
-        trainer.add_event_handler(
-            Events.ITERATION_COMPLETED, _early(lambda engine: _scaled(model, engine.state.shrink))
-        )
-    if "EarlyStopping" in names and evaluator is not None:
-        stopping = EarlyStopping(2, lambda engine: -engine.state.metrics["loss"], trainer, min_delta=0.01)
-        evaluator.add_event_handler(Events.COMPLETED, stopping)
-        trainer.register("ignite's early stopping", stopping)
-        states["EarlyStopping"] = stopping.state_dict
-    for name in names:
-        trainer.add_event_handler(
-            Events.ITERATION_COMPLETED(once=1), lambda engine, name: note(f"ignite: {name}"), name
-        )
+        shrink = early(lambda engine: model.stem.bias.data.mul_(1.0 - 0.01 * engine.state.shrink))
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, shrink)
 
 
-@torch.no_grad()
-def _scaled(model, factor):
-    model.stem.bias.mul_(1.0 - 0.01 * factor)
-
-
-def attach_schedule(plan, trainer):
-    """Attach the schedule of the learning rate, by LRSchedule."""
-    kind = plan["schedule"]
-    if kind == "none":
+def attach_schedule(case, trainer, lr=0.02):
+    if case.schedule == "none":
         return
     optimizer = next(iter(trainer.update.optimizers.values()))
-    scheduler, lr = torch.optim.lr_scheduler, plan["numbers"]["lr"]
+    scheduler = torch.optim.lr_scheduler
     cycled = any("momentum" in group for group in optimizer.param_groups)
     made = {
         "warmup_cosine": lambda: warmup_cosine(optimizer, warmup=3, total=12),
@@ -280,6 +252,5 @@ def attach_schedule(plan, trainer):
         "Ignite PiecewiseLinear": lambda: PiecewiseLinear(optimizer, "lr", [(0, 0.001), (5, 0.02), (15, 0.001)]),
         "Ignite LinearCyclicalScheduler": lambda: LinearCyclicalScheduler(optimizer, "lr", lr / 5, lr, 6),
         "Ignite LRScheduler": lambda: LRScheduler(scheduler.StepLR(optimizer, 3, 0.7)),
-    }
-    metric = "val/loss" if kind == "ReduceLROnPlateau" else None
-    LRSchedule(made[kind](), metric=metric).attach(trainer)
+    }[case.schedule]()
+    LRSchedule(made, metric="val/loss" if case.schedule == "ReduceLROnPlateau" else None).attach(trainer)

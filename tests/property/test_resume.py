@@ -1,0 +1,43 @@
+"""A run that is broken off anywhere and started again ends with the bits of the whole one, unless it has said no."""
+
+import pytest
+
+from tests.property.case import Case, Stop
+from tests.property.judging import MINUTES, check, judged
+from tests.property.resuming import resume
+from tests.property.strategies import resumes
+
+PINNED = [
+    # modes that a handler has set at EPOCH_STARTED, in a run that goes on in its process
+    Case(layers=("frozen",), handlers=("frozen part in eval mode",), stops=(Stop("same process", after=0.8),)),
+]
+
+
+@pytest.mark.parametrize("case", PINNED, ids=repr)
+def test_pinned_run_resumes_to_the_bit(case):
+    check(resume, case)
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        {"handlers": ("unsaved counter",)},
+        {"handlers": ("unsaved generator",)},
+        {"layers": ("unsaved attribute",)},
+        {"layers": ("unsaved buffer",)},
+    ],
+    ids=str,
+)
+def test_state_that_matters_and_is_not_saved_is_found_or_announced(planted):
+    reason, happened = resume(Case(**planted, stops=(Stop(),)))
+    assert reason is not None or "announced, other bits" in happened
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_run_resumes_to_the_bit(seed):
+    judged(resume, resumes, seed=seed, cases=3)
+
+
+@pytest.mark.nightly
+def test_any_run_resumes_to_the_bit(random_seed):
+    judged(resume, resumes, seed=random_seed, minutes=0.4 * MINUTES)
