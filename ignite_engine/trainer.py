@@ -420,7 +420,7 @@ class Trainer(Engine):
 
     def _note_ending(self, *, paused: bool) -> None:
         state, progress = self.state, self.progress
-        if paused:
+        if paused or state.status == "interrupted":  # the next run goes on
             self.resume_state.in_eval_mode = saved_progress.in_eval_mode(self.update)
         if hasattr(self.update, "run_ended") and not paused:
             self.update.run_ended(self)
