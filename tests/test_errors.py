@@ -1,10 +1,93 @@
-"""The errors and the pieces of their messages."""
+"""A mistake in a call is one sentence that names it, where it is given and not where it is used."""
 
 import numpy as np
 import pytest
 import torch
 
+from ignite_engine import Trainer, Update, create_evaluator, seed_everything
 from ignite_engine.errors import did_you_mean, shapes_of, shortened
+from ignite_engine.handlers import EMA, Checkpoint, EarlyStopping, Evaluation, MetricLogger
+from tests.kit.refusals import refusals
+from tests.kit.tiny import linear, mse
+
+MODEL = linear()
+OPTIMIZER = torch.optim.SGD(MODEL.parameters())
+EVALUATOR = create_evaluator(MODEL, lambda model, batch: batch)
+
+
+def update(model=MODEL, optimizer=OPTIMIZER, loss_fn=mse, **options):
+    return lambda: Update(model, optimizer, loss_fn, **options)
+
+
+def attached(handler):
+    """To an evaluator, or another object that is no Trainer."""
+    return lambda: handler.attach(MODEL if isinstance(handler, MetricLogger) else EVALUATOR)
+
+
+WRONG_TYPES = [
+    (attached(Checkpoint("unused")), "Checkpoint attached Trainer"),
+    (attached(MetricLogger()), "MetricLogger attached Trainer"),
+    (attached(EarlyStopping("loss", patience=1)), "EarlyStopping attached Trainer"),
+    (attached(EMA()), "EMA attached Trainer"),
+    (attached(Evaluation(EVALUATOR, [])), "Evaluation attached Trainer"),
+    (update(model=mse), "model module function"),
+    (update(optimizer=None), "optimizer mapping None"),
+    (update(optimizer=[OPTIMIZER]), "optimizer mapping list"),
+    (update(optimizer=torch.optim.SGD), "optimizer class SGD"),
+    (update(optimizer={"one": None}), "optimizer['one'] None"),
+    (update(optimizer={1: OPTIMIZER}), "optimizer's name word 1"),
+    (update(loss_fn=None), "loss_fn loss_fn(model, batch) None"),
+    (update(weight_fn=3), "weight_fn function of a batch 3"),
+    (update(clip_norm="1"), "clip_norm number '1'"),
+    (update(precision="fp16", grad_scaler=True), "grad_scaler mapping True"),
+    (lambda: Trainer(MODEL), "update Update(model, optimizer, loss_fn) Sequential"),
+    (lambda: create_evaluator(None, mse), "model module None"),
+    (lambda: create_evaluator(MODEL, None), "predict function None"),
+    (lambda: create_evaluator(MODEL, mse, [1]), "metrics mapping list"),
+    (lambda: create_evaluator(MODEL, mse, {"one": 1}), "metrics['one'] metric 1"),
+    (lambda: Evaluation(MODEL, [1]), "evaluator create_evaluator Sequential"),
+    (lambda: Evaluation(EVALUATOR, None), "data loader None"),
+    (lambda: Evaluation(EVALUATOR, [1], name=3), "name word 3"),
+    (lambda: Evaluation(EVALUATOR, [1], limit=1.5), "limit whole number of batches 1.5"),
+    (lambda: Checkpoint(None), "directory path None"),
+    (lambda: Checkpoint(""), "directory path ''"),
+    (lambda: Checkpoint("x", keep_last=1.5), "keep_last whole number 1.5"),
+    (lambda: Checkpoint("x", keep_best="1"), "keep_best whole number '1'"),
+    (lambda: Checkpoint("x", keep_every="5"), "keep_every whole number '5'"),
+    (lambda: Checkpoint("x", best=True), "best metric True"),
+    (lambda: Checkpoint("x", config="abc"), "config mapping 'abc'"),
+    (lambda: Checkpoint("x", keep_fn=3), "keep_fn function 3"),
+    (lambda: Checkpoint("x", background="no"), "background True or False 'no'"),
+    (lambda: Checkpoint("x", strict="no"), "strict True or False 'no'"),
+    (lambda: EarlyStopping(3, patience=2), "key metric 3"),
+    (lambda: EarlyStopping("loss", patience=1.5), "patience whole number 1.5"),
+    (lambda: EarlyStopping("loss", patience=2, min_delta="a"), "min_delta number 'a'"),
+    (lambda: EMA("0.9"), "decay number '0.9'"),
+    (lambda: seed_everything(0.5), "seed whole number 0.5"),
+]
+
+
+def resumed_without(word, folder):
+    """A word would be taken letter by letter."""
+    checkpoint = Checkpoint(folder)
+    checkpoint.attach(Trainer(Update(MODEL, OPTIMIZER, mse)))
+    checkpoint.resume(word)
+
+
+test_refusals = refusals(
+    [(f"{number}: {words}", call, TypeError, words) for number, (call, words) in enumerate(WRONG_TYPES)]
+    + [
+        ("groups as a text", lambda: Trainer(len, accumulation_steps="4"), ValueError, "accumulation_steps '4'"),
+        ("groups as a truth", lambda: Trainer(len, accumulation_steps=True), ValueError, "accumulation_steps True"),
+        ("no clipping", update(clip_norm=0), ValueError, "clip_norm positive None 0"),
+        ("no optimizer", update(optimizer={}), ValueError, "at least one optimizer"),
+        ("no scaler", update(precision="bf16", grad_scaler={"init_scale": 2.0}), ValueError, "no effect bf16"),
+        ("precision", update(precision="half"), ValueError, "precision fp32 bf16 fp16 'half'"),
+        ("of a evaluator", lambda: create_evaluator(MODEL, mse, precision="half"), ValueError, "precision fp32 'half'"),
+        ("seed", lambda: seed_everything(-1), ValueError, "seed at least 0 -1"),
+        ("a word", lambda tmp_path: resumed_without("ema", tmp_path), ValueError, "ignore list ['ema']"),
+    ]
+)
 
 
 @pytest.mark.parametrize(
@@ -21,11 +104,6 @@ def test_an_unknown_name_is_answered_with_the_nearest_or_all(given, known, told)
     assert did_you_mean(given, known) == told
 
 
-def test_many_names_are_shortened():
-    assert shortened(["a", "b", "c"]) == "a, b, c"
-    assert shortened((name for name in "abcde"), limit=2) == "a, b and 3 more"
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -40,3 +118,4 @@ def test_many_names_are_shortened():
 )
 def test_shapes_of_nested_values_are_one_short_line(value, text):
     assert shapes_of(value) == text
+    assert shortened((name for name in "abcde"), limit=2) == "a, b and 3 more"

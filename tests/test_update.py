@@ -1,11 +1,7 @@
 """One update: what N micro-batches make together, and what happens where nothing may be stepped."""
 
-import gc
 import math
-import os
 import re
-import traceback
-import weakref
 from contextlib import nullcontext
 from typing import cast
 
@@ -15,7 +11,7 @@ from ignite.engine import Engine, Events
 from torch import Tensor, nn
 
 from ignite_engine import Trainer, TrainingEvents, Update
-from tests.kit.tiny import Numbers, linear, mse, numbers_loader, one, trainer_of, weights
+from tests.kit.tiny import Numbers, linear, mse, one, trainer_of, weights
 
 
 def batches_of(data, sizes):
@@ -557,21 +553,6 @@ def test_events_of_one_update_come_in_order():
     assert fired == ["BACKWARD_COMPLETED", "BACKWARD_COMPLETED", True, "OPTIMIZER_STEP_COMPLETED", True]
 
 
-def test_the_way_to_the_optimizer_is_three_functions_long():
-    frames = []
-
-    class Own(torch.optim.SGD):
-        def step(self, closure=None):
-            stack = [frame for frame in traceback.extract_stack() if f"{os.sep}ignite_engine{os.sep}" in frame.filename]
-            frames.extend(frame.name for frame in stack[[frame.name for frame in stack].index("__call__") :])
-            return super().step(closure)
-
-    model = linear()
-    Trainer(Update(model, Own(model.parameters(), lr=0.1), mse)).run(batches_of(Numbers(4), [4]))
-
-    assert frames == ["__call__", "_step", "step"], "do what is new in one of these, or before them"
-
-
 def test_update_works_in_a_plain_ignite_engine():
     model, reference = linear(), trainer_of(linear())
     engine = Engine(Update(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), mse))
@@ -581,26 +562,6 @@ def test_update_works_in_a_plain_ignite_engine():
 
     assert torch.equal(one(model), weights(reference))
     assert state.optimizer_steps == 8
-
-
-@pytest.mark.row("A8")
-@pytest.mark.parametrize("result", [0.5, torch.tensor(0.5), {"loss": 0.5, "accuracy": 1.0}])
-def test_users_own_update_may_return_a_number_a_tensor_or_a_mapping(result, tmp_path):
-    from ignite_engine.handlers import MetricLogger
-
-    batches = []
-
-    def update(engine, batch):
-        batches.append(batch)
-        return result
-
-    trainer = Trainer(update, accumulation_steps=2)
-    MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
-    state = trainer.run([1, 2, 3, 4])
-
-    assert batches == [[1, 2], [3, 4]] and state.output is result
-    assert state.metrics["loss"] == 0.5
-    assert ("accuracy" in state.metrics) == isinstance(result, dict)
 
 
 def test_optimizer_of_another_model_is_refused_at_the_first_step(caplog):
@@ -654,36 +615,3 @@ def test_arguments_out_of_range_are_refused():
         Update(model, {}, mse)
     with pytest.raises(ValueError, match="accumulation_steps must be at least 1, or None for no grouping, got 0"):
         Trainer(Update(model, optimizer, mse), accumulation_steps=0)
-
-
-def test_a_dropped_trainer_frees_its_model_at_once():
-    trainer = trainer_of()
-    model = weakref.ref(trainer.update.model)
-    trainer.run(numbers_loader(), max_iters=2)
-    gc.disable()
-    try:
-        del trainer
-        assert model() is None
-    finally:
-        gc.enable()
-
-
-def test_listeners_that_come_and_go_within_a_group_hear_what_follows():
-    """The list of listeners is looked up once for a group."""
-    model, heard, steps = linear(), list[tuple[str, int]](), list[int]()
-
-    def loss_fn(model, batch):
-        steps.append(len(steps))
-        if len(steps) == 2:
-            trainer.add_event_handler(TrainingEvents.BACKWARD_COMPLETED, later)
-        if len(steps) == 4:
-            trainer.remove_event_handler(later, TrainingEvents.BACKWARD_COMPLETED)
-        return model(batch).square().mean()
-
-    def later():
-        heard.append(("later", len(steps)))
-
-    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn), accumulation_steps=5)
-    trainer.run([torch.ones(2, 3)] * 10, max_epochs=1)
-
-    assert heard == [("later", 2), ("later", 3)]

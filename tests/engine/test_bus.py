@@ -6,9 +6,9 @@ import pytest
 import torch
 from ignite.engine import Engine, Events
 
-from ignite_engine import Phase, Trainer, TrainingEvents
+from ignite_engine import Phase, Trainer, TrainingEvents, Update
 from tests.engine.test_ignite import FILTERS
-from tests.kit.tiny import numbers_loader, trainer_of, weights, without_address
+from tests.kit.tiny import linear, mse, numbers_loader, trainer_of, weights, without_address
 
 
 def constant(engine, batch):
@@ -257,3 +257,22 @@ def test_two_trainers_share_nothing():
 
     assert heard == ["first", "first"]
     assert (first.state.iteration, second.state.iteration) == (1, 2)
+
+
+def test_six_frames_in_four_files_from_run_to_the_optimizer():
+    seen = []
+
+    class Watched(torch.optim.SGD):
+        def step(self, closure=None):
+            seen.extend(traceback.extract_stack())
+            return super().step(closure)
+
+    model = linear()
+    Trainer(Update(model, Watched(model.parameters(), lr=0.1), mse), 2).run(numbers_loader(4, 2))
+    names = [each.name for each in seen]
+    between = seen[names.index("run") : len(names) - 1 - names[::-1].index("step")]
+    own = [each for each in between if "site-packages" not in each.filename]
+    way = [each for each in own if "ignite_engine" in each.filename]
+
+    assert 3 <= len(way) <= 6, "\n".join(f"{each.filename}:{each.lineno} {each.name}" for each in way)
+    assert len({each.filename for each in way}) <= 4

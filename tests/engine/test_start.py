@@ -1,414 +1,484 @@
-"""How a run starts: the four values of ``state.start``, and what each does to counters, data and random numbers."""
+"""How a run starts, goes on and ends: the four values of ``state.start``, limits, stops, and what is refused."""
 
 import pytest
 import torch
-from ignite.engine import Engine, Events
+from ignite.engine import Events
+from ignite.metrics import Average
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from ignite_engine import Trainer, TrainingEvents, Update
-from ignite_engine.engine.length import Length
+from ignite_engine import Interrupted, Start, Trainer, TrainingEvents, Update, create_evaluator
 from ignite_engine.errors import StateMismatch
-from ignite_engine.handlers import Checkpoint
-from ignite_engine.ranks import agreement
-from ignite_engine.state import Start
-from tests.kit.tiny import mse, numbers_loader, trainer_of, weights
+from ignite_engine.handlers import Checkpoint, EarlyStopping, Evaluation
+from ignite_engine.ranks.mesh import use_mesh
+from tests.kit.processes import ranks
+from tests.kit.refusals import refusals, refuses
+from tests.kit.resume import EVERYWHERE, PLACES, assert_resumes, program
+from tests.kit.seen import Seen
+from tests.kit.tiny import mse, numbers_loader, trainer_of
 
 DATA = [1, 2, 3]
 
 
 def noting():
     """A trainer, the batches of its updates, and ``state.start`` at each STARTED."""
-    batches = []
-    trainer, starts = Trainer(lambda engine, batch: batches.append(batch)), list[Start]()
+    batches, starts = [], []
+    trainer = Trainer(lambda engine, batch: batches.append(batch))
     trainer.add_event_handler(Events.STARTED, lambda: starts.append(trainer.state.start))
     return trainer, batches, starts
 
 
-def position(trainer):
-    return trainer.state.iteration, trainer.state.epoch
+def ends(iteration, how):
+    """Between two runs: how the first one ends after an iteration."""
+
+    def attach(trainer):
+        def end():
+            handle.remove()
+            if how in (ZeroDivisionError, KeyboardInterrupt):
+                raise how
+            getattr(trainer, how)(*["enough"] * (how == "request_stop"))
+
+        handle = trainer.add_event_handler(Events.ITERATION_COMPLETED(once=iteration), end)
+
+    return attach
 
 
-def test_first_run_is_fresh_and_so_is_the_same_one_again():
-    trainer, batches, starts = noting()
-    trainer.run(DATA, max_epochs=2)
-    trainer.run(DATA, max_epochs=2)
-
-    assert starts == [Start.FRESH, Start.FRESH]
-    assert batches == DATA * 4 and position(trainer) == (6, 2)
+def set_by_hand(trainer):
+    trainer.load_state_dict({"iteration": 4, "max_epochs": 2, "epoch_length": 3})
 
 
-@pytest.mark.row("A1")
-@pytest.mark.parametrize("limits", [({"max_iters": 4}, {"max_iters": 8}), ({"max_epochs": 1}, {"max_epochs": 3})])
-def test_run_with_a_larger_limit_continues_as_if_it_had_been_given_at_first(limits):
-    trainer, batches, starts = noting()
-    for each in limits:
-        trainer.run(DATA, **each)
-    whole, expected, _ = noting()
-    whole.run(DATA, **limits[-1])
-
-    assert starts == [Start.FRESH, Start.CONTINUED]
-    assert batches == expected and position(trainer) == position(whole)
-
-
-@pytest.mark.parametrize(("limits", "end", "reason"), [((2, 4), 4, "max_iters"), ((2, 9), 6, "max_epochs")])
-def test_of_two_limits_the_first_that_is_reached_ends_the_run(limits, end, reason):
-    trainer, batches, starts = noting()
-    trainer.add_event_handler(Events.STARTED, lambda: ends.append(trainer.last_iteration))
-    ends = []
-    trainer.run(DATA, max_epochs=limits[0], max_iters=limits[1])
-
-    assert batches == (DATA * 3)[:end] and trainer.state.reason == reason and ends == [end]
-    assert Length.of(*limits, len(DATA)).iterations == end
-    trainer.run(DATA, max_epochs=3, max_iters=9)
-    assert batches == DATA * 3 and starts == [Start.FRESH, Start.CONTINUED]
-
-
-def test_run_with_two_limits_is_resumed_to_the_bits_of_one_that_was_not_interrupted(tmp_path):
-    whole = trainer_of()
-    whole.run(numbers_loader(shuffle=True), max_epochs=3, max_iters=8)
-    killed, resumed = trainer_of(), trainer_of()
-    Checkpoint(tmp_path).attach(killed, Events.ITERATION_COMPLETED(every=7))
-    killed.run(numbers_loader(shuffle=True), max_epochs=3, max_iters=7)
-    checkpoint = Checkpoint(tmp_path)
-    checkpoint.attach(resumed, Events.COMPLETED)
-    checkpoint.resume()
-    resumed.run(numbers_loader(shuffle=True), max_epochs=3, max_iters=8)
-
-    assert whole.state.iteration == 8 and torch.equal(weights(whole), weights(resumed))
-
-
-def test_continued_run_has_the_weights_of_one_run_with_dropout_and_handlers_that_draw():
-    def run(*limits):
-        trainer = trainer_of(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1)))
-        for event in (Events.STARTED, Events.EPOCH_STARTED):
-            trainer.add_event_handler(event, lambda: torch.rand(3))
-        torch.manual_seed(3)
-        for limit in limits:
-            trainer.run(numbers_loader(12, 2, shuffle=True), max_iters=limit)
-        return weights(trainer)
-
-    torch.manual_seed(0)
-    whole = run(15)
-    torch.manual_seed(0)
-
-    # STARTED draws once more in a run of two parts, which must not be noticed
-    assert torch.equal(run(4, 15), whole)
-
-
-def test_stopped_run_continues_where_it_was():
-    trainer, batches, starts = noting()
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda: trainer.request_stop("enough"))
-    stopped = trainer.run(DATA, max_epochs=3).iteration
-    trainer.run(DATA, max_epochs=3)
-
-    assert stopped == 4 and starts == [Start.FRESH, Start.CONTINUED]
-    assert batches == DATA * 3 and position(trainer) == (9, 3)
-
-
-def test_run_stopped_at_its_end_only_completes():
-    trainer, batches, starts = noting()
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: trainer.request_stop("enough"))
-    trainer.run(DATA, max_epochs=1)
-    trainer.run(DATA, max_epochs=1)
-
-    assert starts == [Start.FRESH, Start.CONTINUED] and batches == DATA
-    assert trainer.state.status == "completed"
+FRESH, CONTINUED, RESET = [Start.FRESH] * 2, [Start.FRESH, Start.CONTINUED], [Start.FRESH, Start.RESET]
+TWO, THREE = {"max_epochs": 2}, {"max_epochs": 3}
+STARTS = {
+    "the same limit": (None, TWO, TWO, FRESH, DATA * 4, (6, 2)),
+    "more epochs": (None, {"max_epochs": 1}, THREE, CONTINUED, DATA * 3, (9, 3)),
+    "more iterations": (None, {"max_iters": 4}, {"max_iters": 8}, CONTINUED, (DATA * 3)[:8], (8, 3)),
+    "more of both": (
+        None,
+        {"max_epochs": 2, "max_iters": 4},
+        {"max_epochs": 3, "max_iters": 9},
+        CONTINUED,
+        DATA * 3,
+        (9, 3),
+    ),
+    "stopped": (ends(4, "request_stop"), THREE, THREE, CONTINUED, DATA * 3, (9, 3)),
+    "stopped, nearer end": (ends(4, "request_stop"), THREE, TWO, CONTINUED, DATA * 2, (6, 2)),
+    "stopped at its end": (ends(6, "request_stop"), TWO, TWO, CONTINUED, DATA * 2, (6, 2)),
+    "paused": (ends(4, "interrupt"), THREE, THREE, CONTINUED, DATA * 3, (9, 3)),
+    "paused, without arguments": (ends(4, "interrupt"), THREE, {"data": None}, CONTINUED, DATA * 3, (9, 3)),
+    "terminated": (ends(4, "terminate"), THREE, THREE, RESET, [*DATA, 1, *DATA], (7, 3)),
+    "terminated at an epoch's end": (ends(3, "terminate"), THREE, THREE, RESET, DATA * 3, (9, 3)),
+    "failed": (ends(5, ZeroDivisionError), THREE, THREE, FRESH, [*DATA, 1, 2, *DATA * 3], (9, 3)),
+    "interrupted by force": (ends(5, KeyboardInterrupt), THREE, THREE, FRESH, [*DATA, 1, 2, *DATA * 3], (9, 3)),
+    "counters set by hand": (None, {"max_epochs": 1}, TWO, RESET, [*DATA, 1, 2], (6, 2)),
+}
 
 
 @pytest.mark.row("A1")
-def test_terminated_run_is_reset_to_the_next_epoch_as_in_ignite():
-    def run(kind):
-        batches = []
-        engine = kind(lambda engine, batch: batches.append(batch))
-        engine.add_event_handler(Events.ITERATION_COMPLETED(once=4), engine.terminate)
-        engine.run(DATA, max_epochs=4)
-        engine.run(DATA, max_epochs=4)
-        return batches, engine.state.iteration, engine.state.epoch
+@pytest.mark.parametrize("name", STARTS)
+def test_second_run(name):
+    attach, first, second, starts, batches, reached = STARTS[name]
+    trainer, seen, started = noting()
+    if attach is not None:
+        attach(trainer)
+    try:
+        trainer.run(DATA, **first)
+    except (ZeroDivisionError, KeyboardInterrupt) as error:
+        status, forced = ("interrupted", "forced: ") if isinstance(error, KeyboardInterrupt) else ("failed", "")
+        assert trainer.state.status == status and trainer.state.reason.startswith(forced + type(error).__name__)
+    if name == "counters set by hand":
+        set_by_hand(trainer)
+    trainer.run(**{"data": DATA, **second})
 
-    assert run(Trainer) == run(Engine)
-    trainer, _, starts = noting()
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), trainer.terminate)
-    trainer.run(DATA, max_epochs=4)
-    trainer.run(DATA, max_epochs=4)
-    assert starts == [Start.FRESH, Start.RESET]
+    assert started == starts and seen == batches
+    assert (trainer.state.iteration, trainer.state.epoch) == reached and trainer.state.status == "completed"
 
 
 @pytest.mark.parametrize(
-    ("event", "at", "of_pass"),
+    ("limits", "end", "reason"),
     [
-        (Events.ITERATION_COMPLETED(once=2), 2, 1),
-        (Events.ITERATION_COMPLETED(once=4), 4, 1),
-        (Events.ITERATION_COMPLETED(once=5), 5, 2),
-        (Events.EPOCH_COMPLETED(once=1), 4, 1),
-        (Events.EPOCH_STARTED(once=1), 0, 0),
-        (Events.EPOCH_STARTED(once=2), 4, 1),
+        ({"max_epochs": 2, "max_iters": 4}, 4, "max_iters"),
+        ({"max_epochs": 2, "max_iters": 9}, 6, "max_epochs"),
+        ({"max_iters": 1}, 1, "max_iters"),
     ],
 )
-def test_pass_after_a_terminated_one_is_the_next_in_the_order(event, at, of_pass):
-    """Four shuffled batches in a pass: the run that is terminated after ``at`` continues with an untouched pass."""
+def test_first_limit_that_is_reached_ends_the_run(limits, end, reason):
+    trainer, batches, _ = noting()
+    lengths = []
+    trainer.add_event_handler(
+        Events.STARTED, lambda: lengths.append((trainer.last_iteration, trainer.state.epoch_length))
+    )
+    trainer.run(DATA, **limits)
+
+    assert batches == (DATA * 3)[:end] and trainer.state.reason == reason and lengths == [(end, 3)]
+
+
+@pytest.mark.parametrize("at", [2, 4, 5])
+def test_pass_after_a_terminated_one_is_the_next_in_the_order(at):
+    """Four shuffled batches in a pass: what is left of one is not made up for."""
 
     def orders(trainer):
         seen = []
-        trainer.add_event_handler(
-            Events.ITERATION_COMPLETED, lambda: seen.append(trainer.state.batch[0].flatten().tolist())
-        )
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(trainer.state.batch[0].tolist()))
         return seen
 
-    whole = Trainer(lambda engine, batch: None)
-    expected = orders(whole)
+    whole, trainer, data = noting()[0], noting()[0], numbers_loader(8, shuffle=True)
+    expected, seen = orders(whole), orders(trainer)
     whole.run(numbers_loader(8, shuffle=True), max_epochs=4)
-    trainer = Trainer(lambda engine, batch: None)
-    seen = orders(trainer)
-    trainer.add_event_handler(event, trainer.terminate)
-    data = numbers_loader(8, shuffle=True)
-    trainer.run(data, max_epochs=4)
-    assert seen == expected[:at]
-    trainer.run(data, max_epochs=4)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=at), lambda: trainer.terminate())
+    for _ in range(2):
+        trainer.run(data, max_epochs=4)
 
-    assert seen[at : at + 4] == expected[4 * of_pass : 4 * of_pass + 4]
-    assert expected[:4] != expected[4:8] != expected[8:12]
+    next_pass = (at + 3) // 4
+    assert seen[:at] == expected[:at] and seen[at : at + 4] == expected[4 * next_pass : 4 * next_pass + 4]
 
 
-def test_counters_set_by_hand_reset_the_data():
-    trainer, batches, starts = noting()
-    trainer.load_state_dict({"iteration": 4, "max_epochs": 2, "epoch_length": 3})
-    trainer.run(DATA)
-
-    assert starts == [Start.RESET] and batches == [1, 2] and position(trainer) == (6, 2)
+# -- resumed ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_run_after_an_exception_starts_over(error):
-    trainer, batches, starts = noting()
-
-    def fail():
-        if len(batches) == 5:
-            raise error
-
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, fail)
-    with pytest.raises(error):
-        trainer.run(DATA, max_epochs=3)
-    trainer.run(DATA, max_epochs=3)
-
-    assert starts == [Start.FRESH, Start.FRESH]
-    assert batches[5:] == DATA * 3 and position(trainer) == (9, 3)
+def saved(folder, prepare=lambda trainer: None, event=Events.EPOCH_COMPLETED):
+    """A trainer that has resumed what the folder has."""
+    trainer, checkpoint = trainer_of(), Checkpoint(folder)
+    prepare(trainer)
+    checkpoint.attach(trainer, event)
+    checkpoint.resume()
+    return trainer
 
 
-def test_reason_of_a_run_that_raised_keyboard_interrupt_names_it():
-    trainer, *_ = noting()
-
-    def interrupt():
-        raise KeyboardInterrupt
-
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.run(DATA)
-
-    assert (trainer.state.status, trainer.state.reason) == ("interrupted", "forced: KeyboardInterrupt")
-
-
-def test_run_after_a_failure_in_an_update_begins_at_a_step_boundary():
-    """A stop that cuts off its first evaluation ends it there."""
-    trainer = Trainer(lambda engine, batch: 1 / (engine.state.iteration - 2))
+@pytest.mark.parametrize(("iterations", "epoch"), [(4, 1), (6, 1), (7, 2)])
+def test_resumed_run_starts_in_the_epoch_in_which_it_was_saved(iterations, epoch, tmp_path):
+    """Once more, too, after a failure before its first batch; what is measured at STARTED is logged with that epoch."""
+    saved(tmp_path).run(numbers_loader(12, 2), max_iters=iterations)
+    trainer, seen = saved(tmp_path), []
+    for event in (Events.STARTED, Events.EPOCH_STARTED):
+        trainer.add_event_handler(event, lambda: seen.append((trainer.state.start, trainer.state.epoch)))
+    handle = trainer.add_event_handler(Events.STARTED, lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        trainer.run(DATA)
-    boundaries = []
-    trainer.add_event_handler(Events.STARTED, trainer.terminate)
-    trainer.add_event_handler(TrainingEvents.RESUME_POINT, lambda: boundaries.append(trainer.state.iteration))
+        trainer.run(numbers_loader(12, 2), max_epochs=3)
+    handle.remove()
+    trainer.run(numbers_loader(12, 2), max_epochs=3)
+
+    first = (Start.RESUMED, epoch)
+    assert seen == [first, first, *((Start.RESUMED, later) for later in range(epoch + 1, 4))]
+
+
+@pytest.mark.parametrize("limits", [{"max_iters": 6}, {"max_epochs": 1}, {}])
+def test_finished_run_that_is_resumed_trains_nothing_and_more_where_more_is_asked(limits, tmp_path):
+    saved(tmp_path).run(numbers_loader(12, 2), max_epochs=1)
+    trainer = saved(tmp_path)
+    state = trainer.run(numbers_loader(12, 2), **limits)
+    assert (state.status, state.iteration, state.epoch, state.optimizer_steps) == ("completed", 6, 1, 6)
+
+    assert saved(tmp_path).run(numbers_loader(12, 2), max_epochs=2).iteration == 12
+
+
+@pytest.mark.parametrize("epoch_length", [2, 3, 4])
+def test_resume_with_an_epoch_length_at_or_below_the_position_ends(tmp_path, epoch_length):
+    saved(tmp_path).run(numbers_loader(), max_iters=3)
+    state = saved(tmp_path).run(numbers_loader(), max_epochs=2, epoch_length=epoch_length)
+
+    assert state.epoch == 2 and state.iteration == max(3, epoch_length) + epoch_length
+
+
+def test_checkpoint_that_is_made_before_the_run_is_resumed_at_its_beginning(tmp_path):
+    trainer, checkpoint = trainer_of(), Checkpoint(tmp_path)
+    checkpoint.attach(trainer)
+    checkpoint.save()
+    state = saved(tmp_path).run(numbers_loader(8, 2), max_epochs=2)
+
+    assert (state.start, state.iteration, state.epoch) == (Start.RESUMED, 8, 2)
+
+
+def test_epoch_that_was_saved_when_it_was_full_completes_without_another_iteration(tmp_path):
+    """An exception in EPOCH_COMPLETED, saved by ``on_exception``: all iterations of the epoch are done."""
+    trainer = trainer_of()
+    Checkpoint(tmp_path, on_exception=True).attach(trainer)
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(numbers_loader(6, 2), max_epochs=2)
+    resumed, epochs = saved(tmp_path), []
+    resumed.add_event_handler(
+        Events.EPOCH_COMPLETED, lambda: epochs.append((resumed.state.epoch, resumed.state.iteration))
+    )
+    resumed.run(numbers_loader(6, 2), max_epochs=2)
+
+    assert epochs == [(1, 3), (2, 6)]
+
+
+def thawing():
+    """At the start of epoch 2 a part is no longer frozen, put into eval mode and given a group of the optimizer."""
+    torch.manual_seed(0)
+    first, last = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout()), nn.Linear(4, 1)
+    first.requires_grad_(False)
+    optimizer = torch.optim.AdamW(last.parameters(), lr=0.05)
+    trainer = Trainer(Update(nn.Sequential(first, last), optimizer, mse))
+
+    def thaw():
+        first.requires_grad_(True)
+        first.eval()
+        optimizer.add_param_group({"params": list(first.parameters()), "lr": 0.01})
+
+    trainer.add_event_handler(Events.EPOCH_STARTED(once=2), thaw)
+    return trainer
+
+
+@pytest.mark.parametrize("how", ["stop", "same process"])
+def test_what_was_done_at_the_start_of_an_epoch_is_done_once_and_stays(how, tmp_path):
+    made = program(limits={"max_epochs": 3})
+    made.build = thawing
+    assert_resumes(made, tmp_path, at=(2, 4, 6), how=[how])
+
+
+def draws(trainer):
+    for event in (Events.STARTED, Events.EPOCH_STARTED, TrainingEvents.RESUME_POINT):
+        trainer.add_event_handler(event, lambda: torch.rand(3))
+
+
+@pytest.mark.parametrize("how", ["stop", "same process"])
+def test_handlers_that_draw_at_the_start_change_no_bit_of_what_goes_on(how, tmp_path):
+    assert_resumes(program([Seen, draws]), tmp_path, at=EVERYWHERE if how == "stop" else PLACES, how=[how])
+
+
+def measured(evaluated_at, asked_at, asked):
+    """An evaluation, in which the run is stopped, and what a handler asks for when it has the result."""
+
+    def attach(trainer):
+        evaluator = create_evaluator(trainer.update.model, lambda model, batch: batch, {"mean": Average()})
+        Evaluation(evaluator, [torch.tensor([1.0])] * 2).attach(trainer, evaluated_at)
+        EarlyStopping("val/mean", patience=9).attach(trainer)
+
+        def ask():
+            if trainer.state.evaluations == 1:
+                _ = trainer.finish("asked") if asked == "finish" else trainer.terminate_epoch()
+
+        if asked != "nothing":
+            trainer.add_event_handler(asked_at, ask)
+
+    return attach
+
+
+@pytest.mark.parametrize("asked_at", [TrainingEvents.EVALUATION_COMPLETED, TrainingEvents.METRICS_READY])
+@pytest.mark.parametrize("asked", ["nothing", "finish", "terminate_epoch"])
+@pytest.mark.parametrize(
+    "at", [Events.ITERATION_COMPLETED(once=2), Events.ITERATION_COMPLETED(once=4), Events.EPOCH_COMPLETED]
+)
+def test_what_a_repeated_evaluation_asks_for_happens_as_in_the_whole_run(at, asked, asked_at, tmp_path):
+    """An evaluation that a stop broke off is made again before training goes on."""
+    outcomes = {}
+    for name in ("whole", "cut"):
+        lines = []
+        for stops in (name == "cut", False):
+            trainer = saved(tmp_path / name, measured(at, asked_at, asked))
+            if stops:
+                trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, lambda: trainer.request_stop("enough"))  # noqa: B023
+            for event in (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, TrainingEvents.METRICS_READY):
+                trainer.add_event_handler(
+                    event,
+                    lambda engine, event_name, lines=lines: lines.append((event_name, engine.state.iteration)),
+                    event.name,
+                )
+            state = trainer.run(numbers_loader(8, 2), max_epochs=2)
+            if name == "whole":
+                break
+        outcomes[name] = [lines, state.status, state.reason, state.epoch, state.iteration, dict(state.metrics)]
+    assert outcomes["cut"] == outcomes["whole"]
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+def test_stop_by_a_signal_raises_with_its_code_and_the_first_reason_stays():
+    trainer = trainer_of()
+
+    def ask():
+        trainer.request_stop("SIGTERM", 15)
+        trainer.request_stop("another", 2)
+
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), ask)
+    with pytest.raises(Interrupted) as caught:
+        trainer.run(numbers_loader(), max_epochs=3)
+    assert (caught.value.code, caught.value.signal, str(caught.value)) == (143, 15, "interrupted by SIGTERM")
+    assert (trainer.state.status, trainer.state.reason, trainer.state.iteration) == ("interrupted", "SIGTERM", 4)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_request_to_save_is_seen_at_one_boundary(cut):
+    """Where the epoch is cut short there, at its end."""
+    trainer, seen = trainer_of(), []
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=3), trainer.request_save)
+    if cut:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: trainer.state.metrics.update(x=1.0))
+        trainer.add_event_handler(TrainingEvents.METRICS_READY, lambda: trainer.terminate_epoch())
+    trainer.add_event_handler(
+        TrainingEvents.RESUME_POINT, lambda: seen.append((trainer.state.iteration, trainer.state.save_requested))
+    )
+    trainer.run(numbers_loader(), max_iters=5)
+
+    assert seen == [(number, number == 3) for number in range(1, 6)]
+
+
+@pytest.mark.parametrize("asks", ["nothing", "save", "stop"])
+@pytest.mark.parametrize("event", [TrainingEvents.METRICS_READY, TrainingEvents.RESUME_POINT])
+@pytest.mark.parametrize("at", [2, 4])
+def test_what_is_asked_for_where_a_run_pauses_is_done_before(event, at, asks, tmp_path):
+    (trainer, seen, _), checkpoint, paused = noting(), Checkpoint(tmp_path), []
+    checkpoint.attach(trainer, Events.COMPLETED)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: engine.state.metrics.update(x=1.0))
+
+    def pause(engine):
+        if engine.state.iteration == at and not paused:
+            paused.append(at)
+            engine.interrupt()
+            _ = {"save": engine.request_save, "stop": lambda: engine.request_stop("a pause")}.get(asks, list)()
+
+    trainer.add_event_handler(event, pause)
+    trainer.run([1, 2, 3, 4], max_epochs=2)
+    assert trainer.state.iteration == at and (trainer.state.status == "interrupted") is (asks == "stop")
+    names = [path.name for path in tmp_path.glob("iteration_*")]
+    assert names == ([] if asks == "nothing" else [f"iteration_{at:08}"])
+    trainer.run([1, 2, 3, 4], max_epochs=2)
+    assert seen == [1, 2, 3, 4] * 2
+
+
+def stopped_by_rank_1(rank):
+    """Ranks that share their data, where no handler of its own has a boundary at each iteration."""
+    use_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)))
+    trainer = Trainer(lambda engine, batch: None)
+    third = Events.ITERATION_COMPLETED(once=3)
+    if rank == 1:
+        trainer.add_event_handler(third, lambda: trainer.request_stop("here"))
+    trainer.add_event_handler(third, trainer.vote_at_next_boundary)
+    state = trainer.run([0] * 8)
+    return state.iteration, state.status, state.reason
+
+
+def test_stop_that_one_rank_asks_for_ends_both_at_its_iteration():
+    assert ranks(2, stopped_by_rank_1) == [(3, "interrupted", "here")] * 2
+
+
+def raises_at_the_end(trainer, called):
+    trainer.call_at_end(lambda engine: called.append("first"))
+    trainer.call_at_end(lambda engine: 1 / 0)
+    trainer.call_at_end(lambda engine: called.append("last"))
+
+
+def test_callbacks_at_the_end_are_called_once_on_an_error_too_and_all_of_them():
+    trainer, called = trainer_of(), []
+    first = trainer.add_event_handler(Events.STARTED, lambda: raises_at_the_end(trainer, called))
+    second = trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: 1 / 0)
+    for handle in (second, first):
+        with pytest.raises(ZeroDivisionError):
+            trainer.run(numbers_loader(4))
+        assert called == ["first", "last"]
+        called.clear()
+        handle.remove()
+    trainer.run(numbers_loader(4))
+    assert called == []
+
+
+# -- refused ----------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "max_epochs": ({"max_epochs": 1.5}, "max_epochs whole number 1.5"),
+    "true epochs": ({"max_epochs": True}, "whole number True"),
+    "max_iters": ({"max_iters": 2.5}, "max_iters 2.5"),
+    "no iteration": ({"max_iters": 0}, "max_iters at least 1 0"),
+    "epoch_length": ({"epoch_length": 1.5}, "epoch_length whole number 1.5"),
+    "other length": ({"max_epochs": 3, "epoch_length": 2}, "epoch_length same 2 3"),
+    "other limit": ({"max_iters": 9}, "max_epochs max_iters"),
+    "no data": ({"data": []}, "data zero size"),
+}
+
+
+@pytest.mark.parametrize("how", ["request_stop", "interrupt"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_run_that_was_stopped_or_paused_survives_what_is_refused(name, how):
+    arguments, words = REFUSED[name]
+    (trainer, batches, starts), errors = noting(), []
+    trainer.add_event_handler(Events.EXCEPTION_RAISED, errors.append)
+    ends(4, how)(trainer)
+    trainer.run(DATA, max_epochs=3)
+    refuses(lambda: trainer.run(**{"data": DATA, **arguments}), ValueError, words)
+    trainer.run(DATA, max_epochs=3)
+
+    assert starts == CONTINUED and batches == DATA * 3 and errors == []
+
+
+def refused(trainer, data=(1, 2, 3), **arguments):
+    return lambda: trainer.run(list(data), **arguments)
+
+
+def cut_at_the_start():
+    trainer = noting()[0]
+    trainer.add_event_handler(Events.STARTED, lambda: trainer.terminate_epoch())
     trainer.run(DATA)
 
-    assert boundaries == [0]
+
+def constant(engine, batch): ...
 
 
-def test_resumed_run_starts_at_the_checkpoint_and_once_more_after_a_failure_before_its_first_batch(
-    tmp_path,
-):
-    trainer = trainer_of()
-    Checkpoint(tmp_path).attach(trainer)
-    trainer.run(numbers_loader(), max_iters=4)
-    resumed, starts = trainer_of(), list[tuple[Start, int]]()
-    checkpoint = Checkpoint(tmp_path)
-    checkpoint.attach(resumed)
-
-    @resumed.on(Events.STARTED)
-    def note():
-        starts.append((resumed.state.start, resumed.state.iteration))
-        if len(starts) == 1:
-            raise OSError("the first time only")
-
-    checkpoint.resume()
-    with pytest.raises(OSError):
-        resumed.run(numbers_loader(), max_iters=6)
-    resumed.run(numbers_loader(), max_iters=6)
-    trainer.run(numbers_loader(), max_iters=6)
-
-    assert starts == [(Start.RESUMED, 4)] * 2
-    assert torch.equal(weights(resumed), weights(trainer))
-
-
-def test_unclaimed_parts_are_an_error_and_wait_for_their_object(tmp_path):
-    class Kept:
-        def state_dict(self):
-            return {"value": 3}
-
-        def load_state_dict(self, state):
-            self.value = state["value"]
-
-    trainer = trainer_of()
-    trainer.register("mine", Kept())
-    Checkpoint(tmp_path).attach(trainer)
-    trainer.run(numbers_loader(), max_iters=2)
-    resumed, kept = trainer_of(), Kept()
-    checkpoint = Checkpoint(tmp_path)
-    checkpoint.attach(resumed)
-    checkpoint.resume()
-    with pytest.raises(StateMismatch, match=r"holds \['mine'\], for which nothing is registered"):
-        resumed.run(numbers_loader(), max_iters=4)
-    resumed.register("mine", kept)
-    resumed.run(numbers_loader(), max_iters=4)
-
-    assert kept.value == 3 and resumed.state.start is Start.RESUMED and resumed.state.iteration == 4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+test_refusals = refusals(
     [
-        ({"max_epochs": 1.5}, "max_epochs is invalid.*whole number of at least 1, got 1.5"),
-        ({"max_iters": 2.5}, "max_iters is invalid.*got 2.5"),
-        ({"max_iters": 0}, "max_iters is invalid.*got 0"),
-        ({"epoch_length": 1.5}, "epoch_length must be a whole number of iterations, got 1.5"),
-        ({"epoch_length": True}, "epoch_length must be a whole number of iterations, got True"),
-        ({"max_epochs": True}, "expected a whole number of at least 1, got True"),
-        ({"max_epochs": 3, "epoch_length": 2}, "epoch_length should be same as in the state"),
-        ({"max_iters": 9}, "To switch from max_epochs to max_iters"),
-    ],
-)
-def test_stopped_run_survives_arguments_that_are_refused(arguments, message):
-    trainer, batches, starts = noting()
-    errors = []
-    trainer.add_event_handler(Events.EXCEPTION_RAISED, lambda error: errors.append(error))
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda: trainer.request_stop("enough"))
-    trainer.run(DATA, max_epochs=3)
-    with pytest.raises(ValueError, match=message):
-        trainer.run(DATA, **arguments)
-    trainer.run(DATA, max_epochs=3)
-
-    assert starts == [Start.FRESH, Start.CONTINUED] and batches == DATA * 3 and errors == []
-
-
-def test_paused_run_survives_arguments_that_are_refused():
-    trainer, batches, starts = noting()
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), trainer.interrupt)
-    trainer.run(DATA, max_epochs=2)
-    with pytest.raises(ValueError, match="epoch_length should be same"):
-        trainer.run(DATA, max_epochs=2, epoch_length=7)
-    trainer.run(DATA, max_epochs=2)
-
-    assert starts == [Start.FRESH, Start.CONTINUED] and batches == DATA * 2
-
-
-def test_finished_run_that_is_resumed_trains_nothing(tmp_path):
-    trainer = trainer_of()
-    Checkpoint(tmp_path).attach(trainer)
-    trainer.run(numbers_loader(), max_epochs=2)
-    resumed = trainer_of()
-    checkpoint = Checkpoint(tmp_path)
-    checkpoint.attach(resumed)
-    events = []
-    for event in (Events.STARTED, Events.ITERATION_STARTED, TrainingEvents.RESUME_POINT, Events.COMPLETED):
-        resumed.add_event_handler(event, lambda _, name=event.name: events.append(name))
-    checkpoint.resume()
-    resumed.run(numbers_loader(), max_epochs=2)
-
-    assert events == ["STARTED", "COMPLETED"] and resumed.state.epoch == 2
-
-
-def test_started_is_in_the_epoch_in_which_the_run_was_saved(tmp_path):
-    """What is measured there, an evaluation that was interrupted, say, is logged with that epoch."""
-    for iterations, epoch in ((4, 1), (6, 1), (7, 2)):
-        folder = tmp_path / str(iterations)
-        trainer = trainer_of()
-        Checkpoint(folder).attach(trainer)
-        trainer.run(numbers_loader(12, 2), max_iters=iterations)
-        resumed, epochs = trainer_of(), list[int]()
-        checkpoint = Checkpoint(folder)
-        checkpoint.attach(resumed)
-        for event in (Events.STARTED, Events.EPOCH_STARTED):
-            resumed.add_event_handler(event, lambda engine, seen=epochs: seen.append(engine.state.epoch))
-        checkpoint.resume()
-        resumed.run(numbers_loader(12, 2), max_epochs=3)
-
-        assert epochs == [epoch, *range(epoch + 1, 4)]  # no EPOCH_STARTED for an epoch that has begun
-
-
-@pytest.mark.parametrize(
-    ("key", "other", "said"),
-    [
-        ("accumulation_steps", 4, "accumulation_steps is 2 on rank 0 and 4 on rank 1"),
-        ("max_epochs", 2, "max_epochs is 1 on rank 0 and 2 on rank 1"),
+        ("cut where no epoch is", cut_at_the_start, RuntimeError, "event of an iteration"),
         (
-            "optimizer.param_groups[0]['lr']",
-            0.5,
-            r"optimizer.param_groups\[0\]\['lr'\] is 0.1 on rank 0 and 0.5 on rank 1",
+            "groups of nothing",
+            lambda: Trainer(constant, 2).run(None, 1, None, 3),
+            ValueError,
+            "accumulation_steps data",
         ),
-    ],
+        ("not iterable", lambda: Trainer(constant).run(3), TypeError, "iterable int"),
+        ("no group", lambda: Trainer(constant, 0), ValueError, "accumulation_steps at least 1 0"),
+        ("both", lambda: Trainer(constant, 2, global_micro_batches=2), ValueError, "accumulation_steps global_micro"),
+        ("other data", lambda: Trainer(constant).set_data([1]), RuntimeError, "call run()"),
+        ("other groups", lambda: setattr(Trainer(constant), "accumulation_steps", 2), AttributeError, "resume another"),
+        ("unknown event", lambda: Trainer(constant).fire_event("no_such"), ValueError, "no_such not valid"),
+    ]
 )
-def test_other_settings_on_a_rank_are_refused_on_all(key, other, said, monkeypatch):
-    monkeypatch.setattr(agreement, "world_size", lambda: 2)
-    monkeypatch.setattr(agreement, "gather_objects", lambda mine: [mine, {**mine, key: other}])
-    trainer = trainer_of(accumulation_steps=2)
-    with pytest.raises(ValueError, match=f"^{said}: every rank must train with the same settings.$"):
-        trainer.run(numbers_loader(), max_epochs=1)
-    assert trainer.state.iteration == 0
 
 
-@pytest.mark.parametrize("refused", [{"epoch_length": 0}, {"max_epochs": 1}, {"max_iters": 9}, "empty data"])
-def test_refused_run_changes_nothing_of_the_run_before(refused):
-    def trained(refuse):
-        trainer, sizes = Trainer(lambda engine, batch: sizes.append(len(batch)), accumulation_steps=3), list[int]()
-        counters = []
-        trainer.run(numbers_loader(8, 1), max_epochs=2)
-        if refuse:
-            before = trainer.progress.position
-            data = [] if refused == "empty data" else numbers_loader(8, 1)
-            arguments = {"max_epochs": 2} if refused == "empty data" else refused
-            with pytest.raises(ValueError, match=r"."):
-                trainer.run(data, **arguments)
-            assert trainer.progress.position == before
-        trainer.add_event_handler(
-            Events.ITERATION_COMPLETED, lambda: counters.append((trainer.state.iteration, trainer.state.epoch))
-        )
-        trainer.run(numbers_loader(8, 1), max_epochs=3)
-        return sizes, counters
-
-    assert trained(refuse=True) == trained(refuse=False) and trained(refuse=True)[0] == [3, 3, 2] * 3
+def other_settings(rank):
+    said = []
+    for steps, epochs, lr in ((2 + 2 * rank, 1, 0.1), (2, 1 + rank, 0.1), (2, 1, 0.1 + rank)):
+        trainer = trainer_of(accumulation_steps=steps, lr=lr)
+        said.append(str(refuses(lambda: trainer.run(numbers_loader(), max_epochs=epochs), ValueError, "rank 1")))  # noqa: B023
+    return said
 
 
-@pytest.mark.parametrize("stop", [2, 6, 8])
-def test_what_was_done_at_the_start_of_an_epoch_is_done_once_and_stays(tmp_path, stop):
-    """A part in eval mode, parameters that are not frozen any more, a group that was added."""
+def test_other_settings_on_a_rank_are_refused_on_all():
+    first, second = ranks(2, other_settings)
+    assert first == second
+    for said, words in zip(first, ("accumulation_steps 2 4", "max_epochs 1 2", "['lr'] 0.1 1.1"), strict=True):
+        assert all(word in said for word in words.split())
 
-    def run(folder, end):
-        torch.manual_seed(0)
-        first, last = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout()), nn.Linear(4, 1)
-        model = nn.Sequential(first, last)
-        first.requires_grad_(False)
-        optimizer = torch.optim.AdamW(last.parameters(), lr=0.05)
-        trainer, checkpoint = Trainer(Update(model, optimizer, mse)), Checkpoint(tmp_path / folder)
 
-        def unfreeze():
-            first.requires_grad_(True)
-            first.eval()
-            optimizer.add_param_group({"params": list(first.parameters()), "lr": 0.01})
+def test_part_that_nothing_claims_is_an_error_and_waits_for_its_object(tmp_path):
+    def attach(trainer):
+        Seen(name="mine").attach(trainer)
 
-        trainer.add_event_handler(Events.EPOCH_STARTED(once=2), unfreeze)
-        checkpoint.attach(trainer)
-        checkpoint.resume()
-        trainer.run(numbers_loader(12, 2), **({"max_epochs": 3} if end is None else {"max_iters": end}))
-        return model
+    saved(tmp_path, attach).run(numbers_loader(), max_iters=2)
+    trainer, late = saved(tmp_path), Seen(name="mine")
+    trainer.register("another", Seen())
+    refuses(
+        lambda: trainer.run(numbers_loader(), max_iters=4), StateMismatch, "mine another model resume(ignore=['mine'])"
+    )
+    late.attach(trainer)
+    assert len(late.lines) == 2, "it is loaded at once"
+    trainer.run(numbers_loader(), max_iters=4)
 
-    whole = run("whole", None)
-    run("stopped", stop)
-    resumed = run("stopped", None)
-    assert all(torch.equal(*pair) for pair in zip(whole.state_dict().values(), resumed.state_dict().values()))
-    assert [module.training for module in whole.modules()] == [module.training for module in resumed.modules()]
+    assert len(late.lines) == 4 and trainer.state.start is Start.RESUMED
+
+
+def test_registered_at_started_is_early_enough_and_left_out_it_begins_anew(tmp_path, caplog):
+    saved(tmp_path, lambda trainer: Seen(name="mine").attach(trainer)).run(numbers_loader(), max_iters=2)
+    trainer, mine = saved(tmp_path), Seen(name="mine")
+    trainer.add_event_handler(Events.STARTED, lambda: mine.attach(trainer))
+    trainer.run(numbers_loader(), max_iters=4)
+    assert len(mine.lines) == 4
+
+    trainer, checkpoint, mine = trainer_of(), Checkpoint(tmp_path), Seen(name="mine")
+    mine.attach(trainer)
+    checkpoint.attach(trainer)
+    checkpoint.resume(ignore=["mine", "nothing"])
+    assert "holds no nothing" in caplog.text
+    trainer.run(numbers_loader(), max_iters=5)
+    assert len(mine.lines) == 1
