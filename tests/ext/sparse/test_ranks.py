@@ -9,10 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ignite_engine import Group, Trainer, TrainingEvents, Update
 from ignite_engine.handlers import Checkpoint
 from tests.kit.collectives import Collectives
-from tests.kit.tiny import on_two_ranks
+from tests.kit.processes import ranks
 from tests.sparse_and_dense import Net, Sized, batches, by_hand, loss_fn, optimizers_of, values
-
-pytestmark = pytest.mark.distributed
 
 COUNTS = {"even": (6, 6), "uneven": (5, 3), "one rank is exhausted for an update": (6, 2)}
 SCALER = {"init_scale": 256.0, "growth_interval": 3}
@@ -67,34 +65,25 @@ def resumed(rank, folder):
     return [whole, run("parts", 6)]
 
 
-def cases(rank, folder):
-    torch.manual_seed(0)
-    answers = {}
-    for name, counts in COUNTS.items():
-        model = in_ddp()
-        trainer = trainer_of(model)
-        answers[f"reductions, {name}"] = counted(trainer, Sized(shares(counts)[rank]))
-        answers[name] = values(model)
-    for precision in ("fp32", "fp16"):
-        model, written = in_ddp(), in_ddp()
-        options = {"grad_scaler": SCALER} if precision == "fp16" else {}
-        scaler = torch.amp.GradScaler("cpu", **SCALER) if precision == "fp16" else None
-        mine = shares((6, 6))[rank]
-        trainer_of(model, precision=precision, **options).run(Sized(mine), max_epochs=2)
-        by_hand(written, [mine[i : i + 2] for i in (0, 2, 4)], clip_norm=0.5, scaler=scaler, passes=2)
-        answers[f"by hand, {precision}"] = [values(model), values(written)]
-    with pytest.raises(ValueError, match="FSDP2") as error:
+def trained(rank, name):
+    """The reductions after each backward, and the weights, of three epochs."""
+    model = in_ddp()
+    return counted(trainer_of(model), Sized(shares(COUNTS[name])[rank])), values(model)
+
+
+def both_ways(rank, precision):
+    model, written = in_ddp(), in_ddp()
+    scaler = torch.amp.GradScaler("cpu", **SCALER) if precision == "fp16" else None
+    options = {"grad_scaler": SCALER} if scaler else {}
+    mine = shares((6, 6))[rank]
+    trainer_of(model, precision=precision, **options).run(Sized(mine), max_epochs=2)
+    by_hand(written, [mine[i : i + 2] for i in (0, 2, 4)], clip_norm=0.5, scaler=scaler, passes=2)
+    return values(model), values(written)
+
+
+def sharded(rank):
+    with pytest.raises(ValueError, match="FSDP2"):
         trainer_of(fully_shard(Net()))
-    answers["sharded"] = str(error.value)
-    answers["weightless"] = without_weight_on_rank_1(rank)
-    answers["resumed"] = resumed(rank, folder)
-    return answers
-
-
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sparse")
-    return on_two_ranks(lambda rank: cases(rank, folder), folder / "meet")
 
 
 def on_one_process(groups, epochs):
@@ -110,36 +99,35 @@ def assert_close(ours, others):
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_ranks_train_as_one_process(answers, name):
+def test_ranks_train_as_one_process_and_reduce_in_the_last_micro_batch_only(name):
     """The rows of a batch that a rank repeats with weight zero are not touched by it: SparseAdam would move them."""
+    (counts, ours), (_, theirs) = ranks(2, trained, name)
     first, second = shares(COUNTS[name])
     groups = [first[i : i + 2] + second[i : i + 2] for i in range(0, max(COUNTS[name]), 2)]
+    assert ours == theirs
+    assert_close(ours, on_one_process(groups, 3))
 
-    assert answers[name][0] == answers[name][1]
-    assert_close(answers[name][0], on_one_process(groups, 3))
-
-
-def test_rows_of_a_batch_without_weight_are_not_touched(answers):
-    mine = shares((6, 6))[0]
-
-    assert_close(answers["weightless"][1], on_one_process([mine[i : i + 2] for i in (0, 2, 4)], 1))
-
-
-@pytest.mark.parametrize("name", COUNTS)
-def test_each_gradient_is_reduced_in_the_last_micro_batch_only(answers, name):
-    counts = answers[f"reductions, {name}"][0]
     grown = [after - before for before, after in zip([0, *counts], counts, strict=False)]
-
     # those of two tables and one bucket of dense ones; the last group of 5 micro-batches has one
     assert grown == [0, 3, 0, 3, *([3] if name == "uneven" else [0, 3])] * 3
 
 
+def test_rows_of_a_batch_without_weight_are_not_touched():
+    mine = shares((6, 6))[0]
+
+    assert_close(ranks(2, without_weight_on_rank_1)[1], on_one_process([mine[i : i + 2] for i in (0, 2, 4)], 1))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_weights_have_the_bits_of_the_loop_written_by_hand(answers, precision):
-    for ours, written in answers[f"by hand, {precision}"]:
+def test_weights_have_the_bits_of_the_loop_written_by_hand(precision):
+    for ours, written in ranks(2, both_ways, precision):
         assert ours == written != values(Net())
 
 
-def test_resumed_run_ends_with_the_same_bits(answers):
-    for whole, parts in answers["resumed"]:
+def test_resumed_run_ends_with_the_same_bits(tmp_path):
+    for whole, parts in ranks(2, resumed, tmp_path):
         assert whole == parts
+
+
+def test_sharded_tables_are_refused():
+    ranks(2, sharded)

@@ -1,13 +1,13 @@
-"""Row-wise Adagrad: the published formula, the same for sparse and dense gradients, saved and resumed exactly."""
-
-import copy
+"""Row-wise Adagrad by its published formula, saved and resumed exactly; and ids as rows, by a hash of all machines."""
 
 import pytest
 import torch
 from torch import nn
 
-from ignite_engine.ext.sparse import RowwiseAdagrad
-from ignite_engine.states.model_and_optimizer import OptimizerState
+from ignite_engine import Trainer, Update, loader
+from ignite_engine.ext.sparse import RowwiseAdagrad, hash_ids
+from tests.kit.refusals import refusals
+from tests.kit.resume import Program, assert_resumes
 
 ROWS, WIDTH = 50, 3
 TOKENS = [torch.tensor([4, 4, 1]), torch.tensor([4, 30, 49, 4]), torch.tensor([], dtype=torch.long)]
@@ -65,18 +65,14 @@ def test_accumulators_are_one_number_for_each_row_in_float32(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_saved_state_goes_on_with_the_same_bits(dtype):
-    model = table(True, dtype)
-    optimizer = RowwiseAdagrad(model.parameters(), lr=0.1, initial_accumulator=0.1)
-    step(model, optimizer, TOKENS[0])
-    fresh = copy.deepcopy(model)
-    again = RowwiseAdagrad(fresh.parameters(), lr=0.1)
-    OptimizerState(again, fresh).load_state_dict(copy.deepcopy(OptimizerState(optimizer, model).state_dict()))
-    step(model, optimizer, TOKENS[1])
-    step(fresh, again, TOKENS[1])
+def test_saved_state_goes_on_with_the_same_bits(dtype, tmp_path):
+    def build():
+        model = table(True, dtype)
+        optimizer = RowwiseAdagrad(model.parameters(), lr=0.1, initial_accumulator=0.1)
+        return Trainer(Update(model, optimizer, lambda model, tokens: model(tokens).float().square().mean()))
 
-    assert torch.equal(model.weight, fresh.weight)
-    assert torch.equal(optimizer.state[model.weight]["sum"], again.state[fresh.weight]["sum"])
+    tokens = torch.arange(24).view(8, 3) % 7
+    assert_resumes(Program(build, lambda: loader(tokens, 2)), tmp_path, at=(3,), how=("stop",))
 
 
 def test_rows_may_have_any_shape():
@@ -87,19 +83,49 @@ def test_rows_may_have_any_shape():
         torch.testing.assert_close(parameter.detach(), torch.zeros(shape))  # 1 - 2 / sqrt(4)
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
+def made(shape=(2, 2), **options):
+    return lambda: RowwiseAdagrad([nn.Parameter(torch.ones(shape))], **options)
+
+
+test_refusals = refusals(
     [
-        ({"lr": -1.0}, "lr must be at least 0, got -1.0"),
-        ({"eps": 0.0}, "eps must be above 0, or a row without a gradient becomes 0 / 0, got 0.0"),
-        ({"initial_accumulator": float("nan")}, "initial_accumulator must be at least 0, got nan"),
-    ],
+        ("lr", made(lr=-1.0), ValueError, "lr at least 0 got -1.0"),
+        ("eps", made(eps=0.0), ValueError, "eps above 0 got"),
+        ("accumulator", made(initial_accumulator=float("nan")), ValueError, "initial_accumulator at least 0 nan"),
+        ("no rows", made(shape=()), ValueError, "parameters with rows dimension"),
+    ]
 )
-def test_values_out_of_range_are_refused(options, line):
-    with pytest.raises(ValueError, match=line):
-        RowwiseAdagrad([nn.Parameter(torch.ones(2, 2))], **options)
+
+KNOWN = {
+    0: [[439, 495, 284], [969, 210, 69]],
+    3: [[999, 205, 23], [341, 688, 99]],
+    -1: [[767, 645, 595], [43, 893, 270]],
+}
+"""Rows of 1000 by salt, as every machine must have them."""
 
 
-def test_parameter_without_rows_is_refused():
-    with pytest.raises(ValueError, match="RowwiseAdagrad needs parameters with rows, got one without a dimension"):
-        RowwiseAdagrad([nn.Parameter(torch.ones(()))])
+@pytest.mark.parametrize("salt", KNOWN)
+def test_hash_is_the_published_one(salt):
+    ids = torch.tensor([[0, 1, -5], [2**62, 123456789, -(2**63)]])
+    assert hash_ids(ids, 1000, salt).tolist() == KNOWN[salt]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_ids_of_any_whole_type_are_the_same_ids(dtype):
+    ids = torch.tensor([[1, 2], [200, 7]]).to(dtype)
+
+    for salt in (0, 3, torch.arange(2)):
+        assert torch.equal(hash_ids(ids, 1000, salt), hash_ids(ids.long(), 1000, salt))
+
+
+def test_hash_spreads_neighbours_and_depends_on_the_salt():
+    ids = torch.arange(100_000)
+    first, other = hash_ids(ids, 64), hash_ids(ids, 64, 1)
+
+    for buckets in (first, other):
+        counts = torch.bincount(buckets, minlength=64)
+        chi_squared = ((counts - 100_000 / 64) ** 2 / (100_000 / 64)).sum()
+        assert len(counts) == 64 and chi_squared < 120  # 63 degrees of freedom: above 120 in one of 50,000
+    assert (first == other).float().mean() < 0.03
+    columns = hash_ids(ids[:8].reshape(4, 2), 64, torch.tensor([0, 1]))
+    assert columns.tolist() == torch.stack([hash_ids(ids[:8:2], 64), hash_ids(ids[1:8:2], 64, 1)], 1).tolist()
