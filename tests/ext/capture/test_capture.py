@@ -2,7 +2,6 @@
 
 import shutil
 from collections import UserDict
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,10 +13,10 @@ from torch.utils.data import TensorDataset
 
 from ignite_engine import Trainer, TrainingEvents, Update, loader, seed_everything
 from ignite_engine.errors import NotExact, StateMismatch
-from ignite_engine.ext.capture import capture
 from ignite_engine.handlers import Checkpoint, LRSchedule, warmup_cosine
+from tests.kit.processes import ranks
+from tests.kit.refusals import refusals, refuses
 from tests.kit.tiny import linear
-from tests.ranks.forkserver import on_ranks
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, which torch.compile calls")
 
@@ -90,7 +89,7 @@ def momentum(parameters, lr):
     ],
     ids=["adamw", "sgd, accumulated", "a step that is not captured"],
 )
-@pytest.mark.slow  # compiles
+@pytest.mark.nightly  # compiles
 def test_its_losses_and_weights_are_those_of_the_plain_update(options, updates):
     plain, captured = trainer_of(False, **options), trainer_of(True, **options)
 
@@ -108,12 +107,11 @@ def test_its_losses_and_weights_are_those_of_the_plain_update(options, updates):
 
 
 @pytest.mark.row("N3")
-@pytest.mark.slow  # compiles
+@pytest.mark.nightly  # compiles
 def test_resumed_at_a_short_batch_it_ends_with_the_bits_of_the_whole_run(tmp_path):
     """With dropout, which draws from torch's generator, and a schedule, of which no LR is compiled."""
     whole = trainer_of(True, dropout=0.1)
     whole.run(data(), max_epochs=2)
-    graphs = len(whole.update._capture._step._graphs)
 
     stopped = trainer_of(True, dropout=0.1)
     Checkpoint(tmp_path, strict=True).attach(stopped)
@@ -128,10 +126,9 @@ def test_resumed_at_a_short_batch_it_ends_with_the_bits_of_the_whole_run(tmp_pat
     expected, found = state_of(whole), state_of(resumed)
     assert stopped.state.iteration == EPOCH - 1 and resumed.state.iteration == 2 * EPOCH
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
-    assert graphs == 1
 
 
-@pytest.mark.slow  # compiles
+@pytest.mark.nightly  # compiles
 def test_events_of_micro_batches_come_and_see_the_gradients_so_far():
     trainer, seen = trainer_of(True, steps=2), []
     for event in (
@@ -151,7 +148,7 @@ def test_events_of_micro_batches_come_and_see_the_gradients_so_far():
     assert len(norms) == 2 and norms[0] != norms[1]
 
 
-@pytest.mark.slow  # compiles
+@pytest.mark.nightly  # compiles
 def test_frozen_parameters_another_setting_and_another_shape_are_graphs_of_their_own():
     """The same losses as the plain way's, each thing compiled once."""
 
@@ -177,49 +174,36 @@ def test_frozen_parameters_another_setting_and_another_shape_are_graphs_of_their
         assert output == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
-def test_more_shapes_than_there_may_be_graphs_are_refused(monkeypatch):
-    monkeypatch.setattr(capture, "MAX_GRAPHS", 0)
-    with pytest.raises(ValueError, match="it would need more than 0 graphs: pad batches to fewer shapes"):
-        outputs_of(trainer_of(True))
+def update(model=None, **options):
+    model = linear() if model is None else model
+    return Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, capture=True, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+def of_an_object():
+    """Each would be another kind of batch, with a graph of its own."""
+    trainer = trainer_with(True, linear_of_8, lambda model, batch: loss_fn(model, (batch["x"], batch["y"]))[0])
+    trainer.run([UserDict(x=torch.ones(4, 8), y=torch.ones(4, 1))] * 2, max_epochs=1)
+
+
+test_refusals = refusals(
     [
-        ({"precision": torch.no_grad}, "precision is a function"),
-        ({"rank_invariant": True}, "rank_invariant is on"),
-        ({"loss_parallel": True}, "loss_parallel is on"),
-    ],
+        ("a recipe", lambda: update(precision=torch.no_grad), ValueError, "precision is a function"),
+        ("rank-invariant", lambda: update(rank_invariant=True), ValueError, "rank_invariant is on"),
+        ("loss parallel", lambda: update(loss_parallel=True), ValueError, "loss_parallel is on"),
+        ("a batch in an object", of_an_object, ValueError, "batch UserDict torch"),
+    ]
 )
-def test_what_is_known_to_be_impossible_is_refused_at_once(options, message):
-    model = linear()
-    with pytest.raises(ValueError, match=message):
-        Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, capture=True, **options)
 
 
-def ddp_is_refused(rank, folder):
-    model = DistributedDataParallel(linear())
-    with pytest.raises(ValueError, match="DistributedDataParallel reduces gradients over ranks; one process is cap"):
-        Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, capture=True)
+def in_ddp(rank):
+    refuses(lambda: update(DistributedDataParallel(linear())), ValueError, "DistributedDataParallel one process")
 
 
-def test_a_model_in_ddp_is_refused(tmp_path):
-    on_ranks(2, ddp_is_refused, tmp_path)
+def test_a_model_in_ddp_is_refused():
+    ranks(2, in_ddp)
 
 
-@pytest.mark.slow  # compiles
-def test_a_hook_of_a_module_that_comes_within_a_run_is_refused():
-    trainer = trainer_with(True, linear_of_8, loss_fn)
-    model = trainer.update.model
-    trainer.add_event_handler(
-        Events.ITERATION_COMPLETED(once=2), lambda: model.register_forward_hook(lambda module, inputs, output: output)
-    )
-
-    with pytest.raises(ValueError, match="a module has hooks"):
-        outputs_of(trainer)
-
-
-@pytest.mark.slow  # compiles
+@pytest.mark.nightly  # compiles
 def test_a_run_that_was_captured_is_not_resumed_without_a_word(tmp_path):
     saved = trainer_of(True)
     Checkpoint(tmp_path).attach(saved)
@@ -234,28 +218,26 @@ def test_a_run_that_was_captured_is_not_resumed_without_a_word(tmp_path):
 
 def test_another_compiler_is_in_the_report(caplog):
     trainer = trainer_of(True)
-    captured = trainer.update._capture
+    (captured,) = (each for name, each, _ in trainer.update.stateful() if name == "capture")
     captured.load_state_dict(captured.state_dict())
     assert trainer.reproducibility() == []
 
     captured.load_state_dict({"compiler": "cc, INVALID"})
 
-    assert any("was compiled by cc, INVALID" in reason for reason in trainer.reproducibility())
-    assert "it goes on with other bits" in caplog.text
+    assert any("cc, INVALID" in reason for reason in trainer.reproducibility())
+    assert "other bits" in caplog.text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_run_that_was_not_captured_is_not_resumed_captured_without_a_word(tmp_path, strict):
+def test_a_run_that_was_not_captured_is_not_resumed_captured_without_a_word(tmp_path):
     saved = trainer_of(False)
     Checkpoint(tmp_path).attach(saved)
     saved.run(data(), max_epochs=1)
 
-    trainer, checkpoint = trainer_of(True), Checkpoint(tmp_path, strict=strict)
+    trainer, checkpoint = trainer_of(True), Checkpoint(tmp_path, strict=True)
     checkpoint.attach(trainer)
     checkpoint.resume()
-    assert any("was saved without capture" in reason for reason in trainer.reproducibility())
-    with pytest.raises(NotExact, match="was saved without capture") if strict else nullcontext():
+    assert any("without capture" in reason for reason in trainer.reproducibility())
+    with pytest.raises(NotExact, match="without capture"):
         trainer.run(data(), max_epochs=2)
 
 
@@ -330,12 +312,12 @@ def assert_trains_alike(plain, captured):
 
 
 @pytest.mark.parametrize("options", [{"steps": 3}, {"clip_norm": 0.1}], ids=["accumulated", "clipped"])
-@pytest.mark.slow  # compiles
+@pytest.mark.nightly  # compiles
 def test_gradients_of_which_one_is_another_in_memory_are_written_to_one_by_one(options):
     assert_trains_alike(trainer_with(False, Odd, with_terms, **options), trainer_with(True, Odd, with_terms, **options))
 
 
-@pytest.mark.slow  # compiles
+@pytest.mark.nightly  # compiles
 def test_to_compile_leaves_no_trace_in_the_batch():
     def trainer(mode):
         return trainer_with(mode, linear_of_8, writes_to_the_batch)
@@ -347,7 +329,7 @@ def linear_of_8():
     return nn.Linear(8, 1)
 
 
-@pytest.mark.slow  # compiles
+@pytest.mark.nightly  # compiles
 def test_to_compile_leaves_no_trace_in_buffers_of_the_loss(tmp_path):
     """Also in a resumed run, whose buffers are no zeros any more, and which compiles anew."""
 
@@ -368,36 +350,37 @@ def test_to_compile_leaves_no_trace_in_buffers_of_the_loss(tmp_path):
     assert torch.equal(state_of(whole)["weight"], state_of(resumed)["weight"])
 
 
-@pytest.mark.slow  # compiles
-def test_a_model_that_replaces_its_buffers_is_refused():
-    with pytest.raises(ValueError, match="mean is another tensor after a forward"):
-        outputs_of(trainer_with(True, Reassigned, lambda model, batch: loss_fn(model, batch)[0]))
-
-
 def other_loss_where_compiled(model, batch):
     return loss_fn(model, batch)[0] + 0.01 * torch.compiler.is_compiling()
 
 
-@pytest.mark.slow  # compiles
-def test_a_loss_that_is_another_one_when_compiled_is_refused():
-    with pytest.raises(ValueError, match="the loss differs"):
-        outputs_of(trainer_with(True, linear_of_8, other_loss_where_compiled))
+def hooked(hook):
+    """A hook that comes within a run."""
 
-
-def test_a_batch_in_an_object_that_torch_does_not_look_into_is_refused():
-    """Each would be another kind of batch, with a graph of its own."""
-    trainer = trainer_with(True, linear_of_8, lambda model, batch: loss_fn(model, (batch["x"], batch["y"]))[0])
-    batch = UserDict(x=torch.ones(4, 8), y=torch.ones(4, 1))
-
-    with pytest.raises(ValueError, match="a batch has a UserDict, in which torch finds no tensors"):
-        trainer.run([batch, batch], max_epochs=1)
-
-
-@pytest.mark.slow  # compiles
-def test_a_hook_of_a_gradient_that_comes_within_a_run_is_refused():
-    trainer = trainer_with(True, linear_of_8, loss_fn)
-    weight = trainer.update.model.weight
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: weight.register_hook(lambda value: value))
-
-    with pytest.raises(ValueError, match="a parameter has hooks of its gradient"):
+    def check():
+        trainer = trainer_with(True, linear_of_8, loss_fn)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: hook(trainer.update.model))
         outputs_of(trainer)
+
+    return check
+
+
+def with_kind(kind, loss):
+    return lambda: outputs_of(trainer_with(True, kind, loss))
+
+
+test_refusals_of_what_is_seen_when_it_compiles = pytest.mark.nightly(
+    refusals(
+        [
+            ("buffers", with_kind(Reassigned, lambda m, b: loss_fn(m, b)[0]), ValueError, "mean another tensor"),
+            ("another loss", with_kind(linear_of_8, other_loss_where_compiled), ValueError, "the loss differs"),
+            ("a module's hook", hooked(lambda m: m.register_forward_hook(lambda *_: None)), ValueError, "module hooks"),
+            (
+                "a gradient's",
+                hooked(lambda m: m.weight.register_hook(lambda g: g)),
+                ValueError,
+                "hooks of its gradient",
+            ),
+        ]
+    )
+)
