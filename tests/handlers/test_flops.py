@@ -1,146 +1,92 @@
 """What Throughput writes of FLOPs: those of the arithmetic by hand, over the time of the iterations."""
 
-import logging
-import sys
-
 import pytest
 import torch
 from ignite.engine import Events
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch import nn
 
-from benchmarks.gpt import GPT, Shape, flops_per_token
 from ignite_engine import Trainer, Update, Updates
-from ignite_engine.engine.bus import handlers_of
-from ignite_engine.events import TrainingEvents
 from ignite_engine.handlers import Throughput
-from ignite_engine.handlers.throughput import _obstacle
-from ignite_engine.ranks.mesh import use_mesh
-from tests.kit.tiny import linear, mse, on_two_ranks, weights
+from tests.kit.processes import ranks
+from tests.kit.refusals import refusals
+from tests.kit.sharded import in_layout
+from tests.kit.tiny import linear, mse, weights
+
+OF_A_SAMPLE = 2 * (2 * 3 * 4 + 3 * 4 * 1)  # of linear(): its inputs need no gradient
+EPOCH = Events.EPOCH_COMPLETED
 
 
-@pytest.fixture(autouse=True)
-def nothing_compiled():
-    """Other tests of this process may have."""
-    if (module := sys.modules.get("torch._dynamo.utils")) is not None:
-        module.counters.clear()
+def numbers(count, size=4):
+    return [(torch.randn(size, 3), torch.randn(size, 1)) for _ in range(count)]
 
 
-SHAPE = Shape(2, 4, 128, 64, 512)
-LINEAR_FLOPS = 2 * (2 * 3 * 4 + 3 * 4 * 1)  # of a sample in builders.linear(): its inputs need no gradient
+def update_of(model=None, loss_fn=mse, **options):
+    model = model or linear()
+    return Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, **options)
 
 
-@pytest.fixture(autouse=True)
-def _no_counter_is_left():
-    yield
-    assert _get_current_dispatch_mode() is None
+def counting(update=None, event=EPOCH, **options):
+    trainer = Trainer(update or update_of())
+    Throughput(**{"flops": True, **options}).attach(trainer, event)
+    return trainer
 
 
-def gpt_trainer():
-    torch.manual_seed(0)
-    model = GPT(SHAPE, dropout=0.1)
-
-    def loss_fn(model, batch):
-        loss = model(batch[:, :-1], batch[:, 1:])
-        return loss
-
-    return Trainer(Update(model, torch.optim.AdamW(model.parameters()), loss_fn, precision="bf16"), 2)
-
-
-def count_tokens(batch):
-    return batch[:, 1:].numel()
-
-
-def gpt_batches():
-    generator = torch.Generator().manual_seed(1)
-    sizes = (2, 2, 1, 2, 2)  # the counted iteration has other micro-batches than the others
-    return [torch.randint(SHAPE.vocabulary, (size, SHAPE.context + 1), generator=generator) for size in sizes]
-
-
-@pytest.mark.slow
-def test_mfu_of_the_gpt_is_that_by_hand_and_no_bit_of_the_run_is_another():
-    bare = gpt_trainer()
-    bare.run(gpt_batches(), max_epochs=2)
-    trainer = gpt_trainer()
-    Throughput(count_tokens, flops=True, peak_flops=1e12).attach(trainer, Events.EPOCH_COMPLETED)
-    trainer.run(gpt_batches(), max_epochs=2)
-
+def flops_of(trainer, unit="samples"):
+    """Of a sample, as the metrics say."""
     metrics = trainer.state.metrics
-    by_hand = metrics["throughput/tokens_per_s"] * flops_per_token(SHAPE)  # the counter leaves out attention on a CPU
-    assert 0.7 * by_hand < 1e12 * metrics["throughput/tflops_per_s"] < 1.02 * by_hand
-    assert metrics["throughput/mfu"] == pytest.approx(metrics["throughput/tflops_per_s"])
+    return 1e12 * metrics["throughput/tflops_per_s"] / metrics[f"throughput/{unit}_per_s"]
+
+
+def by_hand(engine, batch, model=linear()):  # noqa: B008  # one for all
+    mse(model, batch).backward()
+
+
+def in_turn():
+    model = linear()
+    return Updates({name: update_of(model) for name in ("one", "other")})
+
+
+@pytest.mark.row("F6")
+@pytest.mark.parametrize(
+    ("update", "factor"), [(update_of, 1), (lambda: by_hand, 1), (in_turn, 2)], ids=["an Update", "one's own", "two"]
+)
+def test_flops_are_those_by_hand_and_then_nothing_listens(update, factor):
+    trainer, bare = counting(update()), counting(update(), flops=False)
+    for each in (trainer, bare):
+        each.run(numbers(6))
+    assert flops_of(trainer) == pytest.approx(factor * OF_A_SAMPLE) and "throughput/mfu" not in trainer.state.metrics
+    assert trainer.describe().count("Throughput") == bare.describe().count("Throughput")
+
+
+def test_mfu_and_flops_of_a_token_and_no_bit_of_the_run_is_another():
+    def trained(**options):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Embedding(8, 16), nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), nn.Linear(16, 8)
+        )
+
+        def loss_fn(model, batch):
+            return nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+
+        update = Update(model, torch.optim.AdamW(model.parameters()), loss_fn, precision="bf16")
+        trainer = Trainer(update, 2)
+        Throughput(torch.numel, **options).attach(trainer, EPOCH)
+        generator = torch.Generator().manual_seed(1)
+        sizes = (2, 2, 1, 2, 2)  # the counted iteration has other micro-batches than the others
+        trainer.run([torch.randint(8, (size, 10), generator=generator) for size in sizes], max_epochs=2)
+        return trainer
+
+    trainer, bare = trained(flops=True, peak_flops=1e12), trained()
+    matrices = 4 * 16 * 16 + 2 * 16 * 32 + 16 * 8  # attention, two layers, the head: forward and backward are 6 of each
+    assert 0.9 * 6 * matrices < flops_of(trainer, "tokens") < 1.3 * 6 * matrices
+    assert trainer.state.metrics["throughput/mfu"] == pytest.approx(trainer.state.metrics["throughput/tflops_per_s"])
     assert torch.equal(weights(trainer), weights(bare))
 
 
-def numbers(count):
-    return [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(count)]
-
-
-def test_only_one_iteration_is_counted_and_then_nothing_listens(caplog):
-    model = linear()
-    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse))
-    Throughput(flops=True).attach(trainer, Events.ITERATION_COMPLETED(every=2))
-    with caplog.at_level(logging.INFO, "ignite_engine.handlers.throughput"):
-        trainer.run(numbers(6))
-    metrics = trainer.state.metrics
-    rate = metrics["throughput/samples_per_s"] * LINEAR_FLOPS / 1e12
-    assert metrics["throughput/tflops_per_s"] == pytest.approx(rate, rel=1e-9)
-    assert "throughput/mfu" not in metrics
-    (line,) = [each.getMessage() for each in caplog.records if "GFLOP" in each.getMessage()]
-    assert line.endswith("GFLOP for a sample.")
-    bare = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse))
-    Throughput().attach(bare, Events.ITERATION_COMPLETED(every=2))
-    for event in (Events.ITERATION_STARTED, TrainingEvents.OPTIMIZER_STEP_STARTED, TrainingEvents.BACKWARD_COMPLETED):
-        assert len(handlers_of(trainer, event)) == len(handlers_of(bare, event))
-
-
-@pytest.mark.slow
-def test_ones_own_function_gives_the_flops_where_they_cannot_be_counted(caplog):
-    def trained(**options):
-        model = linear()
-        trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.compile(mse)))
-        Throughput(**options, peak_flops=1e9).attach(trainer, Events.EPOCH_COMPLETED)
-        trainer.run(numbers(3))
-        return trainer.state.metrics
-
-    assert not {"throughput/tflops_per_s", "throughput/mfu"} & set(trained(flops=True))
-    assert "FLOPs are not counted: torch.compile is in use" in caplog.text
-    metrics = trained(flops=lambda batch: 7.0 * len(batch[0]))
-    assert metrics["throughput/mfu"] == pytest.approx(7 * metrics["throughput/samples_per_s"] / 1e9)
-
-
-def test_an_update_of_ones_own_and_several_in_turn_are_counted():
-    def rate_of(update):
-        trainer = Trainer(update)
-        Throughput(flops=True).attach(trainer, Events.EPOCH_COMPLETED)
-        trainer.run(numbers(3))
-        metrics = trainer.state.metrics
-        return 1e12 * metrics["throughput/tflops_per_s"] / metrics["throughput/samples_per_s"]
-
-    model = linear()
-
-    def by_hand(engine, batch):
-        mse(model, batch).backward()
-
-    both = Updates({name: Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse) for name in ("one", "other")})
-    assert rate_of(by_hand) == pytest.approx(LINEAR_FLOPS)
-    assert rate_of(both) == pytest.approx(2 * LINEAR_FLOPS)
-
-
 def test_iterations_that_are_skipped_are_not_the_counted_one():
-    model = linear()
-    trainer = Trainer(
-        Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, weight_fn=lambda batch: float(len(batch[0])))
-    )
-    Throughput(flops=True).attach(trainer, Events.EPOCH_COMPLETED)
-    empty = (torch.ones(0, 3), torch.ones(0, 1))
-    trainer.run([*numbers(1), empty, *numbers(2)])
-    metrics = trainer.state.metrics
-    assert 1e12 * metrics["throughput/tflops_per_s"] == pytest.approx(
-        LINEAR_FLOPS * metrics["throughput/samples_per_s"]
-    )
+    trainer = counting(update_of(weight_fn=lambda batch: float(len(batch[0]))))
+    trainer.run([*numbers(1), *numbers(1, size=0), *numbers(2)])
+    assert flops_of(trainer) == pytest.approx(OF_A_SAMPLE)
 
 
 def test_a_run_that_is_paused_or_fails_in_the_counted_iteration_counts_in_a_later_one():
@@ -151,77 +97,56 @@ def test_a_run_that_is_paused_or_fails_in_the_counted_iteration_counts_in_a_late
             raise ZeroDivisionError
         return mse(model, batch)
 
-    model = linear()
-    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn))
-    Throughput(flops=True).attach(trainer, Events.EPOCH_COMPLETED)
+    trainer = counting(update_of(loss_fn=loss_fn))
     trainer.add_event_handler(Events.ITERATION_STARTED(once=2), trainer.interrupt)
     trainer.run(numbers(6))
-    assert (trainer.state.iteration, _get_current_dispatch_mode()) == (2, None)
+    assert trainer.state.iteration == 2
     with pytest.raises(ZeroDivisionError):
         trainer.run(numbers(6))
-    assert _get_current_dispatch_mode() is None
     fails.append(False)
     for _ in range(2):  # it is paused again
         trainer.run(numbers(6))
-    metrics = trainer.state.metrics
-    assert 1e12 * metrics["throughput/tflops_per_s"] == pytest.approx(
-        LINEAR_FLOPS * metrics["throughput/samples_per_s"]
-    )
+    assert flops_of(trainer) == pytest.approx(OF_A_SAMPLE)
 
 
-def test_a_run_within_a_run_counts_for_itself():
-    def made():
-        model = linear()
-        trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse))
-        Throughput(flops=True).attach(trainer, Events.EPOCH_COMPLETED)
-        return trainer
-
-    outer, inner = made(), made()
-    outer.add_event_handler(Events.ITERATION_COMPLETED, lambda: inner.run(numbers(3), max_epochs=inner.state.epoch + 1))
-    outer.run(numbers(4))
-    for trainer in (outer, inner):
-        metrics = trainer.state.metrics
-        assert 1e12 * metrics["throughput/tflops_per_s"] == pytest.approx(
-            LINEAR_FLOPS * metrics["throughput/samples_per_s"]
-        )
+def test_ones_own_function_is_taken_for_each_micro_batch():
+    trainer = counting(flops=lambda batch: 7.0 * len(batch[0]), peak_flops=1e9)
+    trainer.run(numbers(3))
+    assert flops_of(trainer) == pytest.approx(7.0)
+    mfu = trainer.state.metrics["throughput/mfu"]
+    assert mfu == pytest.approx(7 * trainer.state.metrics["throughput/samples_per_s"] / 1e9)
 
 
-@pytest.mark.parametrize("peak", [0, -1.0, "989e12", True])
-def test_a_peak_that_is_none_is_refused(peak):
-    with pytest.raises(ValueError, match="peak_flops must be the FLOP/s of one device, above 0"):
-        Throughput(peak_flops=peak)
+test_refusals = refusals(
+    [
+        (f"peak {peak!r}", lambda peak=peak: Throughput(peak_flops=peak), ValueError, "peak_flops above 0")
+        for peak in (0, -1.0, "989e12", True)
+    ]
+)
 
 
-def _cases(rank):
+def on_a_rank(rank):
     found = {}
-    for name in ("ddp", "fsdp"):
+    for layout in ("ddp", "fsdp", "tp"):
         values = []
         for flops in (False, True):
-            inner = linear()
-            model = DistributedDataParallel(inner) if name == "ddp" else fully_shard(inner)
-            trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse), 2)
-            Throughput(flops=flops, peak_flops=1e9).attach(trainer, Events.EPOCH_COMPLETED)
-            torch.manual_seed(rank)
-            trainer.run([(torch.randn(4 + rank, 3), torch.randn(4 + rank, 1)) for _ in range(8)])
+            model, _ = in_layout(layout)
+            trainer = counting(update_of(model), flops=flops, peak_flops=1e9)
+            torch.manual_seed(0 if layout == "tp" else rank)
+            size = 4 if layout == "tp" else 4 + rank
+            trainer.run(numbers(4, size))
             whole = [getattr(each, "full_tensor", lambda each=each: each)().detach() for each in model.parameters()]
-            values.append((dict(trainer.state.metrics), [each.tolist() for each in whole]))
-        metrics = values[1][0]
-        found[f"{name} bits"] = values[0][1] == values[1][1]
-        found[name] = [
-            1e12 * metrics["throughput/tflops_per_s"] / metrics["throughput/samples_per_s"],
-            1e9 * metrics["throughput/mfu"] / metrics["throughput/samples_per_s"],
-        ]
-    use_mesh(init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor")))
-    found["sharing"] = str(_obstacle())
-    use_mesh(None)
+            values.append([each.tolist() for each in whole])
+        metrics = trainer.state.metrics
+        counted = flops_of(trainer) if "throughput/tflops_per_s" in metrics else None
+        mfu = metrics.get("throughput/mfu", 0.0) * 1e9 / metrics["throughput/samples_per_s"]
+        found[layout] = values[0] == values[1], counted, mfu
     return found
 
 
-@pytest.mark.distributed
-def test_on_two_ranks_flops_are_summed_and_the_peak_is_that_of_both(tmp_path):
-    found = on_two_ranks(_cases, tmp_path / "store")
-    assert all("ranks share a model" in why for why in found["sharing"])
-    assert found["ddp bits"] == found["fsdp bits"] == [True, True]
-    for name in ("ddp", "fsdp"):
-        for rank in range(2):
-            assert found[name][rank] == pytest.approx([LINEAR_FLOPS, LINEAR_FLOPS / 2]), name
+def test_on_two_ranks_flops_are_summed_and_the_peak_is_that_of_both():
+    of_net = 2 * 3 * 6 * 2 + 3 * 2 * (6 * 5 + 5 * 1)  # of the kit's model: its inputs need no gradient
+    for found in ranks(2, on_a_rank):
+        for layout in ("ddp", "fsdp"):
+            assert found[layout] == (True, pytest.approx(of_net), pytest.approx(of_net / 2)), layout
+        assert found["tp"] == (True, None, 0.0), "ranks that share a model: it is not known which part is whose"

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import tempfile
 
 import pytest
 import torch
@@ -120,6 +121,16 @@ def averaged(trainer):
     handlers.Evaluation(evaluator, numbers_loader(4, 4)).attach(trainer, Events.ITERATION_COMPLETED(every=2))
 
 
+def evaluated(trainer):
+    """Two sets at paces of their own, one of which goes on where it was stopped; their predictions are random."""
+    for name, every, resumes in (("val", 2, False), ("other", 4, True)):
+        evaluator = create_evaluator(
+            trainer.update.model, lambda model, batch: model(batch[0]) * torch.rand(1), {"mean": Average()}
+        )
+        evaluation = handlers.Evaluation(evaluator, numbers_loader(6), name=name, resumes=resumes)
+        evaluation.attach(trainer, Events.ITERATION_COMPLETED(every=every))
+
+
 @pytest.fixture(autouse=True)
 def source(monkeypatch, tmp_path_factory):
     """Weights of another run, for this process and those that it starts."""
@@ -174,6 +185,20 @@ STATEFUL = {
         measured=tuple(
             f"time/{part}_ms" for part in ("step", "data_wait", "forward", "backward", "optimizer", "other")
         ),
+    ),
+    "Checkpoint of the best": of(measure, checkpoint={"best": "val/loss"}, parts=("checkpoint",)),
+    "Evaluation": of(evaluated, parts=("evaluation/val", "evaluation/other")),
+    "what saves and stops": of(
+        lambda: handlers.SaveEvery(minutes=60),
+        lambda: handlers.WallClockLimit(hours=1),
+        lambda: handlers.StopFile(os.devnull),
+        lambda: handlers.GracefulStop(exit=False),
+    ),
+    "what looks on": of(
+        lambda: (handlers.MemoryLogger(), EVERY_3),
+        lambda: handlers.Profiler(tempfile.mkdtemp(), wait=1, warmup=1, active=1),
+        lambda: (handlers.Export(tempfile.mkdtemp()), EVERY_3),
+        measured=("memory/host_rss_mib",),
     ),
     "ModelBank": of(bank, parts=("model_bank",)),
     "EarlyStopping of Ignite": of(stopping_of_ignite, parts=("ignite/EarlyStopping",)),

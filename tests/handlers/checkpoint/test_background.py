@@ -52,10 +52,6 @@ def in_place(parameter):
         parameter.mul_(0.5)
 
 
-def with_numpy(parameter):
-    parameter.detach().numpy()[...] *= 0.5
-
-
 def damps():
     """An optimizer's state that is changed outside of its step."""
     trainer = trainer_of()
@@ -90,16 +86,6 @@ class Counts(nn.Linear):
         return super().forward(inputs)
 
 
-class Renormalises(nn.Embedding):
-    """Its forward pass changes weights."""
-
-    def __init__(self):
-        super().__init__(4, 3, max_norm=0.5)
-
-    def forward(self, inputs):
-        return super().forward(inputs.long().abs()[:, 0] % 4)
-
-
 def of_ones_own():
     model = linear()
 
@@ -120,10 +106,8 @@ WHOEVER = {
     ),
     "weights in place": halves(in_place),
     "weights without autograd": halves(lambda parameter: parameter.data.mul_(0.5)),
-    "weights with numpy": halves(with_numpy),
     "momentum": damps,
     "the forward pass": updates(Counts),
-    "an embedding": updates(Renormalises),
     "an update of one's own": of_ones_own,
 }
 

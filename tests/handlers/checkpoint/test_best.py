@@ -143,15 +143,6 @@ def test_the_best_is_that_of_this_run(tmp_path):
         seen.clear()
 
 
-def test_another_run_in_this_process_has_its_own_best(tmp_path):
-    """Also where each of its values is worse than the best of the one before."""
-    offset = 100.0
-    trainer, checkpoint = scored_run(tmp_path, lambda iteration: offset - abs(iteration - 2), save_at_end=False)
-    for offset in (100.0, 50.0):
-        trainer.run(numbers_loader(), max_iters=4)
-        assert known(checkpoint) == (offset, 2)
-
-
 # -- values that come at other places than a save ---------------------------------------------------------------------
 
 
@@ -174,22 +165,6 @@ def test_saved_once_more_after_a_resume_it_is_still_the_best(tmp_path):
         trainer.run(numbers_loader(), max_iters=3)
     assert checkpoint.save() == saved.checkpoint(tmp_path, 3)
     assert known(checkpoint) == (3.0, 3) and checkpoint.restore_best() == checkpoint.best
-
-
-@pytest.mark.usefixtures("slow_commits")
-def test_a_value_that_comes_while_its_checkpoint_is_written_is_that_ones(tmp_path):
-    """Not that of the checkpoint before: ``terminate()`` outside an iteration publishes at a saved boundary."""
-    trainer, checkpoint = trainer_of(), Checkpoint(tmp_path, best="score", mode="max", background=True)
-    checkpoint.attach(trainer)
-    trainer.add_event_handler(Events.EPOCH_COMPLETED(once=1), lambda: trainer.state.metrics.update(score=1.0))
-
-    def end():
-        trainer.state.metrics.update(score=9.0)
-        trainer.terminate()
-
-    trainer.add_event_handler(Events.EPOCH_STARTED(once=3), end)
-    trainer.run(numbers_loader(), max_epochs=4)
-    assert [saved.manifest(tmp_path, iteration)["metrics"] for iteration in (6, 12)] == [{"score": 1.0}, {"score": 9.0}]
 
 
 @pytest.mark.parametrize("event", [Events.EPOCH_COMPLETED(once=1), EACH(once=6), EACH(once=4)])

@@ -4,7 +4,6 @@ import contextlib
 import os
 import shutil
 import threading
-import time
 
 import pytest
 import torch
@@ -66,12 +65,6 @@ def test_the_same_script_in_two_terminals_trains_once(tmp_path):
     assert saved.iterations(tmp_path) == [3, 4]
 
 
-def test_a_killed_run_does_not_keep_the_folder(tmp_path):
-    (tmp_path / ".lock").write_text("process 1 on another machine\n")
-    made(tmp_path)[0].run(numbers_loader(), max_iters=2)
-    assert saved.iterations(tmp_path) == [1, 2]
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_folder_is_released_when_the_run_ends(tmp_path, fails):
     trainer, _ = made(tmp_path)
@@ -113,15 +106,6 @@ def test_the_start_of_a_run_sweeps_what_a_killed_one_was_writing(tmp_path, resum
 # -- whatever happens to it -------------------------------------------------------------------------------------------
 
 
-def test_a_relative_directory_is_that_of_the_start(tmp_path, monkeypatch):
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    trainer, _ = made("checkpoints")
-    trainer.add_event_handler(EACH(once=2), lambda: os.chdir(tmp_path / "elsewhere"))
-    trainer.run(numbers_loader(), max_iters=4)
-    assert saved.iterations(tmp_path / "checkpoints") == [3, 4] and not list((tmp_path / "elsewhere").iterdir())
-
-
 def test_a_folder_that_is_deleted_under_the_run_is_made_again(tmp_path):
     trainer, _ = made(tmp_path / "run" / "checkpoints")
     trainer.add_event_handler(EACH(once=3), lambda: shutil.rmtree(tmp_path / "run"))
@@ -143,21 +127,6 @@ def test_old_ones_are_deleted_beside_training_and_before_the_next_save(tmp_path,
     trainer.run(numbers_loader(), max_iters=6)
     assert waited and all(waited), "the save of iteration 4 waited for it"
     assert saved.iterations(tmp_path) == [6]
-
-
-class Batches:
-    """A loader of the user's with the attributes of an unbatched DataLoader, but for the samplers."""
-
-    batch_size = None
-
-    def __iter__(self):
-        yield from numbers_loader(6)
-
-
-def test_a_loader_without_samplers_is_saved(tmp_path):
-    made(tmp_path)[0].run(Batches(), max_epochs=2)
-    assert saved.iterations(tmp_path) == [5, 6]
-    assert "Batches keeps no state" in saved.manifest(tmp_path)["reproducibility"][0]
 
 
 # -- saves that are asked for now -------------------------------------------------------------------------------------
@@ -234,21 +203,3 @@ def test_each_save_and_the_resume_say_bytes_and_seconds(tmp_path, caplog, backgr
     assert (times.saved, times.loaded.bytes) == (None, size)
     assert times.as_dict()["load_bytes_per_s"] == round(size / times.loaded.seconds)
     assert len(lines) == 1 and str(paths[1]) in lines[0] and str(times.loaded) in lines[0]
-
-
-def test_a_pause_waits_for_the_save_beside_training(tmp_path, monkeypatch):
-    rename, announced = os.rename, []
-
-    def late(*paths, **options):
-        time.sleep(0.05)
-        rename(*paths, **options)
-
-    monkeypatch.setattr(os, "rename", late)
-    trainer, _ = made(tmp_path, EACH(once=2), background=True)
-    trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, lambda: announced.append(trainer.state.iteration))
-    trainer.add_event_handler(EACH(once=2), trainer.interrupt)
-    trainer.run(numbers_loader(), max_epochs=1)
-    assert (trainer.state.iteration, announced, saved.iterations(tmp_path)) == (2, [2], [2])
-
-    trainer.run(max_epochs=1)
-    assert trainer.state.status == "completed" and announced == [2, trainer.state.iteration]

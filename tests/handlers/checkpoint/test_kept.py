@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from ignite.engine import Events
-from torch import nn
 
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.handlers import Checkpoint
@@ -117,21 +116,6 @@ def test_the_last_healthy_one_stays_beside_the_newest(tmp_path, background):
     assert [saved.manifest(tmp_path, iteration)["healthy"] for iteration in (3, 6)] == [True, False]
 
 
-def test_a_model_of_any_name_must_be_finite(tmp_path):
-    model = nn.Linear(2, 2)
-
-    def update(engine, batch):
-        with torch.no_grad():
-            model.weight.fill_(math.nan if engine.state.iteration > 1 else 1.0)
-        return 0.0
-
-    trainer = Trainer(update)
-    trainer.register("net", model, shared=True)
-    Checkpoint(tmp_path).attach(trainer, EACH)
-    trainer.run([1, 2], max_epochs=1)
-    assert [saved.manifest(tmp_path, iteration)["healthy"] for iteration in (1, 2)] == [True, False]
-
-
 # -- passes without a length, whose last iteration shows only when no batch follows -----------------------------------
 
 
@@ -142,21 +126,6 @@ def test_the_best_value_may_come_at_the_end_of_a_pass_without_a_length(tmp_path)
     trainer.run(Passes(3, 5, 2), max_epochs=3)
 
     assert saved.iterations(tmp_path) == [8, 10] and saved.manifest(tmp_path, 8)["metrics"] == {"val/loss": 1.0}
-
-
-def test_a_finished_run_over_data_without_a_length_is_saved_as_finished(tmp_path):
-    def run():
-        trainer, heard = Trainer(lambda engine, batch: 1.0), []
-        for event in (EACH, Events.EPOCH_COMPLETED):
-            trainer.add_event_handler(event, lambda *, name=event.name: heard.append(name))
-        checkpoint = Checkpoint(tmp_path)
-        checkpoint.attach(trainer, EACH)
-        checkpoint.resume()
-        trainer.run(Passes(3), max_epochs=1)
-        return heard
-
-    assert run() == ["ITERATION_COMPLETED"] * 3 + ["EPOCH_COMPLETED"]
-    assert run() == []
 
 
 # -- when old ones are deleted ----------------------------------------------------------------------------------------

@@ -82,23 +82,6 @@ def test_a_folder_in_use_is_refused_on_both(tmp_path):
     other.answer()
 
 
-def seconds_of(rank, folder):
-    """Of saves in which rank 1 is slow."""
-    found = []
-    for background in (False, True):
-        trainer = trainer_of()
-        trainer.register("slow", Failing(trainer, 2, lambda: {"waited": threading.Event().wait(0.09 * rank)}))
-        checkpoint = Checkpoint(folder / str(background), background=background, save_at_end=False)
-        checkpoint.attach(trainer, EACH(once=2))
-        trainer.run(numbers_loader(), max_iters=3)
-        found.append(checkpoint.times.saved.seconds)
-    return found
-
-
-def test_a_save_takes_as_long_as_the_slowest_rank(tmp_path):
-    assert all(min(seconds) >= 0.09 for seconds in ranks(2, seconds_of, tmp_path))
-
-
 def problems_of(checkpoints):
     return [each.store.verify(found.path) for each in checkpoints for found in each.store.checkpoints()]
 

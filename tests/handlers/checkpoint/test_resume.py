@@ -8,13 +8,13 @@ from ignite.engine import Events
 from ignite.metrics import Average
 from torch import nn
 
-from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator
+from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, seed_everything
 from ignite_engine.errors import CheckpointError, StateMismatch
 from ignite_engine.handlers import Checkpoint, Evaluation, LRSchedule, MetricLogger, warmup_cosine
 from tests.kit import saved
 from tests.kit.refusals import refusals, refuses
-from tests.kit.resume import assert_resumes, program
-from tests.kit.tiny import linear, numbers_loader, trainer_of, weights
+from tests.kit.resume import Program, assert_resumes, program
+from tests.kit.tiny import linear, mse, numbers_loader, trainer_of, weights
 
 EACH = Events.ITERATION_COMPLETED
 
@@ -71,6 +71,13 @@ class Strided(nn.Module):
         return inputs[:, :1] * self.weight.square().mean() + self.convolution(image).sum()
 
 
+def fused():
+    seed_everything(7)
+    model = Strided()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    return Trainer(Update(model, optimizer, mse))
+
+
 FULL = program(
     [schedule, evaluation, means],
     accumulation_steps=2,
@@ -87,6 +94,7 @@ EXACT = {
         checkpoint={"background": True},
     ),
     "weights that are changed": program([changing], checkpoint={"background": True}),
+    "any memory layout": Program(fused, checkpoint={"background": True}),
     "sparse momentum": program(model=Embedded, checkpoint={"background": True}),
 }
 
@@ -118,44 +126,6 @@ def test_random_numbers_go_on_from_the_checkpoint(ignore, tmp_path):
     assert torch.equal(run(tmp_path / "cut", 2, 9), whole) == (not ignore)
 
 
-def runs_on(folder, model, optimizer, last, **options):
-    """To the last iteration, from what the folder has."""
-    update = Update(model, optimizer, lambda model, batch: (model(batch[0]) - batch[1]).square().mean())
-    trainer, checkpoint = Trainer(update), Checkpoint(folder, **options)
-    checkpoint.attach(trainer, EACH(every=2))
-    checkpoint.resume()
-    trainer.run(numbers_loader(), max_iters=last)
-    return trainer
-
-
-@pytest.mark.parametrize("name", ["SGD", "AdamW"])
-@pytest.mark.parametrize("background", [False, True])
-def test_weights_of_any_memory_layout_resume_with_a_fused_optimizer(tmp_path, name, background):
-    def run(folder, last):
-        model = Strided()
-        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, fused=True)
-        return weights(runs_on(tmp_path / folder, model, optimizer, last, background=background))
-
-    whole = run("whole", 9)
-    run("parts", 5)
-    saved.damage(tmp_path / "parts")  # the last one was saved while training waited
-    assert torch.equal(run("parts", 9), whole)
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_several_writers_resume_to_the_same_bits(tmp_path, background):
-    def run(folder, last):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 1 << 17), nn.Linear(1 << 17, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
-        return weights(runs_on(tmp_path / folder, model, optimizer, last, writers=3, background=background))
-
-    whole = run("whole", 6)
-    run("stopped", 4)
-    assert {"shared.pt", "shared_1.pt"} < set(saved.manifest(tmp_path / "stopped")["files"])
-    assert torch.equal(run("stopped", 6), whole)
-
-
 # -- from which checkpoint --------------------------------------------------------------------------------------------
 
 
@@ -170,11 +140,6 @@ def attached(folder, **options):
     trainer, checkpoint = trainer_of(), Checkpoint(folder, **options)
     checkpoint.attach(trainer)
     return trainer, checkpoint
-
-
-def test_where_there_is_none_the_run_starts(tmp_path):
-    trainer, checkpoint = attached(tmp_path)
-    assert checkpoint.resume() is None and trainer.run(numbers_loader()).iteration == 6
 
 
 def test_a_damaged_newest_one_is_passed_over(tmp_path, caplog):

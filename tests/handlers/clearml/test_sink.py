@@ -1,15 +1,14 @@
-"""What is reported to ClearML, read back from its offline session and from a server; and its effect on the training."""
+"""What is reported to ClearML, by its process and a stand-in for the library, and its effect on the training."""
 
-import fcntl
+import argparse
 import json
-import logging
 import os
 import signal
 import sys
 import threading
 import time
-import zipfile
 from collections import Counter
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -18,347 +17,245 @@ from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.handlers import Checkpoint, ClearMLLogger, GracefulStop, MemoryLogger, MetricLogger
-from ignite_engine.handlers.clearml import sink as clearml_log
-from tests.faults.commands import program
-from tests.handlers.clearml.server import clearml_server
+from tests.kit import saved
+from tests.kit.processes import ranks, start, wait_until
 from tests.kit.tiny import numbers_loader, trainer_of
 
-ROOT = Path(__file__).resolve().parents[3]
+EACH = Events.ITERATION_COMPLETED
+ONLINE = {"CLEARML_API_ACCESS_KEY": "key"}
 
 
-@pytest.fixture(autouse=True)
-def nothing_configured(tmp_path, monkeypatch):
+class Library:
+    """The stand-in: what it was called with."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        text = Path(__file__).with_name("stand_in.py").read_text()
+        for name in ("__init__", "backend_interface/task/task", "config/cache"):
+            path = folder / "clearml" / f"{name}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text if name == "__init__" else "from clearml import SessionCache, Task\n")
+
+    def calls(self, name):
+        path = self.folder / "calls.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [each for each in map(json.loads, lines) if each["call"] == name]
+
+    def task(self):
+        """The id of the one task, however often the run was resumed."""
+        (name,) = {each["id"] for each in self.calls("init")}
+        return name
+
+    def pid(self):
+        return wait_until(lambda: self.calls("init"))[-1]["pid"]
+
+    def points(self, run, name=None):
+        path = self.folder / "server.jsonl"
+        if not path.exists():
+            path = run / "clearml" / "offline" / self.task() / "metrics.jsonl"
+        events = [event for line in path.read_text().splitlines() for event in json.loads(line)]
+        found = [(f"{each['metric']}/{each['variant']}", each["iter"], each["value"]) for each in events]
+        return [point for point in found if name in (None, point[0])]
+
+    def ending(self):
+        last = self.calls("set_user_properties")[-1]
+        return last["status"], last["reason"]
+
+
+@pytest.fixture
+def library(tmp_path_factory, monkeypatch):
     for name in os.environ:
         if name.startswith(("CLEARML_", "TRAINS_")):
             monkeypatch.delenv(name)
-    monkeypatch.setenv("CLEARML_CONFIG_FILE", str(tmp_path / "none.conf"))
+    folder = tmp_path_factory.mktemp("library")
+    monkeypatch.setenv("CLEARML_CONFIG_FILE", str(folder / "none.conf"))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return Library(folder)
 
 
-class Reported:
-    """An offline session, read from its zip."""
-
-    def __init__(self, run):
-        (zipped,) = run.glob("clearml/offline/*.zip")  # one session, however often the run was resumed
-        with zipfile.ZipFile(zipped) as archive:
-            self.task = json.loads(archive.read("task.json"))
-            lines = archive.read("metrics.jsonl").decode().splitlines() if "metrics.jsonl" in archive.namelist() else []
-            self.log = archive.read("log.jsonl").decode()
-        self.events = [event for line in lines for event in json.loads(line)]
-        scalars = [event for event in self.events if "value" in event]
-        self.points = [(event["metric"], event["variant"], event["iter"], event["value"]) for event in scalars]
-        properties = self.task["hyperparams"]["properties"]
-        self.ending = (properties["status"]["value"], properties["reason"]["value"])
-
-
-def built(run, *, every=1, saves=True, **options):
-    """A trainer that logs to ``run`` at each ``every``-th iteration, resumed where there is something to resume."""
-    # on a busy machine ClearML sends for longer than a run waits
+def built(run, *, saves=True, **options):
+    """A trainer that logs to ``run``, resumed where there is something to resume."""
+    # on a busy machine the process needs longer than a run waits
     trainer, sink = trainer_of(), ClearMLLogger(run, **{"close_within_s": 60.0, **options})
-    MetricLogger(run, sinks=[sink], console=False).attach(trainer, Events.ITERATION_COMPLETED(every=every))
+    MetricLogger(run, sinks=[sink], console=False).attach(trainer)
     if saves:
         checkpoint = Checkpoint(run / "checkpoints")
-        checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=4))
+        checkpoint.attach(trainer, EACH(every=4))
         checkpoint.resume()
-    return trainer, sink
+    return trainer
 
 
-def lines(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+def losses(run):
+    return [
+        ("loss/loss", line["iteration"], line["loss"])
+        for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    ]
 
 
-def warnings_of(caplog):
-    return [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
-
-
-def test_offline_session_has_metrics_memory_config_environment_model_and_outcome(tmp_path):
-    trainer, sink = built(tmp_path, config={"optimizer": {"lr": 0.25}, "empty": None}, project="mine", tags=["first"])
-    MemoryLogger().attach(trainer, Events.ITERATION_COMPLETED(every=6))
-
+def test_metrics_config_environment_model_and_outcome_are_reported(tmp_path, library):
+    config = {"optimizer": {"lr": 0.25}, "empty": None}
+    trainer = built(tmp_path, config=config, project="mine", tags=["first"])
+    MemoryLogger().attach(trainer, EACH(every=6))
     trainer.run(numbers_loader())
 
-    reported = Reported(tmp_path)
-    assert (reported.task["id"], reported.task["project_name"], reported.task["tags"]) == (
-        sink.task_id,
-        "mine",
-        ["first"],
+    (init,) = library.calls("init")
+    assert (init["project_name"], init["task_name"], init["tags"]) == ("mine", tmp_path.name, ["first"])
+    assert library.points(tmp_path, "loss/loss") == losses(tmp_path)
+    assert [point[1] for point in library.points(tmp_path, "memory/host_rss_mib")] == [6]
+    assert library.calls("set_parameters_as_dict")[0]["given"] == [config]
+    environment = next(
+        each["given"][0] for each in library.calls("connect_configuration") if "environment" in str(each)
     )
-    assert reported.task["name"] == tmp_path.name
-    assert [point[2:] for point in reported.points if point[0] == "loss"] == [
-        (line["iteration"], line["loss"]) for line in lines(tmp_path)
-    ]
-    memory = {point[1]: point[2:] for point in reported.points if point[0] == "memory"}
-    assert memory["host_rss_mib"] == (6, lines(tmp_path)[-1]["memory/host_rss_mib"])
-    assert reported.task["hyperparams"]["optimizer"]["lr"]["value"] == "0.25"
-    assert "lr = 0.25" in reported.task["configuration"]["config"]["value"]
-    environment = reported.task["configuration"]["environment"]["value"]
-    assert f'torch = "{torch.__version__}"' in environment and "working_directory" in environment
-    models = [model["weights"] for model in reported.task["offline_output_models"]]
-    assert [(model["register_uri"], model["iteration"]) for model in models] == [
-        ((tmp_path / "checkpoints" / "iteration_00000006").as_uri(), 6)
-    ]
-    assert reported.ending == ("completed", "max_epochs")
+    assert environment["torch"] == torch.__version__ and "working_directory" in environment
+    (model,) = library.calls("update_weights")
+    newest = saved.checkpoint(tmp_path / "checkpoints", 6)
+    assert (model["register_uri"], model["iteration"]) == (newest.as_uri(), 6)
+    assert library.ending() == ("completed", "max_epochs")
 
 
-@pytest.mark.slow
-def test_resumed_run_continues_its_task_and_no_point_appears_twice(tmp_path):
-    trainer, first = built(tmp_path)
+@pytest.mark.row("F2")
+@pytest.mark.parametrize("variables", [{}, ONLINE], ids=["offline", "online"])
+def test_resumed_run_continues_its_task_and_no_point_appears_twice(variables, tmp_path, library, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    trainer = built(tmp_path)
     trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=6), lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.run(numbers_loader(24))
-    failed = Reported(tmp_path)
-    trainer, second = built(tmp_path)
-    trainer.run(numbers_loader(24))
-    expected = [(line["iteration"], line["loss"]) for line in lines(tmp_path)]
-    trainer, third = built(tmp_path)  # at its end already: its last point is there
+    assert library.ending() == ("failed", "ZeroDivisionError: division by zero")
+    assert [point[1] for point in library.points(tmp_path, "loss/loss")] == [1, 2, 3, 4, 5, 6]  # two of them to be cut
+    if not variables:
+        with (tmp_path / "clearml" / "offline" / library.task() / "metrics.jsonl").open("a") as file:
+            file.write('[{"metric": "lo')  # killed while writing
+    built(tmp_path).run(numbers_loader(24))
+    expected = losses(tmp_path)
+    trainer = built(tmp_path)  # at its end already: its last point is there
     trainer.add_event_handler(Events.STARTED, lambda: trainer.state.metrics.update(loss=0.0))
     trainer.run(numbers_loader(24), max_epochs=1)
 
-    assert failed.ending == ("failed", "ZeroDivisionError: division by zero")
-    assert [point[2] for point in failed.points if point[0] == "loss"] == [1, 2, 3, 4, 5, 6]  # two of them to be cut
-    assert first.task_id == second.task_id == third.task_id == Reported(tmp_path).task["id"]
-    reported = Reported(tmp_path)
-    assert [point[2:] for point in reported.points if point[0] == "loss"] == expected
-    assert max(Counter(point[:3] for point in reported.points).values()) == 1
-    assert reported.ending == ("completed", "max_epochs")
+    assert library.task().startswith("offline-") != bool(variables) and len(library.calls("init")) == 3
+    assert library.points(tmp_path, "loss/loss") == expected and len(expected) == 12
+    assert max(Counter(point[:2] for point in library.points(tmp_path)).values()) == 1
+    assert library.ending() == ("completed", "max_epochs")
+    assert len(library.calls("mark_failed")) == bool(variables)
 
 
-def test_checkpoint_saved_before_the_task_is_known_continues_it(tmp_path, monkeypatch):
-    """No save waits without end for a ClearML that is slow to begin, as on a busy machine."""
-    monkeypatch.setattr(clearml_log, "_ID_WITHIN_S", 0.0)
-    (tmp_path / "clearml").mkdir()
-    trainer, first = built(tmp_path)
-    known = []
-
-    @trainer.on(TrainingEvents.RESUME_POINT(once=6))
-    def fail():
-        known.append(first.task_id)
-        fcntl.flock(held, fcntl.LOCK_UN)
-        raise ZeroDivisionError
-
-    with (tmp_path / "clearml" / "session.lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)  # ClearML's process waits for it before it makes the task
-        with pytest.raises(ZeroDivisionError):
-            trainer.run(numbers_loader(24))
-    trainer, second = built(tmp_path)
-    assert second.task_id is None and known == [None]  # it is not in the checkpoint
-    trainer.run(numbers_loader(24))
-
-    assert first.task_id == second.task_id
-    assert Reported(tmp_path).task["id"] == first.task_id
-    assert [point[2:] for point in Reported(tmp_path).points if point[0] == "loss"] == [
-        (line["iteration"], line["loss"]) for line in lines(tmp_path)
-    ]
-
-
-def test_stop_is_handled_by_the_run_and_reported_to_clearml(tmp_path):
+def test_stop_is_handled_by_the_run_and_reported_to_clearml(tmp_path, library):
     """A Ctrl-C or a cluster's SIGTERM goes to every process; ClearML's own waits for the training's word."""
-    trainer, sink = built(tmp_path)
+    trainer = built(tmp_path)
     GracefulStop(exit=False).attach(trainer)
-    processes = []
 
-    @trainer.on(Events.ITERATION_COMPLETED(once=3))
+    @trainer.on(EACH(once=3))
     def stop():
-        assert sink._session is not None and sink._session.task_id(30)
-        processes.append(sink._session.process)
         for number in (signal.SIGINT, signal.SIGTERM):
-            os.kill(sink._session.process.pid, number)
+            os.kill(library.pid(), number)
         os.kill(os.getpid(), signal.SIGINT)
 
     state = trainer.run(numbers_loader(24))
-    processes[0].wait(60)  # the run does not wait as long
-
+    wait_until(lambda: library.calls("close"))  # the run does not wait as long
     assert (state.status, state.reason) == ("interrupted", "SIGINT") and state.iteration < 12
-    assert Reported(tmp_path).ending == ("interrupted", "SIGINT")
-    assert [point[2] for point in Reported(tmp_path).points if point[0] == "loss"] == list(
-        range(1, state.iteration + 1)
-    )
+    assert library.ending() == ("interrupted", "SIGINT")
+    assert [point[1] for point in library.points(tmp_path, "loss/loss")] == list(range(1, state.iteration + 1))
 
 
-def test_stop_waits_half_a_second_at_most_and_the_session_ends_by_itself(tmp_path, monkeypatch, caplog):
+def test_stop_waits_half_a_second_at_most_and_the_session_ends_by_itself(tmp_path, library, caplog):
     """Of a session that is slow to begin: neither the start, nor the save, nor the end waits for it."""
-    slow = tmp_path / "slow.py"
-    slow.write_text("import sys, time\nfor line in sys.stdin:\n    if '\"status\"' in line: break\ntime.sleep(15)\n")
-    monkeypatch.setattr(clearml_log, "_SCRIPT", slow)
-    trainer, sink = built(tmp_path / "run")
-    began = []
+    caplog.set_level("INFO")
+    (library.folder / "wait").touch()
+    trainer, began = built(tmp_path), []
 
-    @trainer.on(Events.ITERATION_COMPLETED(once=3))
+    @trainer.on(EACH(once=3))
     def stop():
-        assert sink._session is not None
-        processes.append(sink._session.process)
         began.append(time.monotonic())
         trainer.request_stop("enough")
 
-    processes = []
-    caplog.set_level("INFO")
     starts = time.monotonic()
-    state = trainer.run(numbers_loader(24))
-    assert began[0] - starts < 6  # 10 s where the id is waited for
-    assert time.monotonic() - began[0] < 6  # 0.5 s and the save; it was 20 s
-    assert state.status == "interrupted" and processes[0].poll() is None  # the session does take long
-    assert "ClearML's process still writes, and ends by itself." in caplog.messages
-    assert "failed" not in caplog.text
-    processes[0].kill()
-    processes[0].wait()
+    assert trainer.run(numbers_loader(24)).status == "interrupted"
+    assert began[0] - starts < 6 and time.monotonic() - began[0] < 6  # it was 20 s, and 10 s where the id is waited for
+    assert not library.calls("init") and "ends by itself" in caplog.text and "failed" not in caplog.text
+    (library.folder / "wait").unlink()
+    wait_until(lambda: library.calls("close"))
+    assert library.ending() == ("interrupted", "enough")
 
 
-@pytest.mark.slow
-def test_training_process_stays_as_it_is(tmp_path):
-    import argparse
-    from multiprocessing.process import BaseProcess
-
+def test_training_process_stays_as_it_is(tmp_path, library):
     def everything():
         handlers = [signal.getsignal(number) for number in sorted(signal.valid_signals())]
         patched = [sys.exit, sys.excepthook, torch.save, torch.load, os.fork, os._exit, BaseProcess.run]
         return [*handlers, *patched, argparse.ArgumentParser.parse_args, threading.active_count(), dict(os.environ)]
 
-    trainer, sink = built(tmp_path, saves=False)
-    before, within, pids = everything(), [], []
-
-    @trainer.on(Events.ITERATION_COMPLETED)
-    def look():
-        assert sink._session is not None
-        within.append(everything())
-        pids.append(sink._session.process.pid)
-
+    trainer, within = built(tmp_path, saves=False), []
+    before = everything()
+    trainer.add_event_handler(EACH, lambda: within.append(everything()))
     trainer.run(numbers_loader())
 
-    assert within == [before] * 6 and everything() == before
-    assert "clearml" not in sys.modules
+    assert within == [before] * 6 and everything() == before and "clearml" not in sys.modules
     with pytest.raises(ProcessLookupError):
-        os.kill(pids[0], 0)
-    assert Reported(tmp_path).points
+        os.kill(library.pid(), 0)
+    assert library.points(tmp_path, "loss/loss") == losses(tmp_path)
 
 
-@pytest.mark.slow
-def test_forked_loader_workers_and_the_task_leave_each_other_alone(tmp_path):
-    trainer, _ = built(tmp_path, saves=False)
-    trainer.run(numbers_loader(num_workers=2, multiprocessing_context="fork"))
+def test_killed_training_is_reported_as_failed(tmp_path, library):
+    def train():
+        trainer = built(tmp_path)
+        trainer.add_event_handler(EACH(once=3), lambda: (library.pid(), os.kill(os.getpid(), signal.SIGKILL)))
+        trainer.run(numbers_loader(24))
 
-    assert [point[2] for point in Reported(tmp_path).points if point[0] == "loss"] == [1, 2, 3, 4, 5, 6]
-    assert Reported(tmp_path).ending == ("completed", "max_epochs")
-
-
-@pytest.mark.slow
-def test_killed_training_is_reported_as_failed(tmp_path):
-    script = f"""
-import os, signal
-from ignite.engine import Events
-from tests.handlers.clearml.test_sink import Path, built, numbers_loader
-trainer, sink = built(Path({str(tmp_path)!r}))
-trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: os.kill(os.getpid(), signal.SIGKILL))
-trainer.run(numbers_loader(24))
-"""
-    training = program(ROOT, script)
-    training.communicate()
-    until = time.monotonic() + 60
-    while not list(tmp_path.glob("clearml/offline/*.zip")) or b"Offline session stored" not in _log(tmp_path):
-        assert time.monotonic() < until, _log(tmp_path)
-        time.sleep(0.05)
-
-    assert training.returncode == -signal.SIGKILL
-    assert Reported(tmp_path).ending[0] == "failed" and "probably killed" in Reported(tmp_path).ending[1]
-    assert [point[2] for point in Reported(tmp_path).points if point[0] == "loss"] == [1, 2]
+    assert start(train).wait() == -signal.SIGKILL
+    wait_until(lambda: library.calls("close"))
+    status, reason = library.ending()
+    assert status == "failed" and "killed" in reason
+    assert [point[1] for point in library.points(tmp_path, "loss/loss")] == [1, 2]
 
 
-def _log(run):
-    return (run / "clearml" / "session.log").read_bytes()
-
-
-@pytest.mark.slow
-def test_value_that_is_not_finite_is_a_line_and_not_a_point(tmp_path):
-    sink = ClearMLLogger(tmp_path)
+def test_value_that_is_not_finite_is_a_line_and_not_a_point(tmp_path, library):
     trainer = Trainer(lambda engine, batch: batch)
-    MetricLogger(sinks=[sink], console=False).attach(trainer)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: trainer.state.metrics.update(word="good", flag=True))
+    MetricLogger(sinks=[ClearMLLogger(tmp_path)], console=False).attach(trainer)
+    trainer.add_event_handler(EACH, lambda: trainer.state.metrics.update(word="good", flag=True))
     trainer.run([1.0, float("nan"), float("inf")])
 
-    reported = Reported(tmp_path)
-    assert [point for point in reported.points if point[0] != "epoch"] == [("loss", "loss", 1, 1.0)]
-    assert "iteration 2: loss is nan" in reported.log and "iteration 3: loss is inf" in reported.log
+    assert [point for point in library.points(tmp_path) if point[0] != "epoch/epoch"] == [("loss/loss", 1, 1.0)]
+    texts = [each["given"][0] for each in library.calls("report_text")]
+    assert texts == ["iteration 2: loss is nan", "iteration 3: loss is inf"]
 
 
-@pytest.mark.slow
-def test_reports_wait_for_nothing_and_all_arrive_at_the_end(tmp_path):
-    sink, trainer = ClearMLLogger(tmp_path), Trainer(lambda engine, batch: batch)
-    sink._start(trainer)
-    assert sink._session is not None and sink._session.task_id(60)
+def test_reports_wait_for_nothing_and_all_arrive_at_the_end(tmp_path, library):
+    trainer = Trainer(lambda engine, batch: 1.0)
+    MetricLogger(sinks=[ClearMLLogger(tmp_path, close_within_s=60.0)], console=False).attach(trainer)
     values = {f"group/name{index}": index * 1.2345 for index in range(12)}
-    process = sink._session.process
-    process.send_signal(signal.SIGSTOP)  # it reads nothing, and the pipe is full before the last of them
-    for iteration in range(1, 301):
-        sink.write(iteration, values)
-    assert sink._session._unsent
-    process.send_signal(signal.SIGCONT)
-    trainer.state.status = "completed"
-    sink._end(trainer)
-
-    assert len(Reported(tmp_path).points) == 300 * len(values)
+    # it reads nothing, and the pipe is full before the last of them
+    trainer.add_event_handler(Events.STARTED, lambda: os.kill(library.pid(), signal.SIGSTOP))
+    trainer.add_event_handler(EACH, lambda: trainer.state.metrics.update(values))
+    trainer.add_event_handler(Events.COMPLETED, lambda: os.kill(library.pid(), signal.SIGCONT))
+    trainer.run([0] * 300, max_epochs=1)
+    assert sum(point[0].startswith("group/") for point in library.points(tmp_path)) == 300 * len(values)
 
 
-def test_session_that_fails_is_one_warning_and_training_continues(tmp_path, monkeypatch, caplog):
-    script = tmp_path / "failing.py"
-    script.write_text("""import sys; print('{"error": "ValueError: wrong key"}', flush=True); sys.exit(1)""")
-    monkeypatch.setattr(clearml_log, "_SCRIPT", script)
-    trainer, sink = built(tmp_path)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: sink._session.process.wait(60))
+def test_session_that_fails_is_one_warning_and_training_continues(tmp_path, library, caplog):
+    (library.folder / "fail").touch()
+    trainer = built(tmp_path, saves=False)
+    trainer.add_event_handler(EACH, lambda: time.sleep(0.05))
     state = trainer.run(numbers_loader())
-
-    assert (state.status, len(lines(tmp_path))) == ("completed", 6)
-    reported = [text for text in warnings_of(caplog) if "sink" in text]
-    assert len(reported) == 1 and reported[0].startswith("The sink clearml (ClearMLLogger) failed: RuntimeError: ")
-    assert "ended: ValueError: wrong key; see " in reported[0]
+    assert state.status == "completed" and len(losses(tmp_path)) == 6
+    (warned,) = [each.getMessage() for each in caplog.records if "sink" in each.getMessage()]
+    assert "clearml (ClearMLLogger)" in warned and "ValueError: wrong key" in warned
 
 
-def test_other_ranks_start_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("ignite.distributed.get_rank", lambda: 1)
-    trainer, sink = trainer_of(), ClearMLLogger(tmp_path)
-    sink.attach(trainer)
-    trainer.run(numbers_loader())
-
-    assert not (tmp_path / "clearml").exists()
-    assert sink.state_dict() == {"task_id": None, "run": None, "written": {}}
+def test_other_ranks_start_nothing(tmp_path, library):
+    ranks(2, lambda rank: built(tmp_path / str(rank), saves=False).run(numbers_loader()).iteration)
+    assert (tmp_path / "0" / "clearml").exists() and not (tmp_path / "1" / "clearml").exists()
 
 
 @pytest.mark.parametrize(
     ("variables", "online"),
     [
-        ({}, False),
-        ({"CLEARML_API_ACCESS_KEY": "key"}, True),
         ({"CLEARML_API_HOST": "http://127.0.0.1:1"}, True),
-        ({"CLEARML_API_HOST": "http://127.0.0.1:1", "CLEARML_OFFLINE_MODE": "1"}, False),
+        ({**ONLINE, "CLEARML_OFFLINE_MODE": "1"}, False),
         ({"CLEARML_CONFIG_FILE": __file__}, True),
     ],
 )
-def test_online_where_the_user_has_configured_a_server(variables, online, monkeypatch):
+def test_online_where_the_user_has_configured_a_server(variables, online, tmp_path, library, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-
-    assert clearml_log.server_is_configured() is online
-
-
-@pytest.mark.slow
-def test_server_gets_all_of_it_once_over_a_failure_and_a_resume(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    with clearml_server() as (server, variables):
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        trainer, first = built(tmp_path, config={"optimizer": {"lr": 0.25}})
-        trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=6), lambda: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            trainer.run(numbers_loader(24))
-        failed, sent = dict(server.tasks["task0"]), len(server.scalars)
-        trainer, second = built(tmp_path, config={"optimizer": {"lr": 0.25}})
-        trainer.run(numbers_loader(24))
-
-    assert first.task_id == second.task_id == "task0" and list(server.tasks) == ["task0"]
-    assert (failed["status"], failed["status_reason"]) == ("failed", "ZeroDivisionError: division by zero")
-    assert sent == 2 * 6
-    task = server.tasks["task0"]
-    assert task["status"] == "completed" and task["hyperparams"]["optimizer"]["lr"]["value"] == "0.25"
-    assert task["configuration"].keys() == {"config", "environment"}
-    assert [point[2:] for point in sorted(server.scalars) if point[0] == "loss"] == [
-        (line["iteration"], line["loss"]) for line in lines(tmp_path)
-    ]
-    uris = [model["uri"] for model in server.models.values()]
-    assert uris[-1] == (tmp_path / "checkpoints" / "iteration_00000012").as_uri()
+    built(tmp_path, saves=False).run(numbers_loader(4))
+    assert library.task().startswith("offline-") != online

@@ -11,7 +11,7 @@ from ignite.metrics.metric import BatchWise
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader
+from ignite_engine import Trainer, TrainingEvents, create_evaluator, loader
 from ignite_engine.handlers import Evaluation
 from tests.kit.processes import ranks
 from tests.kit.sharded import in_layout
@@ -145,21 +145,6 @@ def test_what_would_wait_for_ever_is_refused_on_both():
     assert first == second, "each would wait for the other until its timeout"
     assert "'val' needs a batch, got 0, 0 by rank" in first[0]
     assert "'of the batch'" in first[1] and "2, 3 batches" in first[1]
-
-
-def mean_of_four_micro_batches(rank):
-    """Of which one of three ranks has two."""
-    model = nn.Linear(3, 3)
-    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: None, rank_invariant=True)
-    evaluator = create_evaluator(model, lambda model, batch: batch[0].sum(1, keepdim=True), {"mean": Average()})
-    samples = TensorDataset(torch.randn(7, 3, generator=torch.Generator().manual_seed(3)))
-    Evaluation(evaluator, loader(samples, 2))(Trainer(update, global_micro_batches=4))
-    return float(evaluator.state.metrics["mean"])
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_sums_of_several_lengths_have_the_same_bits(world):
-    assert ranks(world, mean_of_four_micro_batches) == [mean_of_four_micro_batches(0)] * world
 
 
 # -- stops ------------------------------------------------------------------------------------------------------------
