@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from ignite_engine import create_evaluator, loader
-from ignite_engine.evaluator import eval_mode, whole_pass
-from tests.kit.tiny import Numbers, linear, on_two_ranks
+from tests.kit.processes import ranks
+from tests.kit.tiny import Numbers, linear
 
 
 def test_predictions_are_made_without_gradients_in_the_precision_asked_for():
@@ -28,8 +28,6 @@ def test_predictions_are_made_without_gradients_in_the_precision_asked_for():
     create_evaluator(linear(), predict, precision="bf16").run([(torch.ones(2, 3),)])
 
     assert seen == [(False, torch.bfloat16)]
-    with pytest.raises(ValueError, match="precision must be one of fp32, bf16, fp16, got 'half'"):
-        create_evaluator(linear(), predict, precision="half")
 
 
 def test_metrics_are_attached_under_their_names():
@@ -89,40 +87,6 @@ def test_metrics_of_batches_and_handlers_between_metrics_keep_their_order():
     assert metrics["every_second"] == pytest.approx((right[1] + right[3]) / 2)
 
 
-def test_a_batch_enters_no_grad_twice_however_many_metrics_there_are(monkeypatch):
-    entered = []
-    enter = torch.no_grad.__enter__
-
-    def counted(context):
-        entered.append(None)
-        enter(context)
-
-    metrics = {name: Loss(cross_entropy) for name in "abcde"}
-    evaluator = create_evaluator(linear(), lambda _, batch: batch, metrics)
-    monkeypatch.setattr(torch.no_grad, "__enter__", counted)
-    counts = []
-    for batches in (2, 6):
-        entered.clear()
-        evaluator.run(pairs(batches))
-        counts.append(len(entered))
-
-    assert counts[1] - counts[0] == 2 * (6 - 2)
-
-
-def test_a_metric_with_an_update_of_its_own_keeps_it():
-    assert hasattr(Accuracy(), "_output_transform"), "else each metric is updated by Ignite's handler, which is slower"
-    seen = []
-
-    class Counted(Accuracy):
-        def iteration_completed(self, engine):
-            seen.append(engine.state.iteration)
-            super().iteration_completed(engine)
-
-    create_evaluator(linear(), lambda _, batch: batch, {"accuracy": Counted(), "other": Accuracy()}).run(pairs())
-
-    assert seen == [1, 2, 3, 4]
-
-
 class Sums(Metric):
     required_output_keys = ("first", "second")
 
@@ -153,14 +117,11 @@ def test_an_output_transform_is_called_once_a_batch(kind):
     def outcome(engine):
         numbers = iter(range(1, 100))
         metric = Sums(output_transform=lambda pair: TRANSFORMS[kind]((pair[0] * next(numbers), pair[1])))
-        before = metric._output_transform
         metric.attach(engine, "sums")
         try:
             return engine.run(pairs()).metrics["sums"], next(numbers)
         except IndexError as error:
             return str(error), next(numbers)
-        finally:
-            assert metric._output_transform is before
 
     assert outcome(create_evaluator(nn.Identity(), lambda model, batch: batch)) == outcome(
         Engine(lambda _, batch: batch)
@@ -213,48 +174,16 @@ def test_an_engine_runs_again_after_an_error():
     assert evaluator.run([1, 3]).output == 3  # Ignite's returns None, without running
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_modes_are_restored_module_by_module(fails):
-    model = nn.Sequential(nn.Dropout(), nn.Dropout())
-    model[1].eval()
-    try:
-        with eval_mode(model):
-            assert not any(module.training for module in model.modules())
-            if fails:
-                raise KeyError
-    except KeyError:
-        pass
-
-    assert [module.training for module in model.modules()] == [True, True, False]
+def run_by_hand(rank):
+    lines, seen = [], []
+    logging.getLogger("ignite_engine.evaluator").addFilter(lambda record: lines.append(record.getMessage()) or False)
+    for data in (DataLoader(Numbers(6), 2), loader(Numbers(6), 2)):
+        evaluator = create_evaluator(linear(), lambda model, batch: (model(batch[0]), batch[1]))
+        seen.append(sum(evaluator.run(data).iteration for _ in range(2)))
+    return lines, seen
 
 
-def test_a_pass_over_the_training_loader_restores_its_position():
-    data = loader(Numbers(6), 2)
-    data.sampler.start = 4
-    with whole_pass(data):
-        assert len(list(data)) == 3
-
-    assert data.sampler.start == 4
-    with whole_pass([1, 2]):
-        pass
-
-
-def test_evaluator_that_is_run_by_hand_says_that_each_rank_evaluates_everything(tmp_path):
-    def cases(rank):
-        lines = []
-        logger = logging.getLogger("ignite_engine.evaluator")
-        logger.addFilter(lambda record: lines.append(record.getMessage()) or False)
-        seen = []
-        for data in (DataLoader(Numbers(6), 2), loader(Numbers(6), 2)):
-            count = 0
-            evaluator = create_evaluator(linear(), lambda model, batch: (model(batch[0]), batch[1]))
-            for _ in range(2):
-                evaluator.run(data)
-                count += evaluator.state.iteration
-            seen.append(count)
-        return {"lines": lines, "batches": seen}
-
-    found = on_two_ranks(cases, tmp_path / "meeting")
-    ((line,), nothing) = found["lines"]
+def test_evaluator_that_is_run_by_hand_says_that_each_rank_evaluates_everything():
+    (((line,), first), (nothing, second)) = ranks(2, run_by_hand)
     assert "each of the 2 ranks evaluates all of its samples" in line and "Evaluation" in line and not nothing
-    assert found["batches"] == [[6, 4], [6, 4]]
+    assert first == second == [6, 4]

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from ignite.engine import Events
 from torch import nn
 
-from ignite_engine import Trainer, TrainingEvents, Update, loader
-from ignite_engine.checkpointing import CheckpointStore
-from ignite_engine.handlers import Checkpoint
-from tests.kit.tiny import Numbers, linear, mse, one, weights
+from ignite_engine import Trainer, Update, loader
+from tests.kit.refusals import refuses
+from tests.kit.resume import Program, assert_resumes
+from tests.kit.tiny import Numbers, linear, mse, one
 
 EPOCHS, BATCH, STEPS = 3, 4, 2
 RHO = 0.05
@@ -99,28 +98,19 @@ class NoisyUpdate(Update):
         return output
 
 
-def noisy(directory, update_class=NoisyUpdate, *, stop_at=0):
-    torch.manual_seed(3)
-    model = linear(dropout=True)
-    trainer = Trainer(update_class(model, torch.optim.SGD(model.parameters(), lr=0.1), mse), accumulation_steps=2)
-    checkpoint = Checkpoint(directory, strict=True)
-    checkpoint.attach(trainer, Events.EPOCH_COMPLETED)
-    checkpoint.resume()
-    if stop_at:
-        on_step = TrainingEvents.OPTIMIZER_STEP_COMPLETED(once=stop_at)
-        trainer.add_event_handler(on_step, lambda: trainer.request_stop("test"))
-    trainer.run(loader(Numbers(24), 4, shuffle=True, seed=1), max_epochs=3)
-    return trainer
-
-
 def test_gradient_noise_is_resumed_exactly(tmp_path):
-    whole = noisy(tmp_path / "whole")
-    noisy(tmp_path / "cut", stop_at=4)
-    assert CheckpointStore(tmp_path / "cut").checkpoints()[-1].iteration == 4
-    resumed = noisy(tmp_path / "cut")
+    losses = []
+    for kind in (Update, NoisyUpdate):
 
-    assert torch.equal(weights(resumed), weights(whole))
-    assert not torch.equal(weights(noisy(tmp_path / "plain", Update)), weights(whole))
+        def build(kind=kind):
+            torch.manual_seed(3)
+            model = linear(dropout=True)
+            return Trainer(kind(model, torch.optim.SGD(model.parameters(), lr=0.1), mse), accumulation_steps=2)
+
+        made = Program(build, lambda: loader(Numbers(24), 4, shuffle=True, seed=1), {"max_epochs": 2})
+        assert_resumes(made, tmp_path / kind.__name__, at=(2, 4), how=["stop"])
+        losses.append(build().run(made.data(), max_epochs=2).output["loss"].item())
+    assert losses[0] != losses[1]
 
 
 def test_what_accumulate_returns_has_a_loss():
@@ -131,5 +121,4 @@ def test_what_accumulate_returns_has_a_loss():
 
     model, data = linear(), Numbers(4)
     update = Silent(model, torch.optim.SGD(model.parameters(), lr=0.1), mse)
-    with pytest.raises(ValueError, match=r"accumulate\(\) must return a dict with 'loss', got \{\}"):
-        Trainer(update).run([(data.inputs, data.targets)])
+    refuses(lambda: Trainer(update).run([(data.inputs, data.targets)]), ValueError, "accumulate() dict 'loss' {}")

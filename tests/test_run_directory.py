@@ -11,13 +11,12 @@ import torch
 
 from ignite_engine.run_directory import (
     RunDirectory,
-    RunDirectoryInUse,
     config_differences,
     flat,
     weights_sha256,
     write_whole,
 )
-from tests.faults.commands import program
+from tests.kit.processes import ChildFailed, child
 from tests.kit.tiny import linear
 
 
@@ -48,15 +47,17 @@ def test_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_folder_is_held_by_one_process_until_it_ends(tmp_path):
-    script = f"from ignite_engine.run_directory import *\nwith RunDirectory({str(tmp_path)!r}).held(): pass"
-    with RunDirectory(tmp_path).held():
-        _, refused = program(tmp_path, script).communicate()
-    free = program(tmp_path, script)
-    _, errors = free.communicate()
+def hold(folder):
+    with RunDirectory(folder).held():
+        pass
 
-    assert RunDirectoryInUse.__name__ in refused and f"is in use by process {os.getpid()} on" in refused
-    assert free.returncode == 0, errors
+
+def test_folder_is_held_by_one_process_until_it_ends(tmp_path):
+    with RunDirectory(tmp_path).held():
+        with pytest.raises(ChildFailed) as refused:
+            child(hold, tmp_path)
+        assert "RunDirectoryInUse" in str(refused.value) and f"process {os.getpid()} " in str(refused.value)
+    child(hold, tmp_path)
 
 
 def test_each_rank_logs_to_its_file_and_rank_0_to_stderr(tmp_path, capsys):

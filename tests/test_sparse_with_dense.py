@@ -7,7 +7,8 @@ import torch
 from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents, Update
-from ignite_engine.handlers import Checkpoint, LRSchedule, warmup_constant, warmup_linear
+from ignite_engine.handlers import LRSchedule, warmup_constant, warmup_linear
+from tests.kit.resume import Program, assert_resumes
 from tests.sparse_and_dense import Net, Sized, batches, by_hand, loss_fn, optimizers_of, samples, values
 
 SCALER = {"init_scale": 256.0, "growth_interval": 3}
@@ -97,7 +98,7 @@ def test_iteration_that_touches_no_row_leaves_the_table_alone(precision):
     assert torch.isfinite(state.output["grad_norm"]) and state.optimizer_steps == 1
 
 
-def test_each_optimizer_has_a_schedule_of_its_own(tmp_path):
+def test_each_optimizer_has_a_schedule_of_its_own():
     model = Net()
     trainer = trainer_of(model)
     optimizers = trainer.update.optimizers
@@ -107,37 +108,19 @@ def test_each_optimizer_has_a_schedule_of_its_own(tmp_path):
     trainer.add_event_handler(
         Events.ITERATION_STARTED, lambda: rates.append([o.param_groups[0]["lr"] for o in optimizers.values()])
     )
-    Checkpoint(tmp_path).attach(trainer)
     trainer.run(batches(3, 2))
 
     assert rates == [pytest.approx(each) for each in ([0.05, 0.05, 0.01], [0.0375, 0.1, 0.01], [0.025, 0.1, 0.01])]
-    assert {"sparse", "tables"} <= set(trainer.registry.objects)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_resumed_run_ends_with_the_same_bits(tmp_path, precision):
-    def trained(folder, iterations):
-        model = Net()
+    def build():
         options = {"grad_scaler": SCALER} if precision == "fp16" else {}
-        trainer = trainer_of(model, 2, precision=precision, clip_norm=0.5, **options)
-        optimizers = trainer.update.optimizers
-        for name, optimizer in optimizers.items():
+        trainer = trainer_of(Net(), 2, precision=precision, clip_norm=0.5, **options)
+        for name, optimizer in trainer.update.optimizers.items():
             LRSchedule(warmup_linear(optimizer, 2, total=20), name=name).attach(trainer)
-        checkpoint = Checkpoint(tmp_path / folder)
-        checkpoint.attach(trainer, Events.COMPLETED)
-        checkpoint.resume()
-        trainer.run(Sized(batches(6, 2)), max_iters=iterations)
-        return model, trainer
+        return trainer
 
-    whole, reference = trained("whole", 8)
-    trained("parts", 4)  # in the second epoch
-    resumed, trainer = trained("parts", 8)
-
-    assert values(resumed) == values(whole)
-    states = [run.registry.capture()[0] for run in (reference, trainer)]
-    for name in ("optimizer/sparse", "optimizer/tables", "optimizer/dense"):
-        one, other = (state[name]["state"] for state in states)
-        assert one.keys() == other.keys() and one
-        for parameter, entries in one.items():
-            for key, value in entries.items():
-                assert torch.equal(torch.as_tensor(value), torch.as_tensor(other[parameter][key])), (parameter, key)
+    made = Program(build, lambda: Sized(batches(6, 2)), {"max_iters": 8})
+    assert_resumes(made, tmp_path, at=(3, 4), how=["stop", "same process"])
