@@ -1,9 +1,6 @@
 """Windows on several ranks: shared ones dealt out, or each rank's own, of other lengths and with empty ones."""
 
 import contextlib
-import os
-import signal
-import threading
 import time
 from pathlib import Path
 
@@ -15,15 +12,19 @@ from ignite.metrics import Average, MeanSquaredError
 from torch.utils.data import DataLoader
 
 from ignite_engine import Trainer, TrainingEvents, Update, Windows, create_evaluator, loader
-from ignite_engine.errors import Interrupted
 from ignite_engine.ext.windows import Files
-from ignite_engine.handlers import Checkpoint, Evaluation, GracefulStop
-from ignite_engine.ranks import agreement
+from ignite_engine.handlers import Checkpoint, Evaluation
 from tests.ext.windows.test_windows import open_file, write_windows
+from tests.kit.processes import ranks
 from tests.kit.tiny import Numbers, linear, mse, one
-from tests.ranks.forkserver import on_ranks
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
+
+def of_all(value):
+    """This value of each rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
 
 OWN = {0: [[0, 1, 2, 3, 4], [], [5]], 1: [[10, 11, 12], [13, 14], []]}
 """Windows of each rank, batches of one sample; a third rank would have none."""
@@ -36,7 +37,7 @@ OPEN = {
 }
 
 
-def trains(rank, kind, **options):
+def trains(rank, kind, options=None):
     """Which samples a rank with windows of its own trains on, in which window, and the events."""
     seen = []
     told = []
@@ -48,12 +49,12 @@ def trains(rank, kind, **options):
     trainer = Trainer(update, accumulation_steps=2)
     for event in (TrainingEvents.WINDOW_STARTED, TrainingEvents.WINDOW_COMPLETED, Events.EPOCH_COMPLETED):
         trainer.add_event_handler(event, lambda _, event=event: told.append(event.name))
-    windows = Windows(OWN.get(rank, []), OPEN[kind], shared=False, **options)
+    windows = Windows(OWN.get(rank, []), OPEN[kind], shared=False, **(options or {}))
     state = trainer.run(windows, max_epochs=2)
     return {"seen": seen, "told": told, "iteration": state.iteration, "windows": state.windows}
 
 
-def shared(folder, stop_at=None, invariant=False):
+def shared(rank, folder, stop_at=None, invariant=False):
     """Windows of a directory, dealt out to the ranks; the weights, and which rows were seen."""
     rows = []
     model = linear()
@@ -73,13 +74,12 @@ def shared(folder, stop_at=None, invariant=False):
         @trainer.on(Events.ITERATION_COMPLETED(once=stop_at))
         def stop():
             trainer.request_stop("here")
-            trainer.vote_at_next_boundary()
 
     state = trainer.run(Windows(Files(f"{folder}/hours", "hour_*"), open_file), max_epochs=1)
     return {"rows": rows, "weights": one(model).clone(), "windows": state.windows, "status": state.status}
 
 
-def stopped_while_it_waits(folder, rank):
+def stopped_while_it_waits(rank, folder):
     trainer, began = Trainer(lambda engine, batch: None), time.monotonic()
     if rank == 1:
         trainer.add_event_handler(TrainingEvents.WINDOW_COMPLETED, lambda: trainer.request_stop("here"))
@@ -99,7 +99,7 @@ def evaluated_as_one(rank):
     return evaluator.state.iteration, trainer.state.metrics["val/mean"]
 
 
-def evaluated_and_killed(folder, rank):
+def evaluated_and_killed(rank, folder):
     """Own windows, each evaluated before it is trained on, of which rank 1 has none in the end; killed there."""
     found = {"evaluated": []}
 
@@ -130,101 +130,64 @@ def refused(rank):
     """What a rank says whose Windows have another length of epochs than its peer's."""
     with pytest.raises(ValueError, match="per_epoch") as raised:
         Trainer(lambda engine, batch: None).run(Windows([1, 2], lambda _: [torch.ones(1)], per_epoch=1 + rank))
-    with pytest.raises(ValueError, match=r"^global_micro_batches deals one order .* and Windows\(shared=False\) gives"):
+    with pytest.raises(ValueError, match="global_micro_batches"):
         Trainer(lambda engine, batch: None, global_micro_batches=2).run(Windows([1], loader, shared=False))
     return str(raised.value)
 
 
-def _rank(rank, folder, world, number):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store_{number}", rank=rank, world_size=world)
-    report = {}
-    if number < 2:
-        report |= {kind: trains(rank, kind) for kind in OPEN}
-        report["limited"] = trains(rank, "loader", max_updates=1)
-        report["waiting"] = stopped_while_it_waits(folder, rank)
-    if number == 0:
-        report["as one"] = evaluated_as_one(rank)
-        report["killed"] = evaluated_and_killed(folder, rank)
-        report["refused"] = refused(rank)
-    for invariant in (False, True):
-        report[f"shared {invariant}"] = shared(folder, 3 if number == 0 else None, invariant)
-    torch.save(report, f"{folder}/{number}.{rank}.pt")
-    agreement.forget_groups()
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    """Two ranks, stopped within the second window; then three that resume it."""
-    folder = tmp_path_factory.mktemp("windows")
-    write_windows(folder / "hours", 5, 9, 0, 4)
-    found = {}
-    for number, world in ((0, 2), (1, 3)):
-        on_ranks(world, _rank, folder, world, number, joined=False)
-        found[number] = [torch.load(folder / f"{number}.{rank}.pt", weights_only=False) for rank in range(world)]
-    return found
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPEN)
-@pytest.mark.parametrize("number", [0, 1])
-def test_each_rank_trains_on_each_of_its_own_samples_once_in_windows_that_end_together(reports, number, kind):
-    for rank, report in enumerate(reports[number]):
-        own = report[kind]
+@pytest.mark.parametrize("count", [2, 3])
+def test_each_rank_trains_on_each_of_its_own_samples_once_in_windows_that_end_together(count, kind):
+    for rank, own in enumerate(ranks(count, trains, kind)):
         once = [(window, sample) for window, samples in enumerate(OWN.get(rank, []), 1) for sample in samples]
         assert own["seen"] == once + [(window + 3, sample) for window, sample in once], rank
         assert own["told"] == (["WINDOW_STARTED", "WINDOW_COMPLETED"] * 3 + ["EPOCH_COMPLETED"]) * 2
         assert (own["iteration"], own["windows"]) == (2 * (3 + 1 + 1), 6)
 
 
-def test_windows_of_a_limited_length_end_together(reports):
-    for rank, report in enumerate(reports[0]):
+def test_windows_of_a_limited_length_end_together():
+    for rank, own in enumerate(ranks(2, trains, "loader", {"max_updates": 1})):
         first = [sample for samples in OWN[rank] for sample in samples[:2]]
-        assert [sample for _, sample in report["limited"]["seen"]] == first * 2
-        assert (report["limited"]["iteration"], report["limited"]["windows"]) == (6, 6)
+        assert [sample for _, sample in own["seen"]] == first * 2
+        assert (own["iteration"], own["windows"]) == (6, 6)
 
 
-def test_a_stop_is_heard_while_all_wait_for_a_window(reports):
-    outcomes = [report["waiting"] for number in (0, 1) for report in reports[number]]
-    assert outcomes == [("interrupted", True)] * 5
+def test_a_stop_is_heard_while_all_wait_for_a_window(tmp_path):
+    write_windows(tmp_path / "hours", 5)
+    assert ranks(2, stopped_while_it_waits, tmp_path) == [("interrupted", True)] * 2
 
 
-def test_a_rank_without_a_window_evaluates_and_resumes_with_its_peers(reports):
-    for report in reports[0]:
-        assert report["killed"] == {"evaluated": [1.5, 4.5], "ended": ("max_epochs", 6, 2)}
+def test_a_rank_without_a_window_evaluates_and_resumes_with_its_peers(tmp_path):
+    expected = {"evaluated": [1.5, 4.5], "ended": ("max_epochs", 6, 2)}
+    assert ranks(2, evaluated_and_killed, tmp_path) == [expected] * 2
 
 
-def test_all_windows_of_all_ranks_are_one_evaluation(reports):
+def test_all_windows_of_all_ranks_are_one_evaluation():
     samples = [sample for rank in (0, 1) for window in OWN[rank] for sample in window]
     mean = pytest.approx(sum(samples) / len(samples))
-    assert [report["as one"] for report in reports[0]] == [(6, mean), (5, mean)]
+    assert ranks(2, evaluated_as_one) == [(6, mean), (5, mean)]
 
 
-def test_settings_of_windows_that_differ_are_refused_on_both(reports):
-    line = "Windows(per_epoch) is 1 on rank 0 and 2 on rank 1: every rank must train with the same settings."
-    assert [report["refused"] for report in reports[0]] == [line] * 2
+def test_settings_of_windows_that_differ_are_refused_on_both():
+    for said in ranks(2, refused):
+        assert all(words in said for words in ("per_epoch", "1 on rank 0", "2 on rank 1"))
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-def test_shared_windows_are_dealt_out_and_resumed_on_another_number_of_ranks(reports, invariant):
-    name, counts = f"shared {invariant}", (5, 9, 4)
-    rows = [row for number in (0, 1) for report in reports[number] for row in report[name]["rows"]]
-    assert sorted(rows) == sorted(row for count in counts for row in Numbers(count).inputs[:, 0].tolist())
-    assert {report[name]["status"] for report in reports[0]} == {"interrupted"}
-    assert {(report[name]["status"], report[name]["windows"]) for report in reports[1]} == {("completed", 3)}
-
-
-def test_rank_invariant_windows_end_with_the_bits_of_one_process(reports, tmp_path):
-    torch.manual_seed(7)
+def test_shared_windows_are_dealt_out_and_resumed_on_another_number_of_ranks(invariant, tmp_path):
+    """Stopped on two ranks within the second window, resumed on three; rank-invariant ones have the bits of one."""
+    counts = (5, 9, 4)
     write_windows(tmp_path / "hours", 5, 9, 0, 4)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        whole = shared(str(tmp_path), invariant=True)["weights"]
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(report["shared True"]["weights"], whole) for report in reports[1])
+    stopped, resumed = ranks(2, shared, tmp_path, 3, invariant), ranks(3, shared, tmp_path, None, invariant)
+    rows = [row for report in stopped + resumed for row in report["rows"]]
+    assert sorted(rows) == sorted(row for count in counts for row in Numbers(count).inputs[:, 0].tolist())
+    assert {report["status"] for report in stopped} == {"interrupted"}
+    assert {(report["status"], report["windows"]) for report in resumed} == {("completed", 3)}
+    if invariant:
+        (tmp_path / "alone").mkdir()
+        (tmp_path / "hours").rename(tmp_path / "alone" / "hours")
+        (whole,) = ranks(1, shared, tmp_path / "alone", None, True)
+        assert all(torch.equal(report["weights"], whole["weights"]) for report in resumed)
 
 
 def resumed_over_another_window(rank, folder):
@@ -244,7 +207,7 @@ def resumed_over_another_window(rank, folder):
 
 
 def test_another_window_on_one_rank_is_refused_on_both(tmp_path):
-    on_ranks(2, resumed_over_another_window, tmp_path)
+    ranks(2, resumed_over_another_window, tmp_path)
 
 
 class LoadsOnRank0:
@@ -254,7 +217,7 @@ class LoadsOnRank0:
         return {"loaded": True}
 
     def load_state_dict(self, state):
-        if agreement.rank() == 1:
+        if dist.get_rank() == 1:
             raise ValueError("no memory is left")
 
 
@@ -271,11 +234,11 @@ def evaluates_windows_where_one_rank_cannot_load(rank, folder):
     prepared()[0].run([0], max_epochs=1)
     with pytest.raises(ValueError, match=r"^no memory is left"):
         prepared()[1].resume()
-    assert agreement.gather_objects(rank) == [0, 1]
+    assert of_all(rank) == [0, 1]
 
 
 def test_a_rank_that_cannot_load_a_state_ends_its_peer_which_evaluates_windows(tmp_path):
-    on_ranks(2, evaluates_windows_where_one_rank_cannot_load, tmp_path)
+    ranks(2, evaluates_windows_where_one_rank_cannot_load, tmp_path)
 
 
 def opened_on_one_rank(rank, folder):
@@ -292,7 +255,7 @@ def opened_on_one_rank(rank, folder):
     own, _ = samples_of(False, OWN[rank], shuffled)
     assert sorted(own) == sorted(sample for window in OWN[rank] for sample in window)
     dealt, _ = samples_of(True, [list(range(9)), list(range(9, 12))], shuffled)
-    assert sorted(sample for share in agreement.gather_objects(dealt) for sample in share) == list(range(12))
+    assert sorted(sample for share in of_all(dealt) for sample in share) == list(range(12))
 
     def torn(samples):
         if rank == 1:
@@ -302,55 +265,11 @@ def opened_on_one_rank(rank, folder):
     with pytest.raises(OSError, match="the disk is gone") as raised:
         samples_of(True, [[1, 2, 3]], torn)
     assert ("Raised on rank 1." in raised.value.__notes__) == (rank == 0)
-    assert agreement.gather_objects(rank) == [0, 1]
+    assert of_all(rank) == [0, 1]
 
 
 def test_what_one_rank_alone_opens_or_cannot_open_is_agreed_on(tmp_path):
-    on_ranks(2, opened_on_one_rank, tmp_path)
-
-
-def stopped_while_the_window_is_read_again(rank, folder):
-    """Stopped before the first batch of a window, or after it; then a signal comes while its batches are read again."""
-
-    def run(name, stop_at, read):
-        def batches(_):
-            for index in range(3):
-                read(trainer)
-                yield torch.tensor([index])
-
-        def stop():
-            trainer.request_stop("here")
-            trainer.vote_at_next_boundary()
-
-        trainer, checkpoint = Trainer(lambda engine, batch: None), Checkpoint(f"{folder}/{name}")
-        windows = Windows([1, 2], batches)
-        evaluation = Evaluation(Engine(lambda engine, batch: None), windows.again, name="next")
-        evaluation.attach(trainer, TrainingEvents.WINDOW_STARTED)
-        GracefulStop().attach(trainer)
-        checkpoint.attach(trainer)
-        checkpoint.resume()
-        trainer.add_event_handler(stop_at, stop)
-        trainer.run(windows, max_epochs=1)
-        return trainer
-
-    def wait(trainer):
-        if rank == 1 and trainer.state.evaluating is None:
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
-            time.sleep(60)
-
-    for event, is_fetched_again in ((TrainingEvents.EVALUATION_STARTED, True), (Events.ITERATION_COMPLETED, False)):
-        trainer = run(event.name, event(once=1), lambda _: time.sleep(0.3))
-        assert trainer.state.status == "interrupted"
-        assert ("opened_with" in trainer.progress.position.data["windows"]) == is_fetched_again
-        began = time.monotonic()
-        with pytest.raises(Interrupted) as raised:
-            run(event.name, Events.EPOCH_COMPLETED, wait)
-        assert raised.value.code == 143 and time.monotonic() - began < 30, (event.name, time.monotonic() - began)
-
-
-@pytest.mark.slow
-def test_a_stop_is_heard_while_a_window_is_read_again(tmp_path):
-    on_ranks(2, stopped_while_the_window_is_read_again, tmp_path)
+    ranks(2, opened_on_one_rank, tmp_path)
 
 
 def evaluates_windows_as_one_set(rank, folder):
@@ -369,7 +288,7 @@ def evaluates_windows_as_one_set(rank, folder):
 
 
 def test_windows_are_evaluated_as_one_set_though_a_rank_comes_first_to_the_next(tmp_path):
-    on_ranks(2, evaluates_windows_as_one_set, tmp_path)
+    ranks(2, evaluates_windows_as_one_set, tmp_path)
 
 
 def evaluates_a_window_before_it_is_trained_on(rank, folder):
@@ -401,8 +320,8 @@ def evaluates_a_window_before_it_is_trained_on(rank, folder):
     whole = run("whole", False)
     run("cut", True)
     assert run("cut", False) == whole and len(whole) == 4
-    assert sorted(each for rank_seen in agreement.gather_objects(whole) for each in rank_seen) == list(range(8))
+    assert sorted(each for rank_seen in of_all(whole) for each in rank_seen) == list(range(8))
 
 
 def test_stopped_evaluation_of_a_window_is_repeated_in_its_order(tmp_path):
-    on_ranks(2, evaluates_a_window_before_it_is_trained_on, tmp_path)
+    ranks(2, evaluates_a_window_before_it_is_trained_on, tmp_path)

@@ -15,8 +15,10 @@ from ignite.metrics import Average
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ignite_engine import Trainer, TrainingEvents, Update, Windows, create_evaluator, loader
-from ignite_engine.ext.windows import Files, WindowStream
+from ignite_engine.ext.windows import Files
 from ignite_engine.handlers import Checkpoint, Evaluation, MetricLogger, StopFile, WallClockLimit
+from tests.kit.refusals import refusals
+from tests.kit.resume import assert_resumes, program
 from tests.kit.tiny import Numbers, events_of, linear, mse, trainer_of, weights
 
 WINDOW_EVENTS = (
@@ -125,15 +127,6 @@ def test_window_has_no_more_updates_than_its_limit_and_its_end_is_as_ever():
     assert [name for name, _, _ in told].count("WINDOW_COMPLETED") == 3 and told[-1][0] == "EPOCH_COMPLETED"
 
 
-@pytest.mark.parametrize("stop_at", [1, 2, 3, 4, 5, 6])
-def test_limit_of_updates_counts_those_before_a_resume(tmp_path, stop_at):
-    whole = samples_of(None, max_updates=3)
-    before = samples_of(tmp_path, Events.ITERATION_COMPLETED(once=stop_at), max_updates=3)
-
-    assert len(whole) == 2 * 4 * 3
-    assert before + samples_of(tmp_path, max_updates=3) == whole
-
-
 def test_empty_windows_at_the_end_of_a_sequence_are_no_end_of_the_run():
     state = trainer_of().run(Windows([2, 4, 0, 0], open_numbers, per_epoch=2), max_epochs=3)
     assert (state.windows, state.reason) == (6, "max_epochs")
@@ -157,21 +150,6 @@ def test_another_run_of_the_trainer_goes_on_where_the_one_before_was(tmp_path, k
     for end in (first, 6, 8):
         trainer.run(windows, max_iters=end)
     assert seen == [1, 2, 2, 3, 3, 3, 4, 4]
-
-
-def test_a_stop_in_a_window_and_another_run_in_the_same_process_change_no_bit():
-    """The loader of the window is made again, which draws random numbers."""
-
-    def run(stop):
-        torch.manual_seed(3)
-        trainer, windows = trainer_of(linear(dropout=True)), Windows([5, 7], stateful)
-        if stop:
-            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: trainer.request_stop("here"))
-            trainer.run(windows, max_epochs=2)
-        trainer.run(windows, max_epochs=2)
-        return weights(trainer)
-
-    assert torch.equal(run(stop=True), run(stop=False))
 
 
 def test_order_of_samples_differs_from_epoch_to_epoch():
@@ -209,26 +187,51 @@ def run_of(stream, folder=None, stop_at=None, event=None):
     return trainer
 
 
-@pytest.mark.row("H1")
-@pytest.mark.parametrize("kind", ["list", "files", "own", "iterable"])
-def test_resumed_run_goes_on_in_the_same_window_to_the_same_bits(tmp_path, kind):
-    folder = write_windows(tmp_path / "hours", 5, 0, 7, 3)
+def windows_of(kind, folder, open_window=open_numbers, **options):
+    """Makes the windows anew: 10 to 12 iterations in two epochs."""
+    files = write_windows(folder / "hours", 5, 0, 7, 3)
     streams = {
         "list": lambda: [5, 0, 7, 3],
-        "files": lambda: Files(folder, "hour_*.txt"),
+        "files": lambda: Files(files, "hour_*.txt"),
         "own": lambda: Counting(5),
         "iterable": lambda: iter([5, 0, 7, 3]),
     }
-    whole = run_of(streams[kind]())
-    places = [Events.ITERATION_COMPLETED(once=at) for at in range(1, whole.state.iteration)]
-    places += [TrainingEvents.WINDOW_STARTED(once=2), TrainingEvents.WINDOW_COMPLETED(once=2)]
-    for number, place in enumerate(places):
-        stopped = run_of(streams[kind](), tmp_path / str(number), place)
-        assert stopped.state.status == "interrupted"
-        resumed = run_of(streams[kind](), tmp_path / str(number))
-        assert torch.equal(weights(resumed), weights(whole)), place
-        assert resumed.state.windows == whole.state.windows and resumed.state.epoch == whole.state.epoch
-        assert (resumed.reproducibility() == []) == (kind != "iterable")
+    return lambda: Windows(streams[kind](), open_file if kind == "files" else open_window, **options)
+
+
+class Drawn:
+    """Batches that draw from the global generators when they are fetched."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        for _ in range(self.count):
+            yield torch.randn(2, 3), torch.randn(2, 1)
+
+
+def stateful(count):
+    return StatefulDataLoader(Numbers(count), 2, shuffle=True) if count else None
+
+
+@pytest.mark.row("H1")
+@pytest.mark.parametrize("how", ["stop", "raise", "kill", "same process"])
+@pytest.mark.parametrize("kind", ["list", "files", "own", "iterable"])
+def test_resumed_run_goes_on_in_the_same_window_to_the_same_bits(kind, how, tmp_path):
+    if (kind, how) == ("iterable", "same process"):
+        return  # below
+    limits = {"max_epochs": 1 if kind in ("own", "iterable") else 2}
+    data = windows_of(kind, tmp_path)
+    at = (1, 4) if how == "kill" else (1, 2, 4, 5)
+    assert_resumes(program(data=data, limits=limits, accumulation_steps=2), tmp_path / "runs", at=at, how=(how,))
+
+
+@pytest.mark.parametrize("open_window", [Drawn, stateful])
+@pytest.mark.parametrize("options", [{}, {"per_epoch": 2}, {"max_updates": 1}], ids=str)
+def test_windows_of_any_data_and_length_resume_to_the_same_bits(options, open_window, tmp_path):
+    data = windows_of("list", tmp_path, open_window, **options)
+    run = program(data=data, limits={"max_epochs": 2}, accumulation_steps=2)
+    assert_resumes(run, tmp_path / "runs", at=(1, 2, 3), how=("stop", "same process"))
 
 
 def samples_of(folder, stop_at=None, **options):
@@ -250,54 +253,19 @@ def samples_of(folder, stop_at=None, **options):
 
 
 STOPS = [
-    *(Events.ITERATION_COMPLETED(once=at) for at in (1, 4, 5, 7, 8, 9, 12)),
-    *(TrainingEvents.WINDOW_COMPLETED(once=at) for at in (1, 2, 3)),
+    *(Events.ITERATION_COMPLETED(once=at) for at in (1, 4, 5, 7)),
+    *(TrainingEvents.WINDOW_COMPLETED(once=at) for at in (1, 2)),
 ]
-
-
-@pytest.mark.parametrize("stop_at", STOPS, ids=lambda event: f"{event.name}")
-def test_resumed_epoch_of_two_windows_has_only_the_rest_of_the_two(tmp_path, stop_at):
-    whole = samples_of(None, per_epoch=2)
-    before = samples_of(tmp_path, stop_at, per_epoch=2)
-
-    assert [epoch for epoch, _, _ in whole] == [1] * 8 + [2] * 8
-    assert before + samples_of(tmp_path, per_epoch=2) == whole and len(before) < len(whole)
 
 
 @pytest.mark.parametrize("stop_at", STOPS, ids=lambda event: f"{event.name}")
 def test_windows_after_a_resume_are_in_the_order_of_the_whole_run(tmp_path, stop_at):
     """Each window is shuffled by its number: that of the next one is saved, where none is open, too."""
-    whole = samples_of(None)
+    whole = samples_of(None, per_epoch=2)
     orders = [whole[first : first + 4] for first in range(0, 16, 4)]
 
     assert len({str([samples for _, _, samples in order]) for order in orders}) == 4
-    assert samples_of(tmp_path, stop_at) + samples_of(tmp_path) == whole
-
-
-@pytest.mark.slow
-def test_checkpoint_of_each_nth_window_resumes_with_the_next(tmp_path):
-    class Killed(Exception):
-        pass
-
-    def kill():
-        raise Killed
-
-    whole = run_of([5, 7, 3])
-    for at in range(2, whole.state.iteration + 1):
-        folder = tmp_path / str(at)
-        with pytest.raises(Killed):
-            run_killed(folder, at, kill)
-        resumed = run_of([5, 7, 3], folder)
-        assert torch.equal(weights(resumed), weights(whole)), at
-
-
-def run_killed(folder, at, kill):
-    torch.manual_seed(3)
-    model = linear(dropout=True)
-    trainer = Trainer(Update(model, torch.optim.AdamW(model.parameters(), lr=0.01), mse), accumulation_steps=2)
-    Checkpoint(folder, save_at_end=False).attach(trainer, TrainingEvents.WINDOW_COMPLETED)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=at), kill)
-    trainer.run(Windows([5, 7, 3], open_numbers), max_epochs=2)
+    assert samples_of(tmp_path, stop_at, per_epoch=2) + samples_of(tmp_path, per_epoch=2) == whole
 
 
 def test_windows_that_come_later_are_waited_for(tmp_path):
@@ -307,7 +275,7 @@ def test_windows_that_come_later_are_waited_for(tmp_path):
 
     def write():
         for index, count in enumerate((2, 0, 4)):
-            time.sleep(0.05)
+            time.sleep(0.02)
             write_windows(folder, count, first=index)
         (folder / "done").touch()
 
@@ -345,9 +313,9 @@ def test_run_at_the_end_of_its_data_writes_the_same_lines_again(tmp_path, per_ep
 
 def test_wait_ends_with_its_time(tmp_path):
     began = time.monotonic()
-    windows = Windows(Files(write_windows(tmp_path, 2), "hour_*"), open_file, wait_s=0.3, poll_s=0.01)
+    windows = Windows(Files(write_windows(tmp_path, 2), "hour_*"), open_file, wait_s=0.1, poll_s=0.01)
     state = trainer_of().run(windows, max_epochs=1)
-    assert state.windows == 1 and time.monotonic() - began >= 0.3
+    assert state.windows == 1 and time.monotonic() - began >= 0.1
 
 
 @pytest.mark.parametrize("how", ["time limit", "stop file"])
@@ -383,21 +351,6 @@ def test_a_folder_that_is_gone_is_no_end_of_the_stream(tmp_path):
     trainer.add_event_handler(TrainingEvents.WINDOW_COMPLETED, lambda: folder.rename(tmp_path / "away"))
     with pytest.raises(FileNotFoundError, match="hours"):
         trainer.run(Windows(Files(folder, "hour_*"), open_file))
-
-
-class Recent(Files):
-    """A user's own, which leaves out the first file."""
-
-    def next_window(self):
-        path = super().next_window()
-        return super().next_window() if path is not None and path.name == "hour_000.txt" else path
-
-
-def test_files_of_ones_own_kind_stay_so(tmp_path):
-    trainer = trainer_of()
-    seen = trained(trainer)
-    trainer.run(Windows(Recent(write_windows(tmp_path, 2, 2), "hour_*"), open_file))
-    assert [window.name for _, window in seen] == ["hour_001.txt"]
 
 
 def test_each_window_is_evaluated_before_it_is_trained_on_in_eval_mode(tmp_path):
@@ -445,21 +398,6 @@ def test_what_is_measured_before_a_window_is_in_the_line_of_its_first_iteration(
     assert {line["iteration"]: line["next/window"] for line in lines if "next/mean" in line} == {1: 1, 3: 2, 6: 3}
     assert [line["iteration"] for line in lines if "val/mean" in line] == [2, 5, 6]
     assert not any("val/window" in line for line in lines)
-
-
-class Drawn:
-    """Batches that draw from the global generators when they are fetched."""
-
-    def __init__(self, count):
-        self.count = count
-
-    def __iter__(self):
-        for _ in range(self.count):
-            yield torch.randn(2, 3), torch.randn(2, 1)
-
-
-def stateful(count):
-    return StatefulDataLoader(Numbers(count), 2, shuffle=True)
 
 
 @pytest.mark.parametrize("steps", [None, 2])
@@ -521,7 +459,6 @@ def test_an_evaluation_of_windows_takes_the_next_each_time_and_resumes_there(tmp
     assert parts == whole
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["own", "list", "files", "iterable", "workers"])
 def test_an_evaluation_of_all_windows_is_one_each_time(tmp_path, kind):
     """Also of windows that are trained on, and of a stream that has one position."""
@@ -588,45 +525,36 @@ def test_windows_of_which_nothing_can_be_read_count_for_the_limit_of_read_errors
                 trainer.run(windows)
 
 
-def test_mistakes_are_one_line(tmp_path):
-    for wrong, line in (
-        ({"wait_s": "3"}, r"^wait_s must be a number of seconds, got '3'\."),
-        ({"poll_s": None}, r"^poll_s must be a number of seconds, got None\."),
-        ({"shared": "no"}, r"^shared must be True or False, got 'no'\."),
-        (
-            {"stream": Windows([1], open_numbers)},
-            r"^stream must be a sequence of windows, Files or another stream, got",
-        ),
-    ):
-        with pytest.raises(TypeError, match=line):
-            Windows(**{"stream": [1], "open": open_numbers} | wrong)
-    with pytest.raises(TypeError, match=r"^pattern must be a pattern of names, such as 'clicks_\*\.npz', got 3\."):
-        Files(tmp_path, 3)
-    with pytest.raises(ValueError, match=r"^Window 1 of the sequence is None: leave it out of the sequence\."):
-        trainer_of().run(Windows([2, None], open_numbers))
-    with pytest.raises(TypeError, match=r"^the window's data must be an iterable of batches, or None, got 'hour'"):
-        trainer_of().run(Windows([2], lambda name: "hour"))
+def run(stream, open_window=open_numbers, **limits):
+    return lambda: trainer_of().run(Windows(stream, open_window), **limits)
+
+
+def of(stream=(1,), **options):
+    return lambda: Windows(list(stream) if isinstance(stream, tuple) else stream, open_numbers, **options)
+
+
+test_refusals = refusals(
+    [
+        ("wait_s", of(wait_s="3"), TypeError, "wait_s seconds '3'"),
+        ("poll_s", of(poll_s=None), TypeError, "poll_s seconds None"),
+        ("shared", of(shared="no"), TypeError, "shared True 'no'"),
+        ("windows of windows", of(Windows([1], open_numbers)), TypeError, "stream sequence Files"),
+        ("a text", of("hours"), TypeError, "stream Files 'hours'"),
+        ("a pattern", lambda path: Files(path, 3), TypeError, "pattern names 3"),
+        ("no window", run([2, None]), ValueError, "Window 1 None leave out"),
+        ("no data", run([2], lambda name: "hour"), TypeError, "iterable batches 'hour'"),
+        ("two lengths", run([2], epoch_length=5), ValueError, "per_epoch length epoch_len"),
+        ("no updates", of(max_updates=0), ValueError, "max_updates at least 1 got 0"),
+        ("none is open", lambda: of()().again(), RuntimeError, "No window open"),
+        ("iterated", lambda: iter(of()()), TypeError, "Trainer.run() Evaluation"),
+    ]
+)
+
+
+def test_error_of_opening_a_window_names_it():
     with pytest.raises(KeyError) as raised:
-        trainer_of().run(Windows(["hour_3"], {}.__getitem__))
-    assert raised.value.__notes__ == ["Raised where the window hour_3 was opened."]
-    with pytest.raises(ValueError, match=r"^Windows\(per_epoch=\.\.\.\) sets the length of an epoch, got epoch_len"):
-        trainer_of().run(Windows([2], open_numbers), epoch_length=5)
-    with pytest.raises(TypeError, match=r"^stream must be a sequence of windows, Files or another stream, got 'hours'"):
-        Windows("hours", open_numbers)
-    with pytest.raises(ValueError, match=r"^max_updates must be at least 1 update, or None, got 0\."):
-        Windows([1], open_numbers, max_updates=0)
-    with pytest.raises(RuntimeError, match=r"^No window is open"):
-        Windows([1], open_numbers).again()
-    with pytest.raises(TypeError, match=r"^Windows are iterated by Trainer\.run\(\) and Evaluation"):
-        iter(Windows([1], open_numbers))
-
-
-def test_a_run_that_goes_on_in_its_process_does_not_ask_whether_the_bytes_are_the_same(tmp_path):
-    trainer, windows = trainer_of(), Windows(Files(write_windows(tmp_path, 5, 7), "hour_*"), lambda _: open_numbers(5))
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: trainer.request_stop("here"))
-    trainer.run(windows, max_epochs=1)
-    (tmp_path / "hour_000.txt").write_text("6")
-    assert trainer.run(windows, max_epochs=1).windows == 2
+        run(["hour_3"], {}.__getitem__)()
+    assert "hour_3" in raised.value.__notes__[0]
 
 
 def test_a_resume_over_other_data_stays_in_the_report_when_its_window_has_ended(tmp_path):
@@ -692,13 +620,3 @@ def test_resume_where_the_window_is_another_is_one_line(tmp_path, change):
         ValueError, match=r"^The checkpoint was made with (Windows as data|data that is not a Windows object)"
     ):
         trainer.run(data)
-
-
-def test_an_own_stream_and_batches_without_a_dataset():
-    def batches(count):
-        return iter([torch.ones(count)] * count) if count != 2 else None
-
-    assert isinstance(Counting(1), WindowStream)
-    sizes = []
-    Trainer(lambda engine, batch: sizes.append(len(batch))).run(Windows(Counting(3), batches))
-    assert sizes == [1, 3, 3, 3]
