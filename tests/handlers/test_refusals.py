@@ -1,0 +1,161 @@
+"""What handlers refuse: in one line, which names what was given and the remedy."""
+
+import math
+
+import pytest
+import torch
+from ignite.engine import Events
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from ignite_engine import Trainer, create_evaluator
+from ignite_engine import handlers as ours
+from tests.kit.refusals import refusals
+from tests.kit.tiny import numbers_loader, one, trainer_of
+
+
+def sgd(count=1):
+    layers = [{"params": [torch.nn.Parameter(torch.ones(2))]} for _ in range(count)]
+    return SGD(layers, lr=0.5)
+
+
+def without_a_model():
+    return Trainer(lambda engine, batch: 0.0)
+
+
+def written(name, value):
+    """A run in which a handler writes this metric."""
+
+    def run(folder):
+        trainer = without_a_model()
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: trainer.state.metrics.update({name: value}))
+        ours.MetricLogger(folder, console=False).attach(trainer)
+        return trainer.run(range(3))
+
+    return run
+
+
+def two_loggers(folder):
+    trainer = without_a_model()
+    ours.MetricLogger(folder / "second", console=False, name="third").attach(trainer)
+    ours.MetricLogger(folder, console=False).attach(trainer)
+    ours.MetricLogger(f"{folder}/.", console=False, name="second").attach(trainer)
+
+
+def two_schedules():
+    trainer = trainer_of()
+    for _ in range(2):
+        ours.LRSchedule(ours.constant(trainer.update.optimizers["optimizer"])).attach(trainer)
+
+
+def plateau(**options):
+    return ours.LRSchedule(ReduceLROnPlateau(sgd()), **options)
+
+
+def loaded(schedule, groups=1):
+    """The state of a constant schedule of one group."""
+    state = ours.LRSchedule(ours.constant(sgd())).state_dict()
+    return lambda: ours.LRSchedule(schedule(sgd(groups))).load_state_dict(state)
+
+
+def cosine(given):
+    return lambda: ours.warmup_cosine(sgd(), **given)
+
+
+def trail(every):
+    return lambda: ours.DigestTrail(".", every=every)
+
+
+WARMUPS = {
+    "negative": ({"warmup": -1}, "warmup at least 0"),
+    "above the total": ({"warmup": 9, "total": 8}, "warmup total=8"),
+    "fraction above 1": ({"warmup": 1.5}, "warmup fraction 1.5"),
+    "of another type": ({"warmup": "2"}, "warmup '2'"),
+    "total of 0": ({"total": 0}, "total at least 1"),
+    "ratio above 1": ({"total": 8, "min_ratio": 1.5}, "min_ratio 1.5"),
+}
+test_refusals = refusals(
+    [
+        *((f"schedule, {name}", cosine(given), ValueError, words) for name, (given, words) in WARMUPS.items()),
+        ("power", lambda: ours.warmup_polynomial(sgd(), power=0.0), ValueError, "power positive"),
+        ("decay shape", lambda: ours.warmup_wsd(sgd(), decay_shape="x"), ValueError, "decay_shape linear cosine"),
+        ("decay to 0", lambda: ours.warmup_wsd(sgd(), decay_shape="exponential"), ValueError, "min_ratio above 0"),
+        ("decay of none", lambda: ours.warmup_wsd(sgd(), decay=0, total=9), ValueError, "decay at least 1"),
+        ("too long", lambda: ours.warmup_wsd(sgd(), 5, decay=5, total=9), ValueError, "warmup decay total=9"),
+        ("length unknown", lambda: ours.warmup_linear(sgd()).lrs_at(0), ValueError, "attach total"),
+        ("metric for none", lambda: ours.LRSchedule(ours.constant(sgd()), metric="a"), ValueError, "metric='a' remove"),
+        ("plateau of none", lambda: plateau(), ValueError, "metric='val/loss'"),
+        (
+            "plateau at an event",
+            lambda: plateau(metric="a").attach(trainer_of(), Events.EPOCH_COMPLETED),
+            ValueError,
+            "without an event",
+        ),
+        ("no scheduler", lambda: ours.LRSchedule(3), TypeError, "scheduler int warmup_cosine"),
+        (
+            "another optimizer",
+            lambda: ours.LRSchedule(ours.constant(sgd())).attach(trainer_of()),
+            ValueError,
+            "lr_schedule optimizer Update",
+        ),
+        ("two schedules", two_schedules, ValueError, "lr_schedule taken"),
+        ("state of other groups", loaded(ours.constant, groups=3), ValueError, "1 3 groups"),
+        ("state of another kind", loaded(lambda o: cosine_of_torch(o)), ValueError, "kind ignore"),
+        ("EMA, decay of 1", lambda: ours.EMA(1.0), ValueError, "decay 1.0 0.999"),
+        ("EMA, negative decay", lambda: ours.EMA(-0.1), ValueError, "decay -0.1"),
+        ("EMA, one name", lambda: ours.EMA(0.9, evaluate="val"), ValueError, "evaluate ('val',)"),
+        ("EMA without a model", lambda: ours.EMA().attach(without_a_model()), TypeError, "Update model"),
+        ("patience of 0", lambda: ours.EarlyStopping("a", patience=0), ValueError, "patience at least 1"),
+        ("unknown mode", lambda: ours.EarlyStopping("a", patience=1, mode="low"), ValueError, "mode 'low'"),
+        ("negative delta", lambda: ours.EarlyStopping("a", patience=1, min_delta=-1), ValueError, "min_delta -1"),
+        ("no delta", lambda: ours.EarlyStopping("a", patience=1, min_delta=math.nan), ValueError, "min_delta nan"),
+        ("nothing that stops", lambda: ours.EarlyStopping("a"), ValueError, "patience stopping_threshold"),
+        ("no threshold", lambda: ours.EarlyStopping("a", stopping_threshold="x"), TypeError, "stopping_threshold 'x'"),
+        ("unknown meter", lambda: ours.Meter("median"), ValueError, "'median' 'mean'"),
+        ("two logs of a folder", two_loggers, ValueError, "metric_logger another directory"),
+        *(
+            (
+                f"trail, every {every}",
+                trail(every),
+                ValueError,
+                "every least 1",
+            )
+            for every in (0, 2.5)
+        ),
+        ("no FLOP/s", lambda: ours.Throughput(peak_flops=0), ValueError, "peak_flops above 0"),
+        ("no source", lambda: ours.ModelBank([]), ValueError, "source"),
+    ]
+)
+
+
+def cosine_of_torch(optimizer):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("mine", object(), "'mine' number"),
+        ("big", 10**400, "'big' float"),
+        ("epoch", 7.0, "'epoch' column"),
+        ("iteration", 7.0, "'iteration' column"),
+    ],
+)
+def test_a_metric_that_cannot_be_logged_ends_the_run(name, value, words, tmp_path):
+    with pytest.raises(ValueError) as caught:
+        written(name, value)(tmp_path)
+    assert all(word in str(caught.value) for word in words.split())
+
+
+def test_two_averages_of_one_evaluation_end_the_run_with_the_weights_in_place():
+    trainer, live = trainer_of(), []
+    ours.EMA(0.9).attach(trainer)
+    ours.EMA(0.5, name="fast").attach(trainer)
+    model = trainer.update.model
+    ours.Evaluation(create_evaluator(model, lambda model, batch: None), numbers_loader(2)).attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: live.clear())
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: live.append(one(model).clone()))
+    with pytest.raises(ValueError, match="evaluate="):
+        trainer.run(numbers_loader(), max_epochs=1)
+
+    assert torch.equal(one(model), live[0])
