@@ -1,0 +1,218 @@
+"""DDP as a run meets it: the order in which gradients are summed, and buffers that each rank has for itself."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ignite.engine import Events
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_engine import Trainer, Update, create_evaluator, load_weights, loader
+from ignite_engine.handlers import Checkpoint, Evaluation
+from tests.kit.processes import ranks
+from tests.kit.tiny import Numbers, mse, one
+
+# ---------------------------------------------------------------------------------------------------------- gradients
+
+
+def layers():
+    torch.manual_seed(4)
+    return [nn.Linear(3, 50), nn.Tanh(), nn.BatchNorm1d(50), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 1)]
+
+
+def whole_model(**options):
+    return lambda: DistributedDataParallel(nn.Sequential(*layers()), **options)
+
+
+def two_models():
+    parts = layers()
+    return nn.Sequential(*(DistributedDataParallel(nn.Sequential(*each)) for each in (parts[:3], parts[3:])))
+
+
+def with_update(model, optimizer):
+    return Trainer(Update(model, optimizer, mse))
+
+
+def with_own_update(model, optimizer):
+    def update(engine, batch):
+        optimizer.zero_grad()
+        loss = mse(model, batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    trainer = Trainer(update)
+    trainer.register("model", model, shared=True)
+    trainer.register("optimizer", optimizer, shared=True)
+    return trainer
+
+
+def part_of_a_run(folder, make_model, make_trainer, *, stop):
+    model = make_model()
+    trainer = make_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+    @trainer.on(Events.ITERATION_COMPLETED(once=3))
+    def stop_here():
+        if stop:
+            trainer.request_stop("test")
+            trainer.vote_at_next_boundary()
+
+    checkpoint = Checkpoint(folder)
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=100))
+    checkpoint.resume()
+    trainer.run(loader(Numbers(42), 2), max_epochs=1)
+    return one(model), trainer.reproducibility()
+
+
+CASES = {
+    "by default": (whole_model(), with_update),
+    "bucket views": (whole_model(gradient_as_bucket_view=True), with_update),
+    "small buckets": (whole_model(bucket_cap_mb=0.001), with_update),
+    "unused parameters": (whole_model(find_unused_parameters=True), with_update),
+    "two models": (two_models, with_update),
+    "own update": (whole_model(), with_own_update),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_summed_in_one_order_from_the_first_step_of_a_resumed_run_on(case, tmp_path):
+    """Three ranks: the sum of two is the same in any order."""
+    make_model, make_trainer = CASES[case]
+
+    def work(rank):
+        runs = (("whole", False), ("parts", True), ("parts", False))
+        return [part_of_a_run(tmp_path / name, make_model, make_trainer, stop=stop) for name, stop in runs]
+
+    for (whole, report), (stopped, _), (resumed, _) in ranks(3, work):
+        assert torch.equal(whole, resumed) and not torch.equal(whole, stopped) and report == []
+
+
+def power_sgd(model):
+    state = PowerSGDState(None)
+    model.register_comm_hook(state, powerSGD_hook)
+    return state
+
+
+class Kept:
+    """Saves the state of a hook."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return {"hook": self.state.__getstate__()}
+
+    def load_state_dict(self, state):
+        self.state.__setstate__(state["hook"])
+
+
+def reports(rank):
+    """What is said to be inexact, by the kind of DDP."""
+    kinds = {
+        "static graph": (lambda model: None, False),
+        "stateful hook": (power_sgd, False),
+        "stateful hook, kept": (power_sgd, True),
+        "hook": (lambda model: model.register_comm_hook(None, allreduce_hook), False),
+        "hook of a group": (lambda model: model.register_comm_hook(dist.group.WORLD, allreduce_hook), False),
+    }
+    said = {}
+    for name, (prepare, keeps) in kinds.items():
+        model = DistributedDataParallel(nn.Linear(3, 1), static_graph=name == "static graph")
+        state = prepare(model)
+        trainer = with_update(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if keeps:
+            trainer.register("kept", Kept(state))
+        said[name] = trainer.reproducibility()
+    return said
+
+
+def test_static_graph_and_the_state_of_a_communication_hook_are_said_to_be_inexact():
+    for said in ranks(2, reports):
+        (static,), (hook,) = said.pop("static graph"), said.pop("stateful hook")
+        assert "static_graph" in static and "PowerSGDState" in hook and "not saved" in hook
+        assert not any(said.values())
+
+
+# ------------------------------------------------------------------------------------------------------------ buffers
+
+
+def with_batch_norm(rank, folder, evaluates, **options):
+    """Statistics as they are evaluated, or just there, after iteration 2, those that are saved, and the report."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+    wrapped = DistributedDataParallel(model, **options)
+    trainer = Trainer(Update(wrapped, torch.optim.SGD(model.parameters(), lr=0.1), mse), 2)
+    seen = []
+
+    def predict(bare, batch):
+        seen.append(bare[1].running_mean.clone())
+        return bare(batch[0]), batch[1]
+
+    at = Events.ITERATION_COMPLETED(once=2)
+    if evaluates:
+        Evaluation(create_evaluator(wrapped, predict), loader(Numbers(4), 4)).attach(trainer, at)
+    else:
+        trainer.add_event_handler(at, lambda: seen.append(model[1].running_mean.clone()))
+    Checkpoint(folder, keep_last=9).attach(trainer, Events.ITERATION_COMPLETED)
+    trainer.run(loader(Numbers(24), 2, shuffle=True), max_epochs=2)
+    saved = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+    load_weights(saved, folder / "iteration_00000002")
+    return seen[0], saved[1].running_mean, one(model), trainer.reproducibility()
+
+
+def test_each_rank_evaluates_the_statistics_that_are_saved(tmp_path):
+    def work(rank):
+        whole = with_batch_norm(rank, tmp_path / "evaluated", True)
+        return (
+            whole,
+            with_batch_norm(rank, tmp_path / "not", False),
+            with_batch_norm(rank, tmp_path / "own", True, broadcast_buffers=False),
+        )
+
+    first, second = ranks(2, work)
+    (seen, saved, weights, report), (unseen, _, weights_without, _), (own, _, _, inexact) = first
+    assert torch.equal(seen, second[0][0]) and torch.equal(seen, saved) and report == []
+    # they did differ: nothing was shared where nothing was evaluated, or where DDP is set not to
+    assert not torch.equal(unseen, second[1][0]) and not torch.equal(own, second[2][0])
+    assert torch.equal(weights, weights_without), "the training does not notice"
+    assert len(inexact) == 1 and "1.running_mean" in inexact[0]
+
+
+def rescales(rank):
+    """Each rank rescales the rows that it reads of a table with ``max_norm``."""
+    torch.manual_seed(4)
+    model = DistributedDataParallel(nn.Sequential(nn.Embedding(24, 3, max_norm=0.1), nn.Flatten(), nn.Linear(3, 1)))
+
+    def loss_fn(model, batch):
+        rows = batch[0].sum(1, keepdim=True).abs().long() % 24
+        return nn.functional.mse_loss(model(rows), batch[1])
+
+    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn))
+    before = trainer.reproducibility()
+    trainer.run(loader(Numbers(24), 2), max_epochs=1)
+    return before, trainer.reproducibility()
+
+
+def test_weights_that_each_rank_rescales_by_itself_are_named():
+    for (before,), after in ranks(2, rescales):
+        assert "max_norm" in before and before in after
+        assert any("different values of" in line and "0.weight" in line for line in after)
+
+
+def of_two_models(rank):
+    """Evaluated by rank 0 alone: the statistics of a BatchNorm under DDP within a plain model."""
+    model = nn.Sequential(DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))), nn.Linear(4, 1))
+    model[0].module[1].running_mean.fill_(rank)
+    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.0), mse))
+    evaluator = create_evaluator(model, lambda model, batch: model(batch[0]))
+    Evaluation(evaluator, loader(Numbers(1), 1)).attach(trainer, Events.STARTED)
+    seen = []
+    trainer.add_event_handler(Events.EPOCH_STARTED, lambda: seen.append(model[0].module[1].running_mean.clone()))
+    trainer.run(loader(Numbers(8), 2), max_epochs=1)
+    return seen[0]
+
+
+def test_statistics_of_a_part_under_ddp_are_those_of_rank_0_where_it_evaluates_alone():
+    assert not any(mean.any() for mean in ranks(2, of_two_models))
