@@ -2,7 +2,6 @@
 
 import os
 import signal
-from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader, Dataset
@@ -12,7 +11,7 @@ from ignite_engine import Trainer, loader
 STARTED_WITH = []
 
 
-class Answers(Dataset[Any]):
+class Answers(Dataset):
     """Whether each sample's process ignores SIGINT and SIGHUP, and whether the user's own function was called in it."""
 
     def __len__(self):

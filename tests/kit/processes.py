@@ -73,7 +73,10 @@ class Child:
         """Its exit code, -9 for SIGKILL, waiting so long; None if it still runs."""
         deadline = time.monotonic() + timeout_s
         while self._code is None and self.connection.poll(max(0.0, deadline - time.monotonic())):
-            kind, value = self.connection.recv()
+            try:
+                kind, value = self.connection.recv()
+            except EOFError:  # its code was read by whom it answers, as a standing rank's is
+                kind, value = "code", -signal.SIGKILL
             setattr(self, f"_{kind}", value)
         return self._code
 

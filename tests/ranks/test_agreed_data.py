@@ -12,14 +12,13 @@ import torch.distributed as dist
 from ignite.engine import Events
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from ignite_engine import Trainer, Update, loader
 from ignite_engine.errors import Interrupted
 from ignite_engine.handlers import Checkpoint, GracefulStop
-from tests.kit.clock import still_clock
 from tests.kit.processes import ranks
-from tests.kit.tiny import Numbers, linear, mse, one
+from tests.kit.tiny import Numbers, linear, one, trainer_of
 
 
 class Stream(IterableDataset):
@@ -55,11 +54,6 @@ def streamed(*arguments, **options):
 def stop_here(trainer):
     trainer.request_stop("a pause")
     trainer.vote_at_next_boundary()
-
-
-def trainer_of(model, accumulation_steps=None, *, global_micro_batches=None, **options):
-    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, **options)
-    return Trainer(update, accumulation_steps, global_micro_batches=global_micro_batches)
 
 
 # ------------------------------------------------------------------------------------------------------------- ends
@@ -108,27 +102,6 @@ def test_a_rank_without_a_batch_trains_along():
     for weights, iterations in ranks(2, lambda rank: work(rank, DistributedDataParallel(linear()))):
         assert iterations == 3
         torch.testing.assert_close(weights, alone, rtol=0, atol=1e-7)
-
-
-def trains_on_some(rank):
-    class Damaged(Numbers):
-        def __getitem__(self, index):
-            if index < 8:
-                raise OSError(f"sample {index} is damaged")
-            return super().__getitem__(index)
-
-    def iterations(data):
-        trainer = trainer_of(DistributedDataParallel(linear()), global_micro_batches=4)
-        return trainer.run(data, max_epochs=1).iteration
-
-    # five micro-batches: a rank has no fifth
-    some = loader(Damaged(40), batch_size=4, sampler=SubsetRandomSampler(range(8, 28)))
-    few = loader(Numbers(3), batch_size=4, sampler=WeightedRandomSampler([1.0] * 3, 20))
-    return iterations(some), iterations(few)
-
-
-def test_a_rank_without_a_micro_batch_reads_what_the_sampler_draws():
-    assert ranks(2, trains_on_some) == [(2, 2)] * 2
 
 
 # -------------------------------------------------------------------------------------------------- errors and stops
@@ -353,36 +326,3 @@ def test_a_rank_that_is_resumed_without_a_batch_repeats_the_one_that_it_had_last
     for pairs in ranks(2, repeated, tmp_path, *REPEATED[name]):
         for whole, resumed in pairs:
             assert whole and whole == resumed
-
-
-# ------------------------------------------------------------------------------------------------------- collectives
-
-
-def exchanges(rank, sized):
-    """By step, how many exchanges of numbers it starts, and for how many it waits; of votes there is one."""
-    calls, steps, gather = [], [], dist.all_gather
-
-    def counting(tensors, tensor, *, async_op=False, **options):
-        calls.append("started" if async_op else "waited for")
-        return gather(tensors, tensor, async_op=async_op, **options)
-
-    trainer = trainer_of(DistributedDataParallel(linear()), weight_fn=lambda batch: len(batch[0]))
-
-    @trainer.on(Events.ITERATION_COMPLETED)
-    def note():
-        steps.append((calls.count("started"), calls.count("waited for")))
-        calls.clear()
-
-    data = loader(Numbers(22), 2)
-    with still_clock(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_gather", counting)
-        trainer.run(data if sized else (batch for batch in list(data)), max_epochs=1)
-    return steps
-
-
-@pytest.mark.row("B11")
-@pytest.mark.parametrize("sized", [True, False])
-def test_a_step_waits_for_no_exchange_of_weights(sized):
-    for steps in ranks(2, exchanges, sized):
-        assert [started for started, _ in steps] == [2, 1, 1, 1, 1, 0 if sized else 1]
-        assert [waited for _, waited in steps][1:] == [2, 1, 0, 1, 0]  # they compare their weights after 1, 2 and 4

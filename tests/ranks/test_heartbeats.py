@@ -6,15 +6,12 @@ import random
 import select
 import signal
 import socket
-import struct
 import threading
-import time
 from dataclasses import asdict
 
 import pytest
 
-from ignite_engine.ranks.heartbeats import Failure, Hub, Link, connect
-from tests.kit.processes import start, wait_until
+from ignite_engine.ranks.heartbeats import Failure, Hub, connect
 
 
 class Ranks:
@@ -50,8 +47,8 @@ class Ranks:
                 if "failure" in message:
                     return Failure.of(message["failure"])
 
-    def fails(self, rank, line="rank {} failed: ValueError", run=0):
-        failure = Failure(line.format(rank), (rank,), run=run, trace="Traceback", kind="raised")
+    def fails(self, rank):
+        failure = Failure(f"rank {rank} failed: ValueError", (rank,), trace="Traceback", kind="raised")
         self.links[rank].send(failed=asdict(failure))
         return failure
 
@@ -69,13 +66,6 @@ def test_error_of_a_rank_reaches_all_and_is_the_only_one(ranks):
     assert [ranks.failure(at) for at in range(3)] == [failure] * 3
     ranks.fails(2)
     assert ranks.failure(tries=6) is None
-
-
-def test_error_of_an_earlier_run_is_not_that_of_a_later_one(ranks):
-    for run in (1, 2):
-        ranks.links[1].send(run=run)
-        failure = ranks.fails(1, f"rank {{}} failed in run {run}", run)
-        assert ranks.failure() == failure
 
 
 def ends(ranks):
@@ -140,17 +130,6 @@ def test_ranks_that_leave_are_no_failure_and_the_end_of_the_hub_is_told(ranks):
     assert {"closed": "returned from its function", "code": 0} in list(ranks.links[2].receive())
 
 
-def test_connection_that_is_reset_is_an_end():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        link = Link(socket.create_connection(server.getsockname(), timeout=20))
-        other, _ = server.accept()
-    other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # as of a machine that is gone
-    other.close()
-    with pytest.raises(EOFError):
-        link.receive()
-    link.close()
-
-
 def test_forked_worker_does_not_keep_a_connection_open(ranks):
     pid = os.fork()
     if pid == 0:
@@ -160,23 +139,6 @@ def test_forked_worker_does_not_keep_a_connection_open(ranks):
     assert ranks.failure(silent=1).ranks == (1,)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-
-
-@pytest.mark.nightly
-def test_time_in_which_rank_0_is_stopped_itself_does_not_count(tmp_path):
-    """As by Ctrl-Z: all ranks are stopped for longer than the timeout, and continue."""
-
-    def work():
-        with Ranks(timeout_s=1.5) as ranks:
-            (tmp_path / "there").touch()
-            return ranks.failure(tries=50)
-
-    process = start(work)
-    wait_until((tmp_path / "there").exists, process)
-    process.signal(signal.SIGSTOP)
-    time.sleep(2.5)
-    process.signal(signal.SIGCONT)
-    assert process.answer() is None
 
 
 # --------------------------------------------------------------------------------------------------------- strangers
@@ -201,15 +163,3 @@ def test_whatever_strangers_send_the_ranks_are_heard(ranks):
             assert stranger.recv(100) == b""
     failure = ranks.fails(2)
     assert ranks.failure() == failure
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [b"[" * 100_000, b'"beat"', b"\xff\xfe", b'{"beat": 3}', b'{"left": "no code"}', b'{"failed": {"rank": 1}}'],
-)
-def test_rank_that_sends_what_is_no_message_does_not_end_the_hub(ranks, sent):
-    ranks.links[1].socket.sendall(sent + b"\n")
-    failure = ranks.fails(2)
-    seen = ranks.failure(silent=1)
-    assert seen == failure or seen.ranks == (1,)
-    assert ranks.failure(at=2, silent=1) == seen

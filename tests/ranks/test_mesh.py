@@ -4,7 +4,6 @@ import ignite.distributed as idist
 import pytest
 import torch
 import torch.distributed as dist
-from ignite.engine import Events
 from ignite.metrics import EpochMetric, Metric
 from ignite.metrics.metric import sync_all_reduce
 from torch import nn
@@ -12,9 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ignite_engine import Trainer, create_evaluator, loader
-from ignite_engine.handlers import Throughput
 from ignite_engine.ranks import data_rank, data_size, use_mesh
-from tests.kit.clock import still_clock
 from tests.kit.processes import ranks, start_ranks
 
 NUMBERS = torch.arange(9.0)
@@ -75,17 +72,6 @@ def evaluated():
     return evaluator.state.metrics, error.value.args[0], (idist.get_world_size(), idist.get_rank())
 
 
-def samples_per_step():
-    """As Throughput counts them, of eight in batches of two."""
-    trainer, seen = Trainer(lambda engine, batch: len(batch)), []
-    with still_clock() as clock:
-        Throughput(samples_fn=len).attach(trainer, Events.EPOCH_COMPLETED)
-        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: clock.move(1.0))
-        trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: seen.append(dict(trainer.state.metrics)))
-        trainer.run(loader(torch.arange(8), 2), max_epochs=1)
-    return seen[-1]["throughput/samples_per_s"] / seen[-1]["throughput/steps_per_s"]
-
-
 def layout(rank, shape, names):
     """Everything here that depends on the data-parallel rank."""
     if shape:
@@ -96,7 +82,6 @@ def layout(rank, shape, names):
         "place": (data_rank(), data_size()),
         "seen": trained_on(loader(NUMBERS, 2, shuffle=True, seed=1), 2),
         "own sampler": trained_on(DataLoader(NUMBERS, 2, sampler=sampler)),
-        "samples per step": samples_per_step(),
         "evaluated": evaluated(),
     }
 
@@ -126,7 +111,6 @@ def test_ranks_of_a_tensor_parallel_group_share_data_and_are_counted_once(name):
     firsts = [found[order.index(place)] for place in range(size)]
     for each, place in zip(found, order, strict=True):
         assert each["seen"] == firsts[place]["seen"] and each["own sampler"] == firsts[place]["own sampler"]
-        assert each["samples per step"] == pytest.approx(2.0 * size)
         assert each["evaluated"][:2] == ({"count": 9.0, "sum": 36.0, "in order": 240.0}, size)
     assert [each["evaluated"][2] for each in found] == [(4, rank) for rank in range(4)], "Ignite counts all again"
     assert sorted(number for each in firsts for number in numbers_of(each["seen"])) == [*range(9)]

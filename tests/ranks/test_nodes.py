@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from tests.faults.fork_server import ROOT
-from tests.faults.processes import lines, summary, train, write_config
+from tests.kit.processes import ROOT
+from tests.kit.runs import lines, summary, trained, write_config
 
 PORT = 29511  # in a namespace of its own no port is taken
 
@@ -45,34 +45,29 @@ def _ip(*arguments):
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
-def start_nodes(config, namespaces, ranks_per_node=2):
+def start_nodes(config, namespaces):
     """The same command on each node, but for its rank."""
+    rendezvous = f"--nproc-per-node 1 --master-addr 10.77.0.1 --master-port {PORT}".split()
+    train = f"-m ignite_engine train {config} distributed.backend=gloo".split()
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "wire"}
     processes = []
     for number, name in enumerate(namespaces):
-        torchrun = f"-m torch.distributed.run --nnodes 2 --node-rank {number} --nproc-per-node {ranks_per_node}".split()
-        rendezvous = f"--master-addr 10.77.0.1 --master-port {PORT}".split()
-        train = f"-m ignite_engine train {config} distributed.backend=gloo".split()
-        command = ["ip", "netns", "exec", name, sys.executable, *torchrun, *rendezvous, *train]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "wire"}
+        node = f"-m torch.distributed.run --nnodes 2 --node-rank {number}".split()
+        command = ["ip", "netns", "exec", name, sys.executable, *node, *rendezvous, *train]
         with (config.parent / "output.txt").open("a") as output:
-            processes.append(
-                subprocess.Popen(
-                    command, stdout=output, stderr=output, env=environment, cwd=ROOT, start_new_session=True
-                )
-            )
+            processes.append(subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=ROOT))
     return processes
 
 
 @pytest.mark.row("I4")
-@pytest.mark.distributed
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.skipif(not can_join_namespaces(), reason="network namespaces cannot be made here")
 def test_two_nodes_under_torchrun_train_to_the_bits_of_as_many_ranks_on_one(tmp_path):
     options = {"run": {"max_epochs": 2}, "task_options": {"count_reductions": True}}  # whose handler notes both ranks
-    train(write_config(tmp_path / "one", **options), "--nproc-per-node", "2", "--backend", "gloo")
+    trained(write_config(tmp_path / "one", **options), "--nproc-per-node", "2", "--backend", "gloo")
     config = write_config(tmp_path / "two", **options)
     with joined_namespaces() as namespaces:
-        codes = [node.wait(120) for node in start_nodes(config, namespaces, ranks_per_node=1)]
+        codes = [node.wait(120) for node in start_nodes(config, namespaces)]
 
     assert codes == [0, 0], (tmp_path / "two" / "output.txt").read_text()
     assert len(list((tmp_path / "two").glob("reductions_*.json"))) == 2
