@@ -1,18 +1,17 @@
-"""The pages: every curve is there as it was measured, nothing is loaded from anywhere, and any run can be shown."""
+"""The pages: every curve is there as it was measured, nothing is loaded from anywhere, any run can be shown."""
 
 import json
 import math
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import yaml
 
-from ignite_engine.config.load import config_from_dict, default_values
+from ignite_engine.config import config_from_dict
 from ignite_engine.ext.report import read_run, write_comparison, write_report
-from ignite_engine.ext.report.charts import BUCKETS
-from ignite_engine.ext.report.scales import averaged, thin
-from ignite_engine.text import short
+from tests.kit.refusals import CommandRefused, command, refusals
 
 VOID = {"meta", "br", "path"}
 
@@ -40,6 +39,11 @@ class Page(HTMLParser):
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
+    @property
+    def runs(self):
+        """What the script knows of each run: epochs, hours, marks."""
+        return json.loads(next(dict(found)["data-runs"] for _, found in self.tags if "data-runs" in found))
+
     def handle_data(self, data):
         if self.open:
             self.words.setdefault(self.open[-1], []).append(data)
@@ -47,12 +51,16 @@ class Page(HTMLParser):
     @property
     def curves(self):
         """The points of each line by the title of its picture, as the page's script has them."""
-        data = next(text for text in self.words["script"] if text.startswith("["))
-        titles = [word for word in self.words["h3"]][: len(json.loads(data))]
+        titles = self.words["h3"][: len(self.charts)]
         return {
             title: {line["name"]: line["points"] for line in found["lines"]}
-            for title, found in zip(titles, json.loads(data), strict=True)
+            for title, found in zip(titles, self.charts, strict=True)
         }
+
+    @property
+    def charts(self):
+        """What the page's script draws."""
+        return json.loads(next(text for text in self.words["script"] if text.startswith("[")))
 
 
 def run_directory(
@@ -205,53 +213,6 @@ def test_what_is_not_finite_is_noted_and_does_not_change_the_axis(tmp_path):
     assert "grad_norm is not finite at iteration 5" in page.words["p"]
 
 
-@pytest.mark.slow
-def test_long_run_is_thinned_and_keeps_its_extremes(tmp_path):
-    rows = [row(n, loss=1.0 + math.sin(n) / 10) for n in range(1, 20_001)]
-    rows[12_344]["loss"], rows[7_776]["loss"], rows[4]["grad_norm"] = 7.5, -3.25, 1e4
-    path = write_report(run_directory(tmp_path / "run", rows))
-    loss = Page(path).curves["Loss"]["train"]
-
-    assert path.stat().st_size < 500_000 and len(loss) <= 4 * BUCKETS
-    assert [7777, -3.25] in loss and [12345, 7.5] in loss
-    assert loss[0][0] == 1 and loss[-1][0] == 20_000 and loss == sorted(loss)
-    assert [5, 10000] in Page(path).curves["Gradient norm"]["grad_norm"]
-
-
-def test_thinning_keeps_first_lowest_highest_and_last_of_each_part():
-    points = [(float(n), float((n * 7) % 100)) for n in range(1000)]
-    kept = thin(points, 10)
-
-    assert thin(points[:40], 10) == points[:40]
-    assert kept == sorted(kept) and set(kept) <= set(points) and len(kept) <= 40
-    for part in range(10):
-        inside = points[part * 100 : part * 100 + 99]
-        assert {min(inside, key=lambda p: p[1]), max(inside, key=lambda p: p[1]), inside[0]} <= set(kept)
-    assert averaged(points, 10)[0] == pytest.approx((49.5, sum(point[1] for point in points[:100]) / 100), rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"),
-        (1.46789, "1.468"),
-        (-0.0015, "-0.0015"),
-        (0.00123456, "0.001235"),
-        (2e-5, "2e-5"),
-        (3.456e-7, "3.46e-7"),
-        (9999, "9999"),
-        (12345, "12.35k"),
-        (500000, "500k"),
-        (5354112, "5.354M"),
-        (1.5e9, "1.5G"),
-        (100, "100"),
-        (1e20, "1e20"),
-    ],
-)
-def test_numbers_are_short(value, text):
-    assert short(value) == text
-
-
 def test_comparison_lays_runs_over_one_another_and_tells_what_differs(tmp_path):
     config = {"task": "a.py:build", "run": {"name": "same", "seed": 0}, "optimizer": {"lr": 0.1, "betas": [0.9, 0.99]}}
     first = run_directory(tmp_path / "one", ROWS, config, SUMMARY)
@@ -311,17 +272,6 @@ def test_run_of_the_api_is_known_by_its_newest_checkpoint(tmp_path):
     assert "at iteration 2. There is no summary.json." in " ".join(page.words["p"])
 
 
-def test_only_what_differs_from_the_defaults_is_unfolded(tmp_path):
-    config = config_from_dict({"task": "a.py:b", "run": {"max_epochs": 3}, "optimizer": {"lr": 0.25}}).to_dict()
-    run = run_directory(tmp_path / "run", ROWS, config)
-    page = Page(write_report(run, defaults=default_values()))
-    unfolded, _, folded = page.text.partition("<details>")
-
-    assert all(f"<td>{key}</td>" in unfolded for key in ("max_epochs", "lr", "directory"))
-    assert "<td>clip_norm</td>" not in unfolded and "<td>clip_norm</td>" in folded
-    assert any(word.startswith("All ") for word in page.words["summary"])
-
-
 def test_numbers_of_any_size_are_written_short(tmp_path):
     path = write_report(run_directory(tmp_path / "run", [row(n, loss=10.0**300 * n) for n in (1, 2)]))
 
@@ -333,3 +283,123 @@ def test_page_carries_the_licence_of_what_draws_its_charts(tmp_path):
 
     assert "var uPlot=" in text and "Copyright (c) 2022 Leon Sorokin" in text
     assert "The above copyright notice and this permission notice shall be included" in text
+
+
+def page_of(folder, rows, **files):
+    return Page(write_report(run_directory(folder / "run", rows, **files)))
+
+
+def test_long_run_is_thinned_and_keeps_its_extremes(tmp_path):
+    rows = [{"iteration": n, "loss": 1.0 + math.sin(n) / 10, "grad_norm": 1.0} for n in range(1, 12_001)]
+    rows[8_344]["loss"], rows[7_776]["loss"], rows[4]["grad_norm"] = 7.5, -3.25, 1e4
+    rows[0]["time/step_ms"] = rows[-1]["time/step_ms"] = 10.0
+    page = page_of(tmp_path, rows)
+    loss = page.curves["Loss"]["train"]
+
+    assert len(page.text) < 500_000 and len(loss) <= 2400
+    assert [7777, -3.25] in loss and [8345, 7.5] in loss
+    assert loss[0][0] == 1 and loss[-1][0] == 12_000 and loss == sorted(loss)
+    assert [5, 10000] in page.curves["Gradient norm"]["grad_norm"]
+
+
+def test_only_what_differs_from_the_defaults_is_unfolded(tmp_path):
+    config = config_from_dict({"task": "a.py:b", "run": {"max_epochs": 3}, "optimizer": {"lr": 0.25}}).to_dict()
+    run = run_directory(tmp_path / "run", ROWS, config)
+    page = Page(Path(command("report", run).strip()))
+    unfolded, _, folded = page.text.partition("<details>")
+
+    assert all(f"<td>{key}</td>" in unfolded for key in ("max_epochs", "lr", "directory"))
+    assert "<td>clip_norm</td>" not in unfolded and "<td>clip_norm</td>" in folded
+
+
+# ---------------------------------------------------------------------------------------- which curves share a chart
+
+
+def rows_of(**series):
+    """Rows of two iterations, with ``name__part`` for ``name/part``."""
+    return [{"iteration": n + 1} | {name.replace("__", "/"): both[n] for name, both in series.items()} for n in (0, 1)]
+
+
+@pytest.mark.row("F11")
+def test_parts_of_a_loss_share_a_chart_with_those_of_the_sets_and_constants_are_left_out(tmp_path):
+    series = {"loss": (3, 2), "loss__kl": (1, 1), "loss__pixels": (2, 1), "val__kl": (1, 2), "val__loss": (3, 3)}
+    page = page_of(tmp_path, rows_of(**series, val__accuracy=(0, 1), val__still=(0.5, 0.5)))
+
+    assert list(page.curves) == ["Loss", "Parts of the loss", "accuracy"]
+    assert list(page.curves["Loss"]) == ["train", "val"]
+    lines = [(line["name"], line["mark"], line["dashed"]) for line in page.charts[1]["lines"]]
+    assert lines == [("kl", 0, False), ("kl, val", 0, True), ("pixels", 1, False)]
+
+
+def test_the_parts_of_the_time_are_stacked_up_to_the_whole_and_values_far_apart_are_logarithmic(tmp_path):
+    series = {"time__step_ms": (10, 10), "time__data_wait_ms": (2, 11), "time__optimizer_ms": (1, 1)}
+    page = page_of(tmp_path, rows_of(**series, loss=(100.0, 1.0), memory__peak_mib=(1024, 16384)))
+
+    loss, time, _ = page.charts
+    assert loss["log"] and time["stacked"] and not time["log"]
+    assert list(page.curves["Time per iteration"]) == ["data wait", "optimizer", "rest"]
+    assert page.curves["Time per iteration"]["rest"] == [[1, 7], [2, 0]]
+    assert page.curves["Memory of the device"] == {"peak": [[1, 1], [2, 16]]}, "in GiB"
+    assert not page_of(tmp_path / "other", rows_of(loss=(0.0, 100.0))).charts[0]["log"]
+
+
+# ------------------------------------------------------------------------------------------ epochs, hours, and stops
+
+HISTORY = (
+    ("started", 0, "10:00:00", None),
+    ("interrupted", 4, "10:01:00", "SIGINT"),
+    ("resumed", 4, "12:00:00", None),
+    ("resumed", 8, "12:00:20", None),
+    ("completed", 12, "12:00:30", "max_epochs"),
+)
+
+
+def test_epochs_hours_stops_and_kills_are_found_in_what_a_run_has_logged(tmp_path):
+    rows = [{"iteration": n, "epoch": -(-n // 3), "loss": 1.0 / n, "time/step_ms": 3.6e6} for n in range(1, 13)]
+    run = run_directory(tmp_path / "run", rows)
+    entries = [
+        {"what": what, "iteration": at, "at": f"2026-01-01T{time}+00:00", "reason": why}
+        for what, at, time, why in HISTORY
+    ]
+    (run / "history.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries) + "torn {")
+    page = Page(write_report(run))
+
+    (found,) = page.runs
+    assert found["epoch"] == 3 and found["hours"][0] == [0, 0] and found["hours"][-1] == [12, 12]
+    assert found["marks"] == [[4, "SIGINT, resumed"], [8, "resumed after a kill"]]
+    assert "70.0 s " in page.words["dd"], "without the time between, or before a kill"
+    assert "in 3 starts" in page.words["small"]
+
+
+# ------------------------------------------------------------------------------------------------- the command line
+
+
+def test_watch_writes_the_page_until_the_run_has_ended(tmp_path, clock):
+    run, pages = run_directory(tmp_path / "run", ROWS, summary={**SUMMARY, "status": "running"}), []
+
+    def look(seconds):
+        assert 1 <= seconds <= 60
+        pages.append((run / "report.html").read_text())
+        if len(pages) == 2:
+            (run / "summary.json").write_text(json.dumps(SUMMARY))
+
+    clock.on_sleep = look
+    command("report", run, "--watch")
+    assert len(pages) == 2 and all("refresh" in page for page in pages)
+    assert "refresh" not in (run / "report.html").read_text()
+
+
+def test_a_folder_of_runs_is_compared(tmp_path):
+    for name in ("one", "two"):
+        run_directory(tmp_path / "runs" / name, ROWS, summary=SUMMARY)
+    command("compare", tmp_path / "runs", "--output", tmp_path / "page.html")
+    assert list(Page(tmp_path / "page.html").curves["loss"]) == ["one", "two"]
+
+
+test_refusals = refusals(
+    [
+        ("no folder", lambda folder: command("report", folder / "nothing"), CommandRefused, "nothing"),
+        ("no run", lambda folder: command("compare", folder), CommandRefused, "run"),
+        ("no place", lambda f: command("report", f, "-o", f / "no" / "x.html"), CommandRefused, "no"),
+    ]
+)
