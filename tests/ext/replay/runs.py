@@ -1,13 +1,19 @@
-"""Runs of the tiny task, trained in this process."""
+"""Runs of the tiny task, trained in this process by the command line, and a small script's run."""
 
+import functools
+import json
 from pathlib import Path
 
-from ignite.engine import Events
+import torch
+import yaml
 
-from ignite_engine.config.load import config_from_dict
-from ignite_engine.runs.recipe import build_run
+from ignite_engine import Trainer, Update, loader
+from ignite_engine.handlers import Checkpoint, MetricLogger
+from tests.kit.refusals import command
+from tests.kit.tiny import Numbers, linear, mse
 
 TASK = f"{Path(__file__).with_name('task.py')}:build"
+QUIET = dict.fromkeys(("console", "progress", "report", "clearml"), False)
 
 
 def settings(directory, iterations, sections):
@@ -22,18 +28,57 @@ def settings(directory, iterations, sections):
         "evaluation": {"every": {"iterations": 7}},
         "ema": {"decay": 0.9},
         "checkpoint": {"every": {"iterations": 10}, "keep_last": 100},
-        "logging": {"every": {"iterations": 3}, "console": False, "progress": False, "report": False, "clearml": False},
+        "logging": {"every": {"iterations": 3}, **QUIET},
     }
     for section, given in sections.items():
         values[section] = {**values.get(section, {}), **given}
     return values
 
 
-def trained(directory, iterations=40, *, stop_at=None, **sections):
-    """A run that has ended, or was stopped at an iteration."""
-    run = build_run(config_from_dict(settings(directory, iterations, sections)))
-    if stop_at is not None:
-        stop = run.trainer.request_stop
-        run.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop_at), lambda: stop("that is all for now"))
-    run.train()
-    return run
+def config(directory, iterations, **sections):
+    directory.parent.mkdir(exist_ok=True, parents=True)
+    path = directory.parent / f"{directory.name}.yaml"
+    path.write_text(yaml.safe_dump(settings(directory, iterations, sections)))
+    return path
+
+
+def trained(directory, iterations=40, **sections):
+    """A run that has ended, or was stopped by the task's option ``stop_at``; its folder."""
+    command("train", config(directory, iterations, **sections))
+    return directory
+
+
+def saved(directory, iteration):
+    return directory / "checkpoints" / f"iteration_{iteration:08d}"
+
+
+def content(folder):
+    """Every file of a folder, with the time at which it was changed."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path in folder.rglob("*")
+    }
+
+
+def edit_lines(path, edit):
+    """Change what a log says: ``edit`` gets its lines, decoded."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    edit(lines)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def script(directory, *, data=None, attach=lambda trainer: None, invariant=False, **save):
+    """A run of a program of its own, as ``replay`` takes it: its trainer, and what its ``run()`` gets."""
+    torch.manual_seed(1)
+    model = linear(dropout=True)
+    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, rank_invariant=invariant)
+    trainer = Trainer(update, global_micro_batches=4 if invariant else None)
+    MetricLogger(directory, console=False).attach(trainer)
+    Checkpoint(directory / "checkpoints", keep_last=9, **save).attach(trainer)
+    attach(trainer)
+    data = data() if data else loader(Numbers(20), 4, shuffle=True, seed=5)
+    return trainer, {"data": data, "max_epochs": 4}
+
+
+def scripted(**options):
+    return functools.partial(script, **options)

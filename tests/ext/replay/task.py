@@ -1,7 +1,7 @@
 """A tiny task with everything that a replay must bring back: dropout, augmentation, a metric, an average, workers.
 
 ``task_options`` may plant one difference in it: ``{"plant": {"what": "weight", "iteration": 7}}``; with ``wide`` the
-number of threads decides bits.
+number of threads decides bits; ``stop_at`` is an iteration at which it asks to stop.
 """
 
 import math
@@ -64,6 +64,15 @@ class Plant:
                 optimizer.param_groups[0]["lr"] *= 1.01
 
 
+class Stop:
+    def __init__(self, at):
+        self.at = at
+
+    def attach(self, trainer):
+        if self.at is not None:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=self.at), lambda: trainer.request_stop("a test"))
+
+
 class Wide(nn.Module):
     """A sum of so many numbers that the number of threads decides its last bits."""
 
@@ -98,5 +107,5 @@ def build(options):
         {"val": Noisy(16, {}, noise=0.0)},
         predict,
         {"accuracy": Accuracy()},
-        handlers=[Plant(plant)] if plant else [],
+        handlers=[*([Plant(plant)] if plant else []), Stop(options.get("stop_at"))],
     )

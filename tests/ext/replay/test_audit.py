@@ -1,86 +1,195 @@
-"""What a folder says is trained again: an honest run passes, and each forgery is found where its segment is drawn."""
+"""A folder, trained again in segments, and two runs that should be equal: what differs is found, and named."""
 
 import json
+import math
 import shutil
 
 import pytest
-import torch
 
-from ignite_engine.cli import main
-from ignite_engine.ext.replay import audit
-from ignite_engine.ext.replay.segments import segments_of
-from tests.ext.replay.forgeries import edit_log, edit_weight, train_with_another_sample
-from tests.ext.replay.runs import trained
-from tests.kit.tiny import on_two_ranks
+from ignite_engine.errors import ReplayError
+from ignite_engine.ext.replay import audit, bring_to, compare_runs
+from tests.ext.replay.runs import edit_lines, saved, trained
+from tests.kit.processes import ranks
+from tests.kit.refusals import CommandRefused, command, refusals
+
+LOGGED = {"every": {"iterations": 4}, "trail": 5}
+CONSTANT = {"schedule": {"name": "constant", "warmup": 0}}
+
+
+def spans(segments):
+    return [(part.first, part.last) for part in segments]
 
 
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("audit") / "run"
-    trained(folder, 32, logging={"every": {"iterations": 4}, "trail": 5, "console": False, "clearml": False})
-    return folder
+    return trained(tmp_path_factory.mktemp("audit") / "run", 32, logging=LOGGED)
+
+
+@pytest.fixture
+def forged(honest, tmp_path):
+    """A copy of the honest run."""
+    shutil.copytree(honest, tmp_path / "run")
+    return tmp_path / "run"
 
 
 @pytest.mark.row("L3")
-def test_honest_run_passes_and_says_what_was_covered(honest, capsys):
-    assert [(part.first, part.last) for part in segments_of(honest)] == [(0, 10), (10, 20), (20, 30), (30, 32)]
-    assert main(["audit", str(honest), "--segments", "9", "--seed", "1"]) == 0
-    said = capsys.readouterr().out
-    assert "Replayed 4 of 4 segments, 32 of 32 iterations (100 %), drawn with seed 1." in said
-    assert "missed with probability 0.00" in said
+def test_honest_run_passes_and_says_what_was_covered(honest):
+    said = command("audit", honest, "--segments", 9, "--seed", 1)
+    assert "4 of 4 segments, 32 of 32 iterations" in said and "probability 0.00" in said
+    assert spans(audit(honest, segments=9).drawn) == [(0, 10), (10, 20), (20, 30), (30, 32)]
     once = audit(honest, segments=1, seed=7)
     assert once.missed == 0.75 and len(once.drawn) == 1 and once.drawn == audit(honest, segments=1, seed=7).drawn
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(4))
-@pytest.mark.parametrize("forge", [edit_weight, edit_log, train_with_another_sample])
-def test_forgery_is_found_where_its_segment_is_drawn(forge, part, honest, tmp_path, capsys):
-    shutil.copytree(honest, tmp_path / "run")
-    segment = segments_of(tmp_path / "run")[part]
-    forge(tmp_path / "run", segment, seed=part)
-    found = audit(tmp_path / "run", segments=4).found
-    assert segment.last in {each.last for each in found}
-    assert main(["audit", str(tmp_path / "run"), "--segments", "4"]) == 1
-    assert str(segment) in capsys.readouterr().out
+def edit_a_weight(run, planted):
+    """One unit in the last place of one weight, in a checkpoint with the right hashes; nothing else."""
+    other = planted({"what": "weight", "iteration": 20})
+    shutil.rmtree(saved(run, 20))
+    shutil.copytree(saved(other, 20), saved(run, 20))
 
 
-@pytest.mark.slow
-def test_honest_run_that_was_stopped_went_on_and_was_made_longer_passes(tmp_path):
-    sections = {"schedule": {"name": "constant", "warmup": 0}, "data": {"batch_size": 4}}
-    trained(tmp_path / "run", 18, stop_at=13, **sections)
-    trained(tmp_path / "run", 18, **sections)
-    trained(tmp_path / "run", 24, **sections)
-    result = audit(tmp_path / "run", segments=9)
-    assert [(part.first, part.last) for part in result.drawn] == [(0, 10), (10, 13), (13, 18), (18, 20), (20, 24)]
-    assert result.found == {}
+def edit_the_log(run, planted):
+    def edit(lines):
+        line = next(line for line in lines if line["iteration"] == 16)
+        line["loss"] = math.nextafter(line["loss"], math.inf)
+
+    edit_lines(run / "metrics.jsonl", edit)
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_sharded_run_of_two_ranks_passes_and_has_one_trail(tmp_path):
-    folder = tmp_path / "run"
-
-    def cases(rank):
-        torch.set_num_threads(1)
-        sections = {"task_options": {"sharded": True}, "distributed": {"strategy": "fsdp"}}
-        sections |= {"ema": {"decay": None}, "logging": {"every": 4, "trail": 5, "console": False, "clearml": False}}
-        trained(folder, 16, **sections)
-        result = audit(folder, segments=5, seed=rank)
-        return {"found": list(result.found.values()), "drawn": len(result.drawn), "seed": result.seed}
-
-    answers = on_two_ranks(cases, tmp_path / "meeting")
-    assert answers == {"found": [[], []], "drawn": [2, 2], "seed": [0, 0]}
-    lines = [json.loads(line)["iteration"] for line in (folder / "trail.jsonl").read_text().splitlines()]
-    assert lines == [5, 10, 15]
+def train_with_another_sample(run, planted):
+    """From the second segment on, with the record of the honest run."""
+    with bring_to(run, at=15) as moment:
+        sample = moment.iterations[15].samples[0][0]
+    other = planted({"what": "sample", "sample": sample})
+    for iteration in (20, 30, 32):
+        shutil.rmtree(saved(run, iteration))
+        shutil.copytree(saved(other, iteration), saved(run, iteration))
 
 
 @pytest.mark.row("L3")
-def test_damaged_checkpoint_is_named(honest, tmp_path):
-    shutil.copytree(honest, tmp_path / "run")
-    with (tmp_path / "run" / "checkpoints" / "iteration_00000020" / "shared.pt").open("r+b") as file:
+@pytest.mark.parametrize("forge", [edit_a_weight, edit_the_log, train_with_another_sample])
+def test_forgery_is_found_where_its_segment_is_drawn(forge, forged, tmp_path):
+    def planted(plant):
+        return trained(tmp_path / "planted", 32, logging=LOGGED, task_options={"plant": plant})
+
+    forge(forged, planted)
+    assert (10, 20) in spans(audit(forged, segments=4).found)
+    with pytest.raises(AssertionError, match="code 1"):
+        command("audit", forged, "--segments", 4)
+
+
+@pytest.mark.row("L3")
+def test_damaged_checkpoint_is_named(forged):
+    with (saved(forged, 20) / "shared.pt").open("r+b") as file:
         file.seek(2000)
         file.write(b"\0\1\2\3")
-    found = {(part.first, part.last): text for part, text in audit(tmp_path / "run", segments=4).found.items()}
+    found = {(part.first, part.last): text for part, text in audit(forged, segments=4).found.items()}
     assert "iteration_00000020 is damaged" in found[10, 20]
     assert "checkpoint of iteration 20 is damaged" in found[20, 30]
+
+
+def test_honest_run_that_was_stopped_went_on_and_was_made_longer_passes(tmp_path):
+    run = trained(tmp_path / "run", 18, task_options={"stop_at": 13}, **CONSTANT)
+    trained(run, 18, **CONSTANT)
+    trained(run, 24, **CONSTANT)
+    result = audit(run, segments=9)
+    assert spans(result.drawn) == [(0, 10), (10, 13), (13, 18), (18, 20), (20, 24)]
+    assert result.found == {}
+
+
+def test_sharded_run_of_two_ranks_passes_and_has_one_trail(tmp_path):
+    sections = {"task_options": {"sharded": True}, "distributed": {"strategy": "fsdp"}, "logging": LOGGED}
+
+    def cases(rank):
+        trained(tmp_path / "run", 16, ema={"decay": None}, **sections)
+        result = audit(tmp_path / "run", segments=5, seed=rank)
+        return list(result.found.values()), len(result.drawn), result.seed
+
+    assert ranks(2, cases) == [([], 2, 0)] * 2
+    lines = (tmp_path / "run" / "trail.jsonl").read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in lines] == [5, 10, 15]
+
+
+# ---------------------------------------------------------------------------------------------------- compare-runs
+
+PLANTS = {
+    "weight": ({"what": "weight", "iteration": 9}, 9, "0.weight after the step", "task_options.plant"),
+    "sample": ({"what": "sample", "iteration": 4}, 4, "the bytes of the batch", "task_options.plant"),
+    "rate": ({"what": "rate", "iteration": 11}, 11, "the rate lr", "task_options.plant"),
+    "worker": ({"what": "worker", "iteration": 3}, 3, "the bytes of the batch", "task_options.plant"),
+    "threads": (None, 1, "", "run.threads"),
+}
+"""What differs, in which iteration, its name, and what a line about the settings says."""
+
+
+@pytest.mark.parametrize("what", PLANTS)
+def test_planted_difference_is_named_at_its_iteration(what, tmp_path):
+    plant, iteration, name, setting = PLANTS[what]
+    sections = {
+        "run": {"seed": 5, "threads": 1},
+        "data": {"batch_size": 4, "num_workers": 2 if what == "worker" else 0},
+        # one unit in the last place may be gone after the next step
+        "logging": {"every": 5, "trail": 1 if what == "weight" else 4},
+        "task_options": {"wide": what == "threads"},
+    }
+    run = trained(tmp_path / "run", 16, **sections)
+    if what in ("sample", "worker"):
+        with bring_to(run, at=iteration, before=1) as moment:
+            plant = {**plant, "sample": moment.iterations[iteration].samples[0][0]}
+    sections["run"] = {"seed": 5, "threads": 2 if what == "threads" else 1}
+    other = trained(tmp_path / "other", 16, **sections | {"task_options": {**sections["task_options"], "plant": plant}})
+
+    found = compare_runs(run, other)
+    assert found.sign is not None and found.piece is not None and not found.notes
+    assert found.began_at is not None and found.began_at < iteration <= found.sign.iteration
+    assert found.piece.iteration == iteration and name in found.piece.what, found.piece
+    assert [line for line in found.settings if setting in line]
+
+
+@pytest.mark.row("L2")
+def test_equal_runs_have_none_however_often_one_was_stopped_and_a_replay_goes_across_it(tmp_path):
+    logging = {"every": {"iterations": 3}, "trail": 3}
+    run = trained(tmp_path / "run", 24, logging=logging)
+    other = trained(tmp_path / "other", 24, logging=logging, task_options={"stop_at": 13})
+    trained(other, 24, logging=logging)
+    said = command("compare-runs", run, other)
+    assert "Equal: 10 log lines, 8 lines of the trail, 3 checkpoints, of 24 iterations" in said
+    for iteration in (13, 14):
+        with bring_to(other, at=iteration) as moment:
+            assert moment.difference is None
+
+
+def test_settings_that_differ_come_first(tmp_path):
+    run = trained(tmp_path / "run", 12)
+    other = trained(tmp_path / "other", 12, optimizer={"name": "AdamW", "lr": 0.02})
+    found = compare_runs(run, other)
+    assert found.settings == ["config: optimizer.lr: 0.01 -> 0.02"]
+    # the first update of a warm-up has rate 0 in neither
+    assert (found.piece.iteration, found.piece.what) == (1, "the rate lr")
+    with pytest.raises(AssertionError, match="code 1"):
+        command("compare-runs", run, other)
+
+
+@pytest.mark.row("L2")
+def test_a_file_that_was_edited_is_said_to_be_no_replay(tmp_path):
+    run, other = trained(tmp_path / "run", 12), tmp_path / "other"
+    shutil.copytree(run, other)
+    edit_lines(other / "metrics.jsonl", lambda lines: lines[1].update(loss=lines[1]["loss"] + 1e-9))
+    found = compare_runs(run, other)
+    assert (found.sign.iteration, found.sign.what) == (6, "loss")
+    (note,) = found.notes
+    assert found.piece is None and note.startswith(f"{other} is not") and "iteration 6" in note
+
+
+test_refusals = refusals(
+    [
+        ("nothing in common", lambda folder: compare_runs(folder, folder), ReplayError, "no iteration both have"),
+        ("no run", lambda folder: compare_runs(folder, folder / "nothing"), ReplayError, "nothing does not exist"),
+        (
+            "no run to audit",
+            lambda folder: command("audit", folder / "nothing", "--segments", 2),
+            CommandRefused,
+            "no checkpoint segment",
+        ),
+    ]
+)

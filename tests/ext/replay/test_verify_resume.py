@@ -1,20 +1,46 @@
 """``verify-resume``: real processes, a real SIGKILL, and the first piece of state that differs is named."""
 
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import yaml
 
-from ignite_engine.cli import main, verify_resume
-from tests.faults.commands import fork_the_runs_of_verify_resume
+from ignite_engine.cli import main
+from tests.ext.replay import forgetful
+from tests.kit.processes import child
 
-HERE = Path(__file__).resolve().parents[2] / "faults"
+FORKED = f"""#!{sys.executable}
+import os, sys
+from tests.kit.processes import start
+def main(words):
+    from ignite_engine.cli import main
+    sys.exit(main(words))
+output = os.readlink("/proc/self/fd/1")
+code = start(main, sys.argv[3:], folder=os.getcwd(), output=output).wait()
+os.kill(os.getpid(), -code) if code < 0 else os._exit(code)
+"""
+"""A python that imports neither torch nor the engine: the command is forked from a process that has."""
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path, monkeypatch):
+    """Where the command makes its folder; its processes are forked."""
+    child(int)  # the server is there
+    python, folder = tmp_path / "python", tmp_path / "temporary"
+    python.write_text(FORKED)
+    python.chmod(0o755)
+    folder.mkdir()
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    assert list(folder.iterdir()) == []
 
 
 def config(folder, forgets=None, **sections):
     values = {
-        "task": f"{HERE / 'forgetful_task.py'}:build",
+        "task": f"{Path(forgetful.__file__)}:build",
         "task_options": {"forgets": forgets},
         "run": {"max_epochs": 3, "threads": 1, "directory": str(folder / "the users own")},
         "data": {"batch_size": 8},
@@ -22,100 +48,77 @@ def config(folder, forgets=None, **sections):
         **sections,
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(values))
-    return str(folder / "config.yaml")
+    return folder / "config.yaml"
 
 
 @pytest.fixture
-def temporary(tmp_path, monkeypatch):
-    """Where the command makes its folder."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
+def verify(capsys):
+    def call(*words):
+        """Its exit code, what it prints, and its errors."""
+        try:
+            code = main(["verify-resume", *map(str, words)])
+        except SystemExit as left:
+            code = left.code
+        said = capsys.readouterr()
+        return code, said.out, [line for line in said.err.splitlines() if line.startswith("error")]
+
+    return call
 
 
-@pytest.mark.slow
-@pytest.mark.faults
-def test_right_run_is_killed_resumed_and_found_equal(tmp_path, temporary, capsys, monkeypatch):
-    ended = []
-    start = verify_resume._ThreeRuns._start
-
-    def watched(self, command):
-        code, output = start(self, command)
-        ended.append(code)
-        return code, output
-
-    monkeypatch.setattr(verify_resume._ThreeRuns, "_start", watched)
-    assert main(["verify-resume", config(tmp_path), "optimizer.lr=0.01", "--iterations", "12", "--kill-at", "9"]) == 0
-    assert ended == [0, -9, 0]
-    said = capsys.readouterr().out
-    assert said.startswith("Resume is exact: killed at iteration 9, resumed from 8, ") and said.count("\n") == 1
-    assert not (tmp_path / "the users own").exists() and list(temporary.iterdir()) == []
+def test_right_run_is_killed_resumed_and_found_equal(tmp_path, verify):
+    code, said, _ = verify(config(tmp_path), "optimizer.lr=0.01", "--iterations", 12, "--kill-at", 9)
+    assert code == 0 and said.count("\n") == 1
+    assert said.startswith("Resume is exact: killed at iteration 9, resumed from 8, ")
+    assert int(said.split(", ")[2].split()[0]) > 5 * 12, "weights, momenta, counters, generators at each boundary"
+    assert not (tmp_path / "the users own").exists()
 
 
-@pytest.fixture
-def forked(monkeypatch):
-    fork_the_runs_of_verify_resume(monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.faults
-@pytest.mark.parametrize("forgets", ["generator", "counter"])
-def test_run_that_depends_on_what_is_not_saved_is_caught(tmp_path, temporary, forked, forgets, capsys):
-    with pytest.raises(SystemExit) as left:
-        main(["verify-resume", config(tmp_path, forgets), "--iterations", "6"])
-    assert left.value.code == 1
-    line, *rows = capsys.readouterr().out.splitlines()
-    assert line.startswith("Resume is NOT exact: at iteration 4 0.weight of model differs first. ")
-    assert rows[0].split() == ["iteration", "component", "piece", "uninterrupted", "resumed"]
-    assert rows[1].split()[:3] == ["4", "model", "0.weight"] and len(rows) <= 12
-    assert list(temporary.iterdir()) == []
-
-
-@pytest.mark.faults
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("forgets", "line", "row"),
     [
-        (["task_options.forgets=everything"], "The reference run ended with code 2: error: "),
-        (["run.max_epochs=null", "run.max_iterations=2"], "The run ends at iteration 2: there is nothing to compare"),
+        ("generator", "Resume is NOT exact: at iteration 4", ["4", "model", "0.weight"]),
+        ("counter", "Resume is NOT exact: at iteration 4", ["4", "model", "0.weight"]),
+        ("seed", "The run is not deterministic", ["1", "model", "0.weight"]),
     ],
 )
-def test_run_that_cannot_be_compared_is_one_line(
-    tmp_path,
-    temporary,
-    forked,
-    arguments,
-    complaint,
-    capsys,
-):
-    with pytest.raises(SystemExit) as left:
-        main(["verify-resume", config(tmp_path), *arguments])
-    assert left.value.code == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: {complaint}") and said.count("\n") == 1
+def test_run_that_depends_on_what_is_not_saved_is_caught(tmp_path, verify, forgets, line, row):
+    code, said, _ = verify(config(tmp_path, forgets), "--iterations", 6)
+    first, *rows = said.splitlines()
+    assert code == 1 and first.startswith(line)
+    assert rows[0].split() == ["iteration", "component", "piece", "uninterrupted", "resumed"]
+    assert rows[1].split()[:3] == row and len(rows) <= 12
 
 
-@pytest.mark.slow
-@pytest.mark.faults
-def test_run_shorter_than_asked_for_is_compared_to_its_end(tmp_path, temporary, forked, capsys):
-    assert main(["verify-resume", config(tmp_path), "run.max_epochs=1"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("Resume is exact: killed at iteration 4, resumed from 3, ") and "3 to 7 are equal" in said
+def test_clocks_are_left_out_and_said_to_be(tmp_path, verify):
+    code, said, _ = verify(config(tmp_path, "clock"), "--iterations", 6)
+    assert code == 0 and "not compared" in said and "clock now" in said
 
 
-@pytest.mark.slow
-@pytest.mark.faults
-def test_save_in_the_background_is_waited_for_before_the_kill(tmp_path, temporary, forked, capsys):
+def test_run_shorter_than_asked_for_is_compared_to_its_end(tmp_path, verify):
+    code, said, _ = verify(config(tmp_path), "run.max_epochs=1")
+    assert code == 0 and "killed at iteration 4, resumed from 3" in said and "3 to 7 are equal" in said
+
+
+def test_save_in_the_background_is_waited_for_before_the_kill(tmp_path, verify):
     path = config(tmp_path, checkpoint={"every": 4, "background": True})
-    assert main(["verify-resume", path, "--iterations", "8", "--kill-at", "5"]) == 0
-    assert capsys.readouterr().out.startswith("Resume is exact: killed at iteration 5, resumed from 4, ")
+    code, said, _ = verify(path, "--iterations", 8, "--kill-at", 5)
+    assert code == 0 and "killed at iteration 5, resumed from 4" in said
 
 
-@pytest.mark.parametrize("arguments", [["--iterations", "2"], ["--kill-at", "1"], ["--kill-at", "20"]])
-def test_kill_that_leaves_nothing_to_compare_is_refused(tmp_path, arguments, capsys):
-    assert main(["verify-resume", config(tmp_path), *arguments]) == 2
-    said = capsys.readouterr().err
-    assert "expected at least 3 iterations and a kill after the first and before the last" in said
+REFUSED = [
+    ("it fails", ["task_options.forgets=everything"], 1, "reference code 2"),
+    ("it is too short", ["run.max_epochs=null", "run.max_iterations=2"], 1, "iteration 2 nothing to compare"),
+    ("few iterations", ["--iterations", 2], 2, "at least 3 iterations"),
+    ("killed at once", ["--kill-at", 1], 2, "kill after the first"),
+    ("killed at the end", ["--kill-at", 20], 2, "kill before the last"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "complaint"), [pytest.param(*case[1:], id=case[0]) for case in REFUSED])
+def test_run_that_cannot_be_compared_is_one_line(tmp_path, verify, words, code, complaint):
+    found, _, errors = verify(config(tmp_path), *words)
+    assert found == code and len(errors) == 1
+    assert all(word in errors[0] for word in complaint.split())
 
 
 SCRIPT = """
@@ -141,37 +144,14 @@ fit(make_model(), Loss(), data, directory="the users second", max_epochs=1)
 """
 
 
-def script(folder, forgets):
-    (folder / "train.py").write_text(SCRIPT.replace("FORGETS", str(int(forgets))))
-    return str(folder / "train.py")
-
-
-@pytest.mark.slow
-@pytest.mark.faults
-def test_script_is_killed_resumed_and_found_equal_up_to_the_end_of_its_first_call_of_fit(
-    tmp_path, temporary, monkeypatch, capsys
-):
-    fork_the_runs_of_verify_resume(monkeypatch)
-    monkeypatch.chdir(tmp_path)
-    assert main(["verify-resume", script(tmp_path, forgets=False), "--iterations", "12", "--kill-at", "9"]) == 0
-    assert capsys.readouterr().out.startswith("Resume is exact: killed at iteration 9, resumed from 8, ")
-    with pytest.raises(SystemExit):
-        main(["verify-resume", script(tmp_path, forgets=True), "--iterations", "6"])
-    assert "Resume is NOT exact" in capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["temporary", "train.py"]
-
-
-@pytest.mark.faults
-@pytest.mark.long  # each rank imports torch
-def test_script_is_verified_on_two_ranks(tmp_path, temporary, capsys):
-    assert main(["verify-resume", script(tmp_path, forgets=False), "--iterations", "6", "--nproc-per-node", "2"]) == 0
-    assert capsys.readouterr().out.startswith("Resume is exact: killed at iteration 4, resumed from 3, ")
-
-
-@pytest.mark.faults
-def test_script_that_calls_no_fit_is_one_line(tmp_path, temporary, forked, capsys):
-    (tmp_path / "empty.py").write_text("print(1)")
-    with pytest.raises(SystemExit):
-        main(["verify-resume", str(tmp_path / "empty.py")])
-    said = capsys.readouterr().err
-    assert "empty.py ended without a call of fit(): there is nothing to compare" in said and said.count("\n") == 1
+def test_script_is_verified_up_to_the_end_of_its_first_call_of_fit(tmp_path, verify, monkeypatch):
+    folder = tmp_path / "script"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    for forgets, line in ((0, "Resume is exact: killed at iteration 4, resumed from 3"), (1, "Resume is NOT exact")):
+        Path("train.py").write_text(SCRIPT.replace("FORGETS", str(forgets)))
+        assert verify("train.py", "--iterations", 6)[1].startswith(line)
+    Path("empty.py").write_text("print(1)")
+    code, _, errors = verify("empty.py")
+    assert code == 1 and "without a call of fit" in errors[0]
+    assert sorted(path.name for path in folder.iterdir()) == ["empty.py", "train.py"]
