@@ -323,15 +323,21 @@ def _keep(connection):
     with contextlib.suppress(EOFError, OSError):
         request = connection.recv()
         begins, begun = os.pipe()
+        goes_on, told = os.pipe()
         if (pid := os.fork()) == 0:
             os.setsid()
             os.close(begins)
             os.close(begun)
+            os.close(told)
+            os.read(goes_on, 1)  # its number was sent: an answer comes after that
+            os.close(goes_on)
             sys.modules["tests.kit.processes"]._connection = connection
             _leave(_child(request, connection))
         os.close(begun)
+        os.close(goes_on)
         os.read(begins, 1)  # it leads a session, or has ended: a signal to its group misses it no more
         connection.send(pid)
+        os.close(told)
         process, client = os.pidfd_open(pid), os.pidfd_open(request["client"])
         if client in wait([process, client]):
             with contextlib.suppress(ProcessLookupError):
