@@ -43,7 +43,9 @@ def train(
     logger.setLevel(logging.INFO)
     said = logging.FileHandler(folder / f"said_{rank}")
     logger.addHandler(said)
-    model = in_layout(layout, linear(dropout=True))[0]
+    model = linear(dropout=True)
+    if layout != "plain":
+        model, _ = in_layout(layout, model)
     trainer = trainer_of(model)
     torch.manual_seed(seed + rank)
     MetricLogger(folder, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=3))
