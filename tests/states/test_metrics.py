@@ -1,10 +1,8 @@
 """A metric whose state was captured in the middle of an epoch continues in another one to the same bits."""
 
-import io
-
 import pytest
 import torch
-from ignite.engine import Engine, Events
+from ignite.engine import Events
 from ignite.metrics import (
     Accuracy,
     Average,
@@ -18,10 +16,10 @@ from ignite.metrics import (
     RunningAverage,
     TopKCategoricalAccuracy,
 )
-from ignite.metrics.metric import RunningBatchWise
 from torch import nn
 
-from ignite_engine.states import metrics as metric_state
+from ignite_engine import Trainer
+from ignite_engine.handlers import Checkpoint
 
 
 def cross_entropy():
@@ -53,63 +51,27 @@ METRICS = {
 }
 
 
-def engine_with(name):
-    engine = Engine(lambda engine, batch: batch)
-    METRICS[name]().attach(engine, name)
-    return engine
-
-
 def batches():
     generator = torch.Generator().manual_seed(1)
     return [(torch.randn(5, 3, generator=generator), torch.randint(0, 3, (5,), generator=generator)) for _ in range(6)]
 
 
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+def value_of(name, folder, stops, data=batches):
+    """The value of a metric after an epoch in which the run was stopped after these iterations and begun again."""
+    for stop in (*stops, 99):
+        trainer = Trainer(lambda engine, batch: tuple(batch))
+        METRICS[name]().attach(trainer, name)
+        checkpoint = Checkpoint(folder)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop), lambda: trainer.request_stop("test"))  # noqa: B023  # called in this turn
+        trainer.run(data(), max_epochs=1)
+    return trainer.state.metrics[name]
 
 
 @pytest.mark.row("C5")
 @pytest.mark.parametrize("name", METRICS)
-def test_metric_goes_on_where_it_was(name):
-    whole = engine_with(name).run(batches()).metrics[name]
-    first = engine_with(name)
-    first.run(batches()[:3])
-    saved = through_a_file({name: metric_state.capture(each) for name, each in metric_state.metrics_of(first).items()})
-    second = engine_with(name)
-
-    @second.on(Events.EPOCH_STARTED)
-    def go_on():
-        for name, metric in metric_state.metrics_of(second).items():
-            metric_state.restore(metric, saved[name])
-
-    rest = second.run(batches()[3:]).metrics[name]
-    assert list(saved) == [name]
-    assert str(rest) == str(whole) != str(engine_with(name).run(batches()[3:]).metrics[name])
-
-
-def test_every_metric_of_an_engine_is_found():
-    engine = Engine(lambda engine, batch: batch)
-    parts = Precision(average=False)
-    metrics = {"a": Accuracy(), "b": parts.mean(), "c": RunningAverage(Accuracy()), "d": parts}
-    for name, metric in metrics.items():
-        metric.attach(engine, name, usage=RunningBatchWise() if name == "c" else "epoch_wise")
-    by_hand = Accuracy()
-    engine.add_event_handler(Events.ITERATION_COMPLETED(every=2), by_hand.iteration_completed)
-
-    assert metric_state.metrics_of(engine) == {**metrics, "unnamed 0 Accuracy": by_hand}
-
-
-@pytest.mark.cuda
-def test_tensors_come_back_to_the_device():
-    one, other = Accuracy(device="cuda"), Accuracy(device="cuda")
-    first, second = (tuple(each.cuda() for each in batch) for batch in batches()[:2])
-    one.update(first)
-    other.reset()
-    metric_state.restore(other, through_a_file(metric_state.capture(one)))
-    for metric in (one, other):
-        metric.update(second)
-
-    assert other._num_correct.device.type == "cuda" and one.compute() == other.compute()
+def test_metric_goes_on_where_it_was(name, tmp_path):
+    whole = value_of(name, tmp_path / "whole", ())
+    assert str(value_of(name, tmp_path / "stopped", (3,))) == str(whole)
+    assert str(value_of(name, tmp_path / "rest", (), data=lambda: batches()[3:])) != str(whole)

@@ -7,9 +7,9 @@ from ignite.engine import Events
 from ignite_engine import Trainer
 from ignite_engine.errors import NotExact
 from ignite_engine.handlers import Checkpoint
-from ignite_engine.states.registry import Registry
-from ignite_engine.states.resume_state import ResumeState
-from tests.kit.tiny import linear, trainer_of
+from tests.kit import saved
+from tests.kit.refusals import refusals
+from tests.kit.tiny import linear, numbers_loader, trainer_of
 
 
 class Kept:
@@ -26,31 +26,37 @@ class Kept:
 
 
 @pytest.mark.row("D8")
-def test_trainer_registers_its_parts_by_stable_names():
+def test_parts_have_stable_names_and_those_of_a_rank_are_kept_apart(tmp_path):
     trainer = trainer_of(precision="fp16")
-    shared, local = trainer.registry.capture()
+    trainer.register("own", Kept(1))
+    trainer.register("same", kept := Kept(2), shared=True)
+    trainer.register("same", kept, shared=True)  # a name is given once
+    Checkpoint(tmp_path).attach(trainer)
+    trainer.run(numbers_loader(), max_iters=1)
+    files = {name.partition(".")[0]: set(parts) for name, parts in saved.manifest(tmp_path)["parts"].items()}
+    assert files == {
+        "shared": {"model", "optimizer", "scaler", "same"},
+        "rank_0": {"trainer", "data", "rng", "own", "checkpoint"},
+    }
+    parts = saved.parts(tmp_path)
+    assert (parts["own"], parts["same"]) == ({"value": 1}, {"value": 2})
 
-    assert set(shared) == {"model", "optimizer", "scaler"}
-    assert set(local) == {"trainer", "data", "rng"}
+
+def registering(name, value):
+    def call():
+        trainer = trainer_of()
+        trainer.register("name", Kept())
+        trainer.register(name, value)
+
+    return call
 
 
-def test_shared_objects_are_kept_apart_from_a_ranks_own():
-    registry = Registry(ResumeState())
-    registry.register("own", Kept(1))
-    registry.register("same", Kept(2), shared=True)
-
-    assert registry.capture() == ({"same": {"value": 2}}, {"own": {"value": 1}})
-
-
-def test_a_name_is_given_once():
-    registry, kept = Registry(ResumeState()), Kept()
-    registry.register("name", kept)
-    registry.register("name", kept)
-
-    with pytest.raises(ValueError, match="'name' is taken by a Kept: give this one its own name"):
-        registry.register("name", Kept())
-    with pytest.raises(TypeError, match="needs an object with state_dict and load_state_dict, got int"):
-        registry.register("number", 3)
+test_refusals = refusals(
+    [
+        ("a name that is taken", registering("name", Kept()), ValueError, "'name' taken Kept own name"),
+        ("no state", registering("number", 3), TypeError, "state_dict load_state_dict int"),
+    ]
+)
 
 
 @pytest.mark.row("D8")
