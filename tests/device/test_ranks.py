@@ -8,12 +8,15 @@ import torch.distributed as dist
 from ignite.engine import Events
 from torch import nn
 
-from ignite_engine import Trainer, Update, devices, loader
-from ignite_engine.ranks.launch import Parallel
-from tests.device.training import bits, net, run_saved, same
+from ignite_engine import Parallel, Trainer, Update, loader
+from tests.device.training import DEVICE, bits, net, run_saved, same
 from tests.kit.tiny import Numbers, mse
 
 pytestmark = pytest.mark.accelerator
+
+
+def own_device():
+    return torch.device(DEVICE.type, torch.accelerator.current_device_index())
 
 
 def _noting(operation, kinds):
@@ -27,7 +30,7 @@ def _noting(operation, kinds):
 def trained(local_rank, folder):
     """Rank-invariant, on this rank's device."""
     torch.manual_seed(local_rank)  # it begins with rank 0's weights
-    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)).to(devices.current())
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)).to(own_device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     trainer = Trainer(Update(model, optimizer, mse, rank_invariant=True, clip_norm=1.0), global_micro_batches=4)
     losses = []
@@ -61,7 +64,7 @@ class Batches:
 
 
 def _streams(local_rank, folder):
-    trainer = Trainer(Update(model := net(devices.current()), torch.optim.SGD(model.parameters(), lr=0.1), mse))
+    trainer = Trainer(Update(model := net(own_device()), torch.optim.SGD(model.parameters(), lr=0.1), mse))
     trainer.run(Batches(), max_epochs=2)
     (Path(folder) / str(local_rank)).write_text(str(trainer.state.iteration))
 
@@ -73,29 +76,12 @@ def test_ranks_read_data_without_a_length(tmp_path):
 
 
 def _saves(local_rank, folder):
-    run_saved(net(devices.current()), Path(folder) / "checkpoints", 3)
-    run_saved(net(devices.current()), Path(folder) / "checkpoints", 5)
+    run_saved(net(own_device()), Path(folder) / "checkpoints", 3)
+    run_saved(net(own_device()), Path(folder) / "checkpoints", 5)
 
 
 def test_one_rank_of_the_backend_of_the_device_saves_and_resumes(tmp_path):
-    with Parallel(devices.default_backend(), nproc_per_node=1) as parallel:
+    backend = "nccl" if DEVICE.type == "cuda" and dist.is_nccl_available() else "gloo"
+    with Parallel(backend, nproc_per_node=1) as parallel:
         parallel.run(_saves, str(tmp_path))
     assert (tmp_path / "checkpoints" / "iteration_00000005").is_dir()
-
-
-def test_config_that_trains_on_several_ranks_wraps_by_the_device_and_not_by_the_rank(
-    monkeypatch,
-):
-    """Ranks of gloo may share the only device, whose number is then not the rank's."""
-    from ignite_engine.config import config_from_dict
-    from ignite_engine.runs import wrapping
-
-    given = []
-    monkeypatch.setattr(wrapping, "DistributedDataParallel", lambda model, **options: given.append(options) or model)
-    second = {"device": devices.current(), "backend": "gloo", "get_local_rank": 1, "get_world_size": 2}
-    for name, value in second.items():
-        monkeypatch.setattr(f"ignite.distributed.{name}", lambda value=value: value)
-    config = config_from_dict({"task": "unused.py:build", "run": {"max_epochs": 1}})
-    model = wrapping._in_ddp(config, nn.Linear(3, 1))
-    assert given == [{"gradient_as_bucket_view": True}]
-    assert next(model.parameters()).device == devices.current()

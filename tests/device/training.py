@@ -56,4 +56,4 @@ def run_saved(model, folder, until, *, background=True, **options):
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED)
     checkpoint.resume()
     trainer.run(data(), max_iters=until)
-    return bits(model)
+    return checkpoint
