@@ -339,14 +339,18 @@ def _without_batches_of_one(case):
         size = case.batch_size
         case = case.but(windows=tuple(count + (count % size == 1 or count == 1) for count in case.windows))
     left = case.samples % case.batch_size
-    if left == 1 and not case.drop_last:
+    if left == 1:
         case = case.but(samples=case.samples + 1 if case.batch_size > 2 else case.samples - 1)
     return case
 
 
 def settled_ranks(case):
     """A case of several ranks, of what DDP trains, or of a rank-invariant update."""
-    case = case.without("layers", *NOT_UNDER_DDP).without("handlers", *NOT_UNDER_DDP)
+    case = (
+        case.without("layers", *NOT_UNDER_DDP).without("handlers", *NOT_UNDER_DDP).without("ignite", "TerminateOnNan")
+    )
+    if case.non_finite == "rollback":
+        case = case.but(non_finite="skip")
     stops = tuple(replace(each, rank=each.rank % case.ranks) for each in case.stops)
     case = case.but(stops=stops, workers="0", exclude=False, on_exception=False, outside="none", memory=None)
     case = case.but(evaluated="own" if case.evaluated == "training" else case.evaluated)
@@ -366,7 +370,10 @@ def settled_ranks(case):
     elif case.global_micro_batches:
         case = case.but(steps=None, global_micro_batches=max(4, case.global_micro_batches))
         case = case.without("layers", "batchnorm", "frozen")
+    if case.global_micro_batches:  # each rank needs a batch
+        case = case.but(samples=max(case.samples, case.ranks * case.batch_size))
     if case.ranks_after not in (0, case.ranks):
+        case = case.but(drop_last=False)
         case = case.without("layers", "batchnorm", "frozen")
     if case.data in EACH_ITS_OWN:
         case = case.but(global_micro_batches=None, ranks_after=0)
@@ -383,6 +390,7 @@ def settled_ranks(case):
             clip=case.clip and 1.0,
             **{name: getattr(Case, name) for name in ("precision", "augmentation", "schedule", "handlers", "ignite")},
             **{name: getattr(Case, name) for name in ("non_finite", "grouping")},
+            data="list of batches" if case.data == "unknown length, drawn" else case.data,
         )
     if "batchnorm" in case.layers or "frozen" in case.layers:
         case = case.but(samples=case.ranks * case.batch_size * (2 + case.samples % 2))

@@ -47,6 +47,10 @@ def _judge(case, folder):
     if refused := next((each["refused"] for each in answers if "refused" in each), None):
         wrong = None if all("refused" in each for each in answers) else f"one rank alone refused: {refused}"
         return wrong, {f"refused: {refused}"}
+    first, *others = [each["weights"] for each in answers]
+    said = any(each["apart"] for each in answers)
+    if not said and not all(same_bits(*pair) for other in others for pair in zip(first, other, strict=True)):
+        return "the weights differ between ranks", happened
     if wrong := _wrong_whole(case, folder / "whole", answers[0]["reason"]):
         return wrong, happened
     total, reason = answers[0]["total"], answers[0]["reason"]
@@ -83,7 +87,9 @@ def _whole(rank, case, folder):
                 raise
             return {"refused": named(error)}
     state = run.trainer.state
-    return {"total": state.iteration, "reason": state.reason, "run": None, "wrong": None, "announced": False}
+    weights = [each.detach() for each in run.model.parameters()]
+    announced = _announced(folder / "whole", rank)
+    return {"total": state.iteration, "reason": state.reason, "weights": weights, "apart": announced, "wrong": None}
 
 
 def _broken_off(rank, case, folder, at):
@@ -105,7 +111,11 @@ def _resumed(rank, case, folder, batch_size, compare=False):
         run = Run(case, folder / "case", rank=rank, batch_size=batch_size)
         run.train()
         wrong = difference(case, whole, run, rank) if compare else None
-        return {"iteration": run.trainer.state.iteration, "wrong": wrong, "announced": _announced(folder, rank)}
+        return {
+            "iteration": run.trainer.state.iteration,
+            "wrong": wrong,
+            "announced": _announced(folder / "case", rank),
+        }
 
 
 def _all_of_it(rank, case, folder):
@@ -127,13 +137,15 @@ def _all_of_it(rank, case, folder):
         return {
             "total": state.iteration,
             "reason": state.reason,
+            "weights": [each.detach() for each in whole.model.parameters()],
+            "apart": _announced(folder / "whole", rank),
             "wrong": difference(case, whole, run, rank),
-            "announced": _announced(folder, rank),
+            "announced": _announced(folder / "case", rank),
         }
 
 
 def _announced(folder, rank):
-    return (notes_of(folder / "case") / f"announced_{rank}.txt").exists()
+    return (notes_of(folder) / f"announced_{rank}.txt").exists()
 
 
 def _kill(case, folder, at):

@@ -169,6 +169,10 @@ def difference(case, whole, run, rank=0):
     parts = [saved_in(each.folder / "checkpoints", rank) for each in (whole, run)]
     if not case.whole_saves:  # what a handler of checkpoints knows of those that it has made
         parts = [{name: part for name, part in each.items() if name not in ("checkpoint", "others")} for each in parts]
+    if run.resumed_from == whole.trainer.state.iteration:  # at its end: what follows it is done again, and not saved
+        parts = [
+            {name: part for name, part in each.items() if name.startswith(("model", "optimizer"))} for each in parts
+        ]
     one, other = (dict(leaves(each)) for each in parts)
     for path in {**one, **other}:
         if path == ("data", "windows", "over"):  # whether it has looked for another window after its last

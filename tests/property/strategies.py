@@ -93,7 +93,7 @@ ranked = drawn(
     ranks=st.sampled_from((2, 2, 3, 4)),
     ranks_after=st.sampled_from((0, 0, 1, 2, 3, 4)),
     rank_invariant=st.sampled_from((False, False, False, True)),
-    global_micro_batches=st.sampled_from((None, None, 4, 5, 6)),
+    global_micro_batches=st.sampled_from((None, None, None, None, 4, 5, 6)),
     ddp=st.sampled_from((DDP[0], *DDP)),
     data=st.sampled_from((*SHARED, *EACH_ITS_OWN, "windows")),
     batches=st.lists(st.sampled_from((2, 0, 1, 3, 4)), min_size=4, max_size=4).map(tuple),

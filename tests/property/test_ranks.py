@@ -7,7 +7,12 @@ from tests.property.judging import MINUTES, check, judged
 from tests.property.ranked import on_ranks
 from tests.property.strategies import ranked
 
-PINNED = [Case(ranks=2)]
+PINNED = [
+    Case(ranks=2, steps=2, one_process=True, weights="samples", samples=17, stops=(Stop("SIGTERM", rank=1),)),
+    Case(ranks=3, steps=3, one_process=True, data="list of batches", batches=(0, 2, 4, 0), stops=(Stop(),)),
+    Case(ranks=3, ranks_after=2, rank_invariant=True, global_micro_batches=4, layers=("dropout",), stops=(Stop(),)),
+    Case(ranks=2, ranks_after=4, samples=24, batch_size=4, data="loader shuffled", stops=(Stop(),)),
+]
 
 
 @pytest.mark.parametrize("case", PINNED, ids=repr)
