@@ -174,7 +174,7 @@ def exponential(optimizer):
 STATEFUL = {
     "EMA": of(averaged, parts=("ema",)),
     "EarlyStopping": of(
-        measure, lambda: handlers.EarlyStopping("val/loss", patience=3, min_delta=0.75), parts=("early_stopping",)
+        measure, lambda: handlers.EarlyStopping("val/loss", mode="max", patience=5), parts=("early_stopping",)
     ),
     "MetricLogger": of(logger, parts=("metric_logger", "remembering")),
     "MetricLogger with meters": of(meters, late_meter, logger, log_grad_norm=True, parts=("metric_logger",)),
