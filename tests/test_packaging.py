@@ -146,7 +146,6 @@ def test_pinned_versions_install_on_the_lowest_python_that_is_promised():
     assert [name for name, versions in needed.items() if not SpecifierSet(versions).contains(lowest)] == []
 
 
-@pytest.mark.slow
 def test_sdist_is_enough_to_build_the_same_wheel(source, wheel, tmp_path):
     sdist = build("sdist", source, tmp_path / "sdist")
     with tarfile.open(sdist) as archive:
@@ -157,7 +156,6 @@ def test_sdist_is_enough_to_build_the_same_wheel(source, wheel, tmp_path):
     assert contents(build("wheel", unpacked, tmp_path / "wheel")) == contents(wheel)
 
 
-@pytest.mark.slow
 def test_installed_wheel_trains_a_users_own_task(environment, tmp_path):
     """Outside the repository: own task file, own config, nothing imported from the sources."""
     (tmp_path / "my_task.py").write_text(TASK)
@@ -180,7 +178,6 @@ def test_installed_wheel_trains_a_users_own_task(environment, tmp_path):
     assert list((tmp_path / "first_run" / "clearml" / "offline").glob("*.zip"))
 
 
-@pytest.mark.slow
 def test_console_script_is_the_same_command_line(environment, tmp_path):
     (tmp_path / "my_task.py").write_text(TASK)
     (tmp_path / "my_config.yaml").write_text(CONFIG)
@@ -192,7 +189,6 @@ def test_console_script_is_the_same_command_line(environment, tmp_path):
     assert free_space.sub("", by_script) == free_space.sub("", by_module) != ""
 
 
-@pytest.mark.long
 def test_examples_and_a_users_program_are_typed_against_the_wheel(environment, tmp_path):
     for path in (*(ROOT / "examples").glob("*.py"), ROOT / "tests" / "typed_program.py"):
         shutil.copy2(path, tmp_path / path.name)

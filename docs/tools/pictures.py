@@ -6,9 +6,7 @@ About 3 minutes for all of them on 2 cores; run it from the repository's root, w
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -125,118 +123,6 @@ def resumed_from(folder: Path, life: int) -> int:
     return int(found[life - 1])
 
 
-# -- ranks agree on a stop --------------------------------------------------------------------------------------------
-
-STOPPED = """
-import json, os, sys, time
-import torch
-import ignite.distributed as idist
-from ignite.engine import Events
-from ignite_engine import Parallel, Trainer, Update, loader
-from ignite_engine.handlers import Checkpoint, GracefulStop
-
-def loss_fn(model, batch):
-    time.sleep(0.02 + 0.02 * (idist.get_rank() == 2))  # a slow rank: its peers wait for it in the reduction
-    return model(batch).square().mean()
-
-def train(local_rank, folder):
-    rank = idist.get_rank()
-    open(f"{folder}/pid_{rank}", "w").write(str(os.getpid()))
-    model = idist.auto_model(torch.nn.Linear(4, 1))
-    trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn))
-    seen = open(f"{folder}/seen_{rank}", "w", buffering=1)
-    trainer.add_event_handler(
-        Events.ITERATION_COMPLETED, lambda: print(time.time(), trainer.state.iteration, file=seen))
-    Checkpoint(f"{folder}/checkpoints").attach(trainer)
-    GracefulStop(exit=False).attach(trainer)
-    trainer.run(loader(torch.randn(4096, 4), batch_size=1), max_epochs=1)
-    print(time.time(), "saved", file=seen)
-
-if __name__ == "__main__":
-    with Parallel(backend="gloo", nproc_per_node=4) as parallel:
-        parallel.run(train, sys.argv[1])
-"""
-
-
-def stop(folder: Path) -> Any:
-    """Four ranks, of which rank 1 alone gets a SIGTERM."""
-    script = folder / "script.py"
-    script.write_text(STOPPED)
-    process = subprocess.Popen([sys.executable, script, folder], cwd=ROOT, stderr=subprocess.DEVNULL)
-    while not (seen := folder / "seen_1").exists() or len(seen.read_text().splitlines()) < 40:
-        assert process.poll() is None
-        time.sleep(0.01)
-    sent = time.time()
-    os.kill(int((folder / "pid_1").read_text()), signal.SIGTERM)
-    process.wait()
-    ranks = [[line.split() for line in (folder / f"seen_{rank}").read_text().splitlines()] for rank in range(4)]
-    ends = [lines[-2][1] for lines in ranks]
-    assert len(set(ends)) == 1 and all(lines[-1][1] == "saved" for lines in ranks), ends
-
-    figure, axis = plt.subplots(figsize=(7.6, 2.7))
-    for rank, lines in enumerate(ranks):
-        times = [1000 * (float(at) - sent) for at, _ in lines[:-1]]
-        axis.plot(times, [-rank] * len(times), "|", color=COLORS[rank], markersize=15, markeredgewidth=1.4)
-        axis.plot(times[-1], -rank, "o", color=COLORS[rank], markersize=9)
-        axis.text(times[-1] + 12, -rank, f"iteration {ends[rank]}, saved", va="center", color=COLORS[rank])
-    axis.plot(0, -1, marker="v", color=FIRE, markersize=11)
-    axis.annotate("SIGTERM to rank 1 alone", (0, -1), (-12, -0.5), color=FIRE, ha="right", va="center")
-    axis.set_yticks(range(0, -4, -1), [f"rank {rank}" for rank in range(4)])
-    axis.set_xlim(-260, None)
-    axis.set_ylim(-3.6, 0.6)
-    axis.set_xlabel("ms after the signal   (a stroke is the end of an iteration; rank 2 is slow)")
-    axis.set_title("Which iteration is the last one is agreed by vote: the same on every rank")
-    return figure
-
-
-# -- killed at any instant of a save ----------------------------------------------------------------------------------
-
-
-def kill(folder: Path) -> Any:
-    """A process that saves iteration 200 beside iteration 100, killed at each of its file operations in turn."""
-    sys.path.insert(0, str(ROOT))
-    from ignite_engine.checkpointing import CheckpointStore
-    from tests.kit.faults import FileOperations, in_child, kill_this_process
-    from tests.checkpointing.states import holds, save
-
-    template = folder / "template"
-    save(CheckpointStore(template), 100)
-    rehearsal = folder / "rehearsal"
-    shutil.copytree(template, rehearsal)
-    with FileOperations(rehearsal) as seen:
-        save(CheckpointStore(rehearsal), 200)
-    operations = [
-        f"{name} folder"
-        if path == "."
-        else f"{name} {path.rsplit('/', 1)[-1].replace('.tmp-iteration_00000200', 'temporary')}"
-        for name, path in ((name, paths.split(" -> ")[0]) for name, paths in seen.seen)
-    ]
-    loads = []
-    for number in range(len(operations)):
-        directory = folder / f"killed_{number}"
-        shutil.copytree(template, directory)
-
-        def killed(directory: Path = directory, number: int = number) -> None:
-            with FileOperations(directory, at=number, action=kill_this_process):
-                save(CheckpointStore(directory), 200)
-
-        assert in_child(killed)[0] == -signal.SIGKILL
-        store = CheckpointStore(directory)
-        newest, skipped = store.latest()
-        assert newest is not None and not skipped and holds(store, newest.path, newest.iteration)
-        loads.append(newest.iteration)
-
-    figure, axis = plt.subplots(figsize=(7.6, 2.4))
-    for number, iteration in enumerate(loads):
-        axis.bar(number, iteration, color=COLORS[0] if iteration == 100 else COLORS[1], width=0.75)
-    axis.set_xticks(range(len(operations)), operations, rotation=55, ha="right", fontsize=7)
-    axis.set_yticks([100, 200])
-    axis.set_ylabel("iteration that loads,\nall bits compared")
-    axis.set_xlabel("file operation of the save at which the process got kill -9")
-    axis.set_title(f"{len(loads)} kills: always a whole checkpoint, the new one from its rename on")
-    return figure
-
-
 # -- the same bits on any number of ranks -----------------------------------------------------------------------------
 
 INVARIANT = """
@@ -306,8 +192,6 @@ def ranks(folder: Path) -> Any:
 
 PICTURES: dict[str, Callable[[Path], Any]] = {
     "resume": resume,
-    "stop": stop,
-    "kill": kill,
     "ranks": ranks,
 }
 

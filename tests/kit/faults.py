@@ -8,14 +8,11 @@
 import contextlib
 import ctypes
 import errno
-import json
 import os
 import re
 import shutil
 import signal
 import threading
-import time
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -236,55 +233,6 @@ DAMAGES = {
     "a link": linked,
     "a pipe": pipe,
 }
-
-
-def in_child(work, timeout_s=60.0):
-    """Run ``work`` in a forked process.
-
-    Returns:
-        How it ended (as ``os.waitstatus_to_exitcode``: -9 is SIGKILL) and what it returned, through JSON; None if it
-        did not return.
-    """
-    return wait_for(start_child(work), timeout_s)
-
-
-def start_child(work):
-    """Fork; the child runs ``work`` and ends. Returns its process id and the pipe that its result comes through."""
-    reader, writer = os.pipe()
-    process = os.fork()
-    if process:
-        os.close(writer)
-        return process, reader
-    code = 1
-    try:
-        os.close(reader)
-        with os.fdopen(writer, "w") as pipe:
-            json.dump(work(), pipe)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-def wait_for(child, timeout_s=60.0):
-    """As ``in_child``, for a child that was started."""
-    process, reader = child
-    deadline = time.monotonic() + timeout_s
-    status = None
-    while status is None:
-        done, status_now = os.waitpid(process, os.WNOHANG)
-        if done:
-            status = status_now
-        elif time.monotonic() > deadline:
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
-            raise TimeoutError(f"The child did not end within {timeout_s} s.")
-        else:
-            time.sleep(0.005)
-    with os.fdopen(reader) as pipe:
-        text = pipe.read()
-    return os.waitstatus_to_exitcode(status), json.loads(text) if text else None
 
 
 _MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_PRIVATE, _MS_REC, _CLONE_NEWNS = 1, 32, 4096, 1 << 18, 1 << 14, 0x00020000

@@ -14,7 +14,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from ignite_engine import Trainer, Update, loader
 from ignite_engine.handlers import EMA, Checkpoint
 from ignite_engine.ranks import use_mesh
-from tests.kit.processes import ranks
 from tests.kit.resume import leaves
 from tests.kit.tiny import Numbers, mse
 
@@ -111,8 +110,3 @@ def digest(tensor):
     tensor = tensor.detach().contiguous()
     content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + content).hexdigest()
-
-
-def run_phases(folder, phases):
-    """What each rank of each phase, a number of ranks and a function, returned."""
-    return {name: ranks(count, lambda rank, work=work: work()) for name, (count, work) in phases.items()}

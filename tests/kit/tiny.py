@@ -1,18 +1,14 @@
 """Tiny models and trainers, each run of which is a function of its arguments alone."""
 
 import re
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from ignite.engine import Events
 from torch import nn
 from torch.utils.data import Dataset
 
 from ignite_engine import Trainer, TrainingEvents, Update, loader
-from ignite_engine.handlers import Checkpoint
-from tests.kit.faults import start_child, wait_for
 
 
 class Numbers(Dataset[Any]):
@@ -98,30 +94,3 @@ OURS = tuple(TrainingEvents)
 def without_address(value):
     """``str(value)``, the same in every process: several of them must name the tests alike."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
-
-
-def on_two_ranks(cases, meeting_point):
-    """What ``cases(rank)`` answers on each of two gloo ranks, forked from this process, by the name of the answer."""
-
-    def one_rank(rank):
-        dist.init_process_group(
-            "gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-        )
-        answers = cases(rank)
-        dist.destroy_process_group()
-        return answers
-
-    children = [start_child(lambda rank=rank: one_rank(rank)) for rank in range(2)]
-    results = [wait_for(child, timeout_s=180) for child in children]
-    assert [code for code, _ in results] == [0, 0]
-    return {name: [result[name] for _, result in results] for name in results[0][1]}
-
-
-def resume_and_run(trainer, directory, die_at, *, save_every):
-    """Two epochs of 6 batches, from where ``directory`` has them; it raises ZeroDivisionError after ``die_at``."""
-    checkpoint = Checkpoint(directory / "checkpoints")
-    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=save_every))
-    if die_at is not None:
-        trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=die_at), lambda: 1 / 0)
-    checkpoint.resume()
-    trainer.run(numbers_loader(12, 2, shuffle=True), max_epochs=2)
