@@ -2,9 +2,9 @@
 
 import torch
 from torch import nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ignite_engine.ext.sparse import RowwiseAdagrad
-from ignite_engine.step.gradients import clip_gradients
 
 WORDS, ROWS = 20, 30
 
@@ -64,28 +64,51 @@ class Sized:
         return iter(self.batches)
 
 
-def by_hand(model, groups, *, clip_norm, scaler=None, passes=1):
-    """Train ``model``, which may be a DistributedDataParallel, as one would without an engine."""
-    optimizers = optimizers_of(getattr(model, "module", model))
-    parameters = [p for each in optimizers.values() for group in each.param_groups for p in group["params"]]
+def clipped(parameters, max_norm):
+    """The norm before it; torch's own clipping refuses sparse gradients. A row that occurs twice counts as one."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+    dense = [parameter for parameter in with_gradient if not parameter.grad.is_sparse]
+    values = [each.grad.values() if each.grad.is_sparse else each.grad for each in with_gradient]
+    norm = get_total_norm(values)
+    if max_norm is not None:
+        clip_grads_with_norm_(dense, max_norm, norm)
+        for parameter, value in zip(with_gradient, values, strict=True):
+            if parameter.grad.is_sparse:
+                value.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def by_hand(model, groups, *, clip_norm=None, scaler=None, dtype=None, passes=1, optimizers=None, loss_of=loss_fn):
+    """Train ``model``, which may be a DistributedDataParallel, as one would without an engine; the norms.
+
+    Args:
+        dtype: of autocast, where it is not fp32; with a scaler fp16.
+    """
+    optimizers = optimizers or optimizers_of(getattr(model, "module", model))
+    dtype, norms = torch.float16 if scaler else dtype, []
+    held = {id(p) for each in optimizers.values() for group in each.param_groups for p in group["params"]}
     for group in [group for _ in range(passes) for group in groups]:
         for optimizer in optimizers.values():
             optimizer.zero_grad()
         for index, batch in enumerate(group):
             if hasattr(model, "require_backward_grad_sync"):
                 model.require_backward_grad_sync = index == len(group) - 1
-            with torch.autocast("cpu", torch.float16, enabled=scaler is not None):
-                loss = loss_fn(model, batch)
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                loss = loss_of(model, batch)
             loss = loss * (1 / len(group))
             (loss if scaler is None else scaler.scale(loss)).backward()
         if scaler is not None:
             for optimizer in optimizers.values():
                 scaler.unscale_(optimizer)
-        clip_gradients(parameters, clip_norm)
+        norms.append(clipped([each for each in model.parameters() if id(each) in held], clip_norm))
         for optimizer in optimizers.values():
             optimizer.step() if scaler is None else scaler.step(optimizer)
         if scaler is not None:
             scaler.update()
+    return norms
 
 
 def values(model):
