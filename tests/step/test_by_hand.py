@@ -5,87 +5,37 @@ from math import inf, nan
 
 import pytest
 import torch
-from ignite.engine import Engine, Events
-from torch import Tensor, nn
+from ignite.engine import Events
+from torch import nn
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import StepLR
-from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
-from ignite_engine import Group, Trainer, Update, accumulation_steps_for, every
+from ignite_engine import Trainer, Update, accumulation_steps_for, every
 from tests.kit.refusals import refusals
 from tests.kit.tiny import Numbers, linear, mse, one
+from tests.property.by_hand import by_engine, by_hand, difference
+from tests.property.case import Case
 
-DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-WEIGHTS = {0: 2.0, 2: 1.0, 4: 0.0, 6: 5.0, 8: 0.5, 10: 1.0, 12: 3.0}
-"""Of the micro-batches, by their first sample."""
-
-
-def net():
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
-
-
-def micro_batches():
-    """Seven, in groups of three with a short last one; the one that weighs nothing has a loss of NaN."""
-    data = Numbers(14)
-    data.targets[4] = nan
-    return [(data.inputs[at : at + 2], data.targets[at : at + 2], at) for at in range(0, 14, 2)]
+NAMED = [
+    {"layers": ("dropout", "batchnorm")},
+    {"steps": 3, "clip": 0.5, "weights": "some zero", "layers": ("dropout", "batchnorm"), "sizes": (4,) * 7},
+    {"steps": 2, "grad_norm": True, "engine": "Ignite's Engine"},
+    {"clip": 1e4, "change": "freeze", "hooked": "LR scheduler"},
+]
 
 
-def loss_fn(model, batch):
-    return mse(model, batch[:2])
-
-
-def by_hand(model, optimizer, groups, *, precision, clip_norm=None, weight_fn=None, log_grad_norm=False):
-    scaler, dtype, norms = torch.amp.GradScaler("cpu", enabled=precision == "fp16"), DTYPES[precision], []
-    for group in groups:
-        weights = [1.0 if weight_fn is None else weight_fn(batch) for batch in group]
-        optimizer.zero_grad()
-        for batch, weight in zip(group, weights, strict=True):
-            if weight:
-                with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-                    loss = loss_fn(model, batch)
-                scaler.scale(loss * (weight / sum(weights))).backward()
-        scaler.unscale_(optimizer)
-        gradients = [parameter.grad for parameter in model.parameters()]
-        norm = nn.utils.get_total_norm(gradients) if clip_norm is None else None
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip_norm) if clip_norm else norm)
-        scaler.step(optimizer)
-        scaler.update()
-    return norms
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("named", NAMED, ids=str)
+def test_weights_and_norms_are_those_of_the_loop(named, precision):
+    case = Case(precision=precision, optimizer="SGD momentum", **named)
+    hand = by_hand(case)
+    assert hand.error is None and len(hand.outputs) > 2 and difference(hand, by_engine(case)) is None
 
 
 def same(one, other):
     """In dtype and bits; NaN, as where fp16 overflows, is the same as NaN."""
     return one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
-
-
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("steps", [None, 1, 3])
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5}, {"log_grad_norm": True}, {"clip_norm": 1e3}], ids=str)
-@pytest.mark.parametrize("weight_fn", [None, lambda batch: WEIGHTS[batch[2]]], ids=["equal", "weighted"])
-def test_weights_and_norms_are_those_of_the_loop(weight_fn, options, steps, precision):
-    batches = [batch for batch in micro_batches() if (weight_fn and steps == 3) or batch[2] != 4]
-    options = {**options, "weight_fn": weight_fn, "precision": precision}
-    ends, norms = [], []
-    for written in (False, True):
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        if written:
-            size = steps or 1
-            groups = [batches[at : at + size] for at in range(0, len(batches), size)]
-            expected = by_hand(model, optimizer, groups, **options)
-        else:
-            trainer = Trainer(Update(model, optimizer, loss_fn, **options), steps)
-            trainer.add_event_handler(
-                Events.ITERATION_COMPLETED, lambda engine: norms.append(engine.state.output.get("grad_norm"))
-            )
-            trainer.run(batches)
-        ends.append(one(model))
-    assert torch.equal(*ends) and ends[0].isfinite().all() and not torch.equal(ends[0], one(net()))
-    if "clip_norm" in options or "log_grad_norm" in options:
-        assert len(norms) == len(expected) and all(map(same, norms, expected))
 
 
 # -- clipping, of gradients that the batch gives ----------------------------------------------------------------------
@@ -118,11 +68,9 @@ LIMITS = (1e-3, 1.0, 1e3)
 CLIPPED = {
     "fp32": (LIMITS, [F32] * 5, randoms()),
     "bf16": (LIMITS, [BF16] * 5, randoms()),
-    "two types": (LIMITS, [BF16, F32, BF16, F32, F32], randoms()),
     "all types": (LIMITS, [F64, BF16, F16, F32, BF16], randoms()),
     "any norm": ((1e-30, 7.7), [F32] * 2, [[g * scale for g in each] for scale in SCALES for each in randoms(1, 2)]),
     "next to the limit": ((1.0,), [F32], next_to(1.0, F32)),
-    "next to a large limit": ((49000.00002,), [F32], next_to(49000.00002, F32)),
     "next to a limit in bf16": ((0.1954,), [BF16], next_to(0.1954, BF16)),
     "next to a limit in fp16": ((49.0001,), [F16], next_to(49.0001, F16)),
     "not finite": ((1.0,), [F32] * 5, [[g * value for g in each] for each in randoms(2) for value in (nan, inf)]),
@@ -200,18 +148,6 @@ def test_hooks_that_come_within_a_run_are_called_once_for_each_step_that_follows
     assert calls == [1] and torch.equal(found, stepped())
 
 
-def test_a_hook_of_the_loss_is_called():
-    calls = []
-
-    def loss_fn(model, batch):
-        loss = mse(model, batch)
-        loss.register_hook(lambda gradient: calls.append(gradient.item()))
-        return loss
-
-    stepped(loss=loss_fn)
-    assert calls == [1.0, 1.0]
-
-
 def test_a_schedule_of_torch_sees_the_step(recwarn):
     schedules = []
     stepped(before=lambda model, optimizer: schedules.append(StepLR(optimizer, 1)))
@@ -243,28 +179,6 @@ def test_a_profiler_sees_the_step():
     assert any("Optimizer.step#AdamW" in event.key for event in traced.key_averages())
 
 
-class Subclass(Tensor):
-    pass
-
-
-class Mode(TorchFunctionMode):
-    def __init__(self, calls):
-        super().__init__()
-        self.calls = calls
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.calls.append(func)
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_loss_of_a_subclass_and_a_function_mode_get_torchs_own_backward():
-    calls = []
-    assert torch.equal(stepped(loss=lambda model, batch: mse(model, batch).as_subclass(Subclass)), stepped())
-    with Mode(calls):
-        stepped()
-    assert Tensor.backward in calls
-
-
 # -- groups -----------------------------------------------------------------------------------------------------------
 
 
@@ -290,15 +204,6 @@ def test_a_batch_that_a_handler_assigns_is_counted_by_what_the_trainer_groups(ki
     state = trainer.run([(data.inputs[at : at + 4], data.targets[at : at + 4]) for at in range(0, 16, 4)])
 
     assert seen == [8, 16] and state.samples == 16
-
-
-def test_a_plain_engine_of_ignite_takes_groups_too():
-    data = Numbers(8)
-    halves = [(data.inputs[at : at + 4], data.targets[at : at + 4]) for at in (0, 4)]
-    in_engine, in_trainer = update(), update()
-    Engine(in_engine).run([Group(halves)])
-    Trainer(in_trainer, 2).run(halves)
-    assert torch.equal(one(in_engine.model), one(in_trainer.model))
 
 
 def update(loss=mse, **options):

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from ignite.engine import Events
-from torch import nn
 
 from ignite_engine import Trainer, Update, loader
 from ignite_engine.errors import NotFinite
@@ -113,13 +112,6 @@ def test_gradients_of_the_last_update_are_noticed_too(said):
     assert "weights are not finite" in line and "iteration 3" in line
 
 
-def test_gradient_norm_that_is_logged_names_its_own_iteration(said):
-    trainer = trainer_with(None, clip_norm=1.0)
-    MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=6))
-    trainer.run(loader(Planted(value=INFINITE_GRADIENTS), 2))
-    assert said()[0].startswith("The gradient norm of iteration 3 is nan")
-
-
 @pytest.mark.parametrize("logger", [True, False])
 def test_each_run_of_a_process_reports_its_own_first_and_a_healthy_one_nothing(logger, said):
     trainer = trainer_with(None)
@@ -159,21 +151,6 @@ def test_skip_is_the_loop_that_leaves_the_step_out(value, options, said):
     assert list(map(math.isfinite, norms)) == [value == NO_GRADIENTS] * 2
 
 
-def norm_and_dropout():
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1))
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_policy_changes_no_bit_of_a_finite_run(precision):
-    ends = []
-    for policy in (None, "skip"):
-        trainer = trainer_with(policy, norm_and_dropout(), precision=precision)
-        trainer.run(loader(Numbers(24), 2), max_epochs=2)
-        ends.append((one(trainer.update.model).clone(), trainer.state.optimizer_steps))
-    assert torch.equal(ends[0][0], ends[1][0]) and ends[0][1] == ends[1][1] > 6
-
-
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 @pytest.mark.parametrize(("value", "scale", "lines"), [(INFINITE_GRADIENTS, 2.0**7, 0), (math.nan, 2.0**8, 1)])
 def test_overflow_of_the_scaler_is_not_of_the_policy(value, scale, lines, clip_norm, said):
@@ -181,15 +158,6 @@ def test_overflow_of_the_scaler_is_not_of_the_policy(value, scale, lines, clip_n
     trainer = trainer_with("skip", precision="fp16", **options)
     trainer.run(loader(Planted(value=value), 2))
     assert (trainer.state.skipped_steps, trainer.update.scaler.get_scale(), len(said())) == (1, scale, lines)
-
-
-def test_batch_statistics_of_a_skipped_step_are_undone():
-    model, seen = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), []
-    trainer = trainer_with("skip", model)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(model[1].running_mean.clone()))
-    trainer.run(loader(Planted(), 2))
-
-    assert torch.equal(seen[1], seen[2]) and not torch.equal(seen[2], seen[3]) and seen[5].isfinite().all()
 
 
 def test_too_many_end_the_run_and_the_count_is_resumed(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from ignite.engine import Events
 from torch.utils.data import Subset
 
-from ignite_engine import Start, Trainer, TrainingEvents, Update, Windows, loader, seed_everything
+from ignite_engine import Start, Trainer, TrainingEvents, Update, loader, seed_everything
 from ignite_engine.errors import NotFinite
 from ignite_engine.handlers import EMA, Checkpoint, GracefulStop, LRSchedule, MetricLogger, warmup_linear
 from tests.kit.refusals import refusals
@@ -100,25 +100,6 @@ def test_what_was_trained_since_the_checkpoint_is_trained_again(tmp_path):
     assert (state.optimizer_steps, list(journal(trainer))) == (4, [4, 6])
 
 
-def test_what_a_resume_has_left_out_is_left_out_of_the_checkpoint_that_it_goes_back_to(tmp_path):
-    """And taken from those that were saved since."""
-    trainer_of(tmp_path).run(loader(Spoiled(()), 2), max_iters=2)
-
-    model = linear(dropout=True)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    trainer = Trainer(Update(model, optimizer, mse, non_finite="rollback"), 2)
-    schedule = warmup_linear(optimizer, warmup=2, total=20)
-    LRSchedule(schedule).attach(trainer)
-    checkpoint = Checkpoint(tmp_path / "checkpoints", keep_last=20)
-    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
-    steps = noted(trainer, Events.STARTED, lambda state: schedule.steps)
-    checkpoint.resume(ignore=["ema", "lr_schedule", "metric_logger", "metric_logger/jsonl"])
-    state = trainer.run(loader(Spoiled(), 2), max_epochs=2)
-
-    assert (state.status, state.iteration, state.optimizer_steps) == ("completed", 12, 10)
-    assert steps == [0, 0, 5] and schedule.steps == 8  # the third start is that from iteration 8
-
-
 @pytest.mark.parametrize("killed_at", [5, 6, 9])
 def test_killed_after_it_and_resumed_the_same_is_left_out(killed_at, tmp_path):
     data = Spoiled((21,))
@@ -163,15 +144,6 @@ def test_unhealthy_checkpoints_are_passed_over_and_the_budget_ends_it(again, tmp
 # -- beside other things that end or interrupt a run ------------------------------------------------------------------
 
 
-def test_a_run_that_is_ended_right_after_it_has_a_last_step_boundary(tmp_path):
-    trainer = trainer_of(tmp_path)
-    boundaries = noted(trainer, TrainingEvents.RESUME_POINT)
-    resumed = Events.STARTED(event_filter=lambda *_: trainer.state.start is Start.RESUMED)
-    trainer.add_event_handler(resumed, trainer.terminate)
-    trainer.run(loader(Spoiled(), 2))
-    assert boundaries == [1, 2, 2]
-
-
 def test_a_stop_that_was_requested_meanwhile_still_stops(tmp_path):
     trainer, sent = trainer_of(tmp_path), []
     GracefulStop(exit=False).attach(trainer)
@@ -186,57 +158,6 @@ def test_a_stop_that_was_requested_meanwhile_still_stops(tmp_path):
 
     assert (state.status, state.reason, state.iteration) == ("interrupted", "SIGTERM", 3)
     assert trainer.checkpoint.store.checkpoints()[-1].iteration == 3 and list(journal(trainer)) == [3]
-
-
-def test_a_save_in_the_background_is_finished_first(tmp_path):
-    """With workers, which have read ahead."""
-    model = linear()
-    trainer = Trainer(Update(model, torch.optim.Adam(model.parameters(), lr=0.05), mse, non_finite="rollback"), 2)
-    checkpoint = Checkpoint(tmp_path, background=True, on_exception=True, keep_last=20)
-    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
-    begun = noted(trainer, Events.ITERATION_STARTED)
-    trainer.run(loader(Spoiled(), 2, num_workers=1))
-
-    assert begun == [1, 2, 3, 3, 4, 5, 6] and trainer.state.skipped_steps == 1
-    assert [each.iteration for each in checkpoint.store.checkpoints()] == [2, 3, 4, 6]
-
-
-@pytest.mark.parametrize("epoch_length", [None, 4])
-def test_run_that_was_paused_goes_back_too(epoch_length, tmp_path):
-    trainer = trainer_of(tmp_path)
-    begun = noted(trainer, Events.ITERATION_STARTED, lambda state: (state.epoch, state.iteration))
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), trainer.interrupt)
-    trainer.run(loader(Spoiled(), 2), max_epochs=2, epoch_length=epoch_length)
-    state = trainer.run()
-
-    assert state.status == "completed" and list(journal(trainer)) == [3, 9][: 1 + (epoch_length is None)]
-    epochs = [epoch for epoch, iteration in begun if iteration > 3]
-    assert epochs == ([1] * 3 + [2] * 7 if epoch_length is None else [1] + [2] * 4)
-
-
-class OneWay:
-    """Windows of a stream that cannot go back."""
-
-    def __init__(self):
-        self.left = 3
-
-    def next_window(self):
-        self.left -= 1
-        return self.left
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        if self.left < 3:
-            raise OSError("gone")
-
-
-def test_a_run_whose_data_cannot_go_back_has_failed(tmp_path):
-    trainer = trainer_of(tmp_path)
-    with pytest.raises(OSError, match="gone"):
-        trainer.run(Windows(OneWay(), lambda name: loader(Spoiled(), 2)), max_epochs=1)
-    assert (trainer.state.status, trainer.state.reason) == ("failed", "OSError: gone")
 
 
 def without_checkpoints():
