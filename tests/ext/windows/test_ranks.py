@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ignite.engine import Engine, Events
-from ignite.metrics import Average, MeanSquaredError
+from ignite.metrics import Average
 from torch.utils.data import DataLoader
 
 from ignite_engine import Trainer, TrainingEvents, Update, Windows, create_evaluator, loader
@@ -210,37 +210,6 @@ def test_another_window_on_one_rank_is_refused_on_both(tmp_path):
     ranks(2, resumed_over_another_window, tmp_path)
 
 
-class LoadsOnRank0:
-    """A handler whose state one rank cannot load."""
-
-    def state_dict(self):
-        return {"loaded": True}
-
-    def load_state_dict(self, state):
-        if dist.get_rank() == 1:
-            raise ValueError("no memory is left")
-
-
-def evaluates_windows_where_one_rank_cannot_load(rank, folder):
-    def prepared():
-        trainer, checkpoint = Trainer(lambda engine, batch: None), Checkpoint(f"{folder}/unloaded")
-        trainer.register("first", LoadsOnRank0())
-        evaluator = Engine(lambda engine, batch: float(batch))
-        Average().attach(evaluator, "mean")
-        Evaluation(evaluator, Windows([[1], [2]], loader)).attach(trainer)
-        checkpoint.attach(trainer)
-        return trainer, checkpoint
-
-    prepared()[0].run([0], max_epochs=1)
-    with pytest.raises(ValueError, match=r"^no memory is left"):
-        prepared()[1].resume()
-    assert of_all(rank) == [0, 1]
-
-
-def test_a_rank_that_cannot_load_a_state_ends_its_peer_which_evaluates_windows(tmp_path):
-    ranks(2, evaluates_windows_where_one_rank_cannot_load, tmp_path)
-
-
 def opened_on_one_rank(rank, folder):
     def samples_of(shared, own, open_one):
         seen = list[int]()
@@ -270,25 +239,6 @@ def opened_on_one_rank(rank, folder):
 
 def test_what_one_rank_alone_opens_or_cannot_open_is_agreed_on(tmp_path):
     ranks(2, opened_on_one_rank, tmp_path)
-
-
-def evaluates_windows_as_one_set(rank, folder):
-    torch.manual_seed(rank)
-    model = linear()
-    evaluator = create_evaluator(model, lambda model, batch: (batch, 0 * batch), {"square": MeanSquaredError()})
-
-    def open_window(samples):
-        data = torch.arange(float(samples))[:, None]
-        return DataLoader(data, batch_size=1, shuffle=True, generator=torch.Generator().manual_seed(rank))
-
-    trainer = Trainer(lambda engine, batch: None)
-    Evaluation(evaluator, Windows([1, 8, 5], open_window).whole).attach(trainer, Events.EPOCH_COMPLETED)
-    trainer.run([0], max_epochs=1)
-    assert trainer.state.metrics["val/square"] == pytest.approx((140 + 30) / 14)
-
-
-def test_windows_are_evaluated_as_one_set_though_a_rank_comes_first_to_the_next(tmp_path):
-    ranks(2, evaluates_windows_as_one_set, tmp_path)
 
 
 def evaluates_a_window_before_it_is_trained_on(rank, folder):
