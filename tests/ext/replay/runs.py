@@ -16,8 +16,8 @@ TASK = f"{Path(__file__).with_name('task.py')}:build"
 QUIET = dict.fromkeys(("console", "progress", "report", "clearml"), False)
 
 
-def settings(directory, iterations, sections):
-    """The values of a config, the tiny task's with other sections merged in."""
+def config(directory, iterations, **sections):
+    """The tiny task's, with other sections merged in."""
     values = {
         "task": TASK,
         "run": {"directory": str(directory), "max_iterations": iterations, "seed": 3},
@@ -32,13 +32,9 @@ def settings(directory, iterations, sections):
     }
     for section, given in sections.items():
         values[section] = {**values.get(section, {}), **given}
-    return values
-
-
-def config(directory, iterations, **sections):
     directory.parent.mkdir(exist_ok=True, parents=True)
     path = directory.parent / f"{directory.name}.yaml"
-    path.write_text(yaml.safe_dump(settings(directory, iterations, sections)))
+    path.write_text(yaml.safe_dump(values))
     return path
 
 
@@ -46,10 +42,6 @@ def trained(directory, iterations=40, **sections):
     """A run that has ended, or was stopped by the task's option ``stop_at``; its folder."""
     command("train", config(directory, iterations, **sections))
     return directory
-
-
-def saved(directory, iteration):
-    return directory / "checkpoints" / f"iteration_{iteration:08d}"
 
 
 def content(folder):
