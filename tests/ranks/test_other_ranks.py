@@ -10,8 +10,8 @@ from ignite_engine.handlers import Checkpoint
 from tests.kit.processes import ranks
 from tests.kit.tiny import Numbers, linear, mse, one
 
-SAMPLES, GLOBAL_BATCH = 37, 12
-PER_EPOCH = 4
+SAMPLES, GLOBAL_BATCH, PER_EPOCH = 37, 12, 4
+DEALT = (None, 6)
 BOTH_EPOCHS = [(epoch, sample) for epoch in (1, 2) for sample in range(SAMPLES)]
 
 
@@ -20,7 +20,7 @@ class Indexed(Numbers):
         return index, *super().__getitem__(index)
 
 
-def part_of_a_run(rank, folder, size, stop_at=None, steps=None, wrap=lambda model: model):
+def part_of_a_run(rank, folder, size, stop_at=None, steps=None, dealt=None, wrap=lambda model: model):
     """A process that resumes where it can: the samples it trained on, what its model drew, and where it ended."""
     torch.manual_seed(0)  # as a script that seeds all ranks alike
     model = linear()
@@ -31,14 +31,15 @@ def part_of_a_run(rank, folder, size, stop_at=None, steps=None, wrap=lambda mode
         return mse(model, batch[1:])
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    trainer = Trainer(Update(wrap(model), optimizer, loss_fn, weight_fn=lambda batch: len(batch[0])), steps)
+    update = Update(wrap(model), optimizer, loss_fn, weight_fn=lambda batch: len(batch[0]))
+    trainer = Trainer(update, steps, global_micro_batches=dealt)
     checkpoint = Checkpoint(folder)
     checkpoint.attach(trainer)
     checkpoint.resume()
 
     @trainer.on(Events.ITERATION_COMPLETED)
     def note():
-        group = trainer.state.batch if steps else [trainer.state.batch]
+        group = trainer.state.batch if steps or dealt else [trainer.state.batch]
         for batch in group[: len(group) - trainer.state.padding]:
             seen.extend((trainer.state.epoch, int(index)) for index in batch[0])
         if trainer.state.iteration == stop_at:
@@ -50,25 +51,28 @@ def part_of_a_run(rank, folder, size, stop_at=None, steps=None, wrap=lambda mode
     return {"seen": seen, "drawn": drawn, "end": end, "weights": one(model), "report": trainer.reproducibility()}
 
 
-def run_on(world, folder, size, stop_at=None, steps=None):
+def run_on(world, folder, size, *options):
     if world == 1:
-        return [part_of_a_run(0, folder, size, stop_at, steps)]
-    return ranks(world, part_of_a_run, folder, size, stop_at, steps, DistributedDataParallel)
+        return [part_of_a_run(0, folder, size, *options)]
+    options = (*options, None, None, None)[:3]
+    return ranks(world, part_of_a_run, folder, size, *options, DistributedDataParallel)
 
 
 @pytest.mark.row("D17")
 @pytest.mark.parametrize(
     ("plan", "learns_the_same"),
     [
-        # ranks, samples in a batch, iteration to stop at, micro-batches; 12 samples in each update
+        # ranks, samples in a batch, iteration to stop at, micro-batches, those of all; 12 samples in each update
         ([(1, 12, 2), (3, 4)], True),
         ([(2, 6, 3), (4, 3)], True),  # before the last sample
         ([(3, 4, PER_EPOCH), (2, 6)], True),  # at the end of the epoch
         ([(4, 3, 2), (1, 12)], True),
         ([(3, 4, 1), (2, 6, 2), (1, 12)], True),  # twice in one epoch
         ([(2, 2, 2, 2), (1, 2, None, 4)], False),  # in other groups
+        # 19 micro-batches of 2, of which 6 are dealt for each update
+        ([(2, 2, 1, *DEALT), (4, 2, 2, *DEALT), (1, 2, 3, *DEALT), (3, 2, 6, *DEALT), (2, 2, None, *DEALT)], True),
     ],
-    ids=["1 to 3", "2 to 4", "3 to 2", "4 to 1", "3 to 2 to 1", "2 to 1 in other groups"],
+    ids=["1 to 3", "2 to 4", "3 to 2", "4 to 1", "3 to 2 to 1", "2 to 1 in other groups", "dealt"],
 )
 def test_each_sample_of_the_epoch_is_seen_once(plan, learns_the_same, tmp_path):
     seen = []
