@@ -13,7 +13,6 @@ from ignite.engine import Events
 from ignite_engine import TrainingEvents
 from tests.kit import task
 
-BEFORE_COPY = "before the copy"
 EVENTS = {event.name: event for event in (*Events, *TrainingEvents)}
 
 
@@ -24,7 +23,6 @@ class Death:
     Attributes:
         at: the iteration; 0: before its first, while it is built.
         how: a signal, "raise" or "hang".
-        after_peer: with BEFORE_COPY; it waits until its peer has copied the state of this iteration.
         in_turn: not before those before it in the list.
         times: how often, one start after the other.
     """
@@ -33,7 +31,6 @@ class Death:
     event: str = "ITERATION_COMPLETED"
     rank: int = 0
     how: str = "SIGKILL"
-    after_peer: bool = False
     in_turn: bool = False
     times: int = 1
 
@@ -51,14 +48,8 @@ class Deaths:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.happen(lambda death: death.at == 0)
 
-    def attach_before_copies(self, trainer):
-        """To the event before a copy, on which no rank waits for the other."""
-        if any(death.after_peer for death in self.deaths):
-            trainer.add_event_handler(Events.ITERATION_COMPLETED, self.look)
-        trainer.add_event_handler(TrainingEvents.RESUME_POINT, self.at, trainer, BEFORE_COPY)
-
     def attach(self, trainer):
-        for name in {death.event for death in self.deaths} - {BEFORE_COPY}:
+        for name in {death.event for death in self.deaths}:
             trainer.add_event_handler(EVENTS[name], self.at, trainer, name)
         trainer.add_event_handler(Events.ITERATION_STARTED, self.note, trainer, "at")
         trainer.add_event_handler(TrainingEvents.RESUME_POINT, self.note, trainer, "copied")
@@ -71,21 +62,12 @@ class Deaths:
         part.write_text(str(trainer.state.iteration))
         part.rename(self.folder / f"{name}_{idist.get_rank()}")
 
-    def slots(self):
-        """The first page of each slot of the peer, which changes with each copy."""
-        return [path.open("rb").read(4096) for path in sorted(slots_of(self.folder, 1 - idist.get_rank()))]
-
-    def look(self):
-        self.seen = self.slots()
-
     def happen(self, is_meant):
         for number, death in enumerate(self.deaths):
             if death.in_turn and not all((self.folder / each.marker).exists() for each in self.deaths[:number]):
                 continue
             died, rank = self.folder / death.marker, idist.get_rank()
             if is_meant(death) and death.rank == rank and number_in(died) < death.times:
-                while death.after_peer and self.slots() == self.seen:
-                    time.sleep(0.005)
                 died.write_text(str(number_in(died) + 1))
                 if death.how == "raise":
                     raise ArithmeticError("a program's own error")

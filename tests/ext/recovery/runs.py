@@ -50,7 +50,6 @@ def train(
     torch.manual_seed(seed + rank)
     MetricLogger(folder, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=3))
     deaths = Deaths(folder, deaths)
-    deaths.attach_before_copies(trainer)
     checkpoint = Checkpoint(folder / "checkpoints", **{"memory": 1, **options})
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=save_every))
     try:

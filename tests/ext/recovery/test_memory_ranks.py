@@ -59,11 +59,6 @@ def test_killed_where_no_peer_learns_of_it_one_iteration_is_lost_and_no_bit(tmp_
     assert starts(tmp_path / "run") == [0, 6]
 
 
-def test_an_exception_of_one_rank_leaves_nothing(tmp_path):
-    assert once(tmp_path / "run", [Death(5, rank=1, how="raise")], "ddp") == [1, 1]
-    assert copies_of(tmp_path) == []
-
-
 def test_slots_of_ranks_that_are_no_more_go_with_the_second_copy(tmp_path):
     """Until then a start on all ranks finds theirs."""
     folder, four = tmp_path / "run", ["rank_0.0", "rank_0.1", "rank_1.0", "rank_1.1"]
