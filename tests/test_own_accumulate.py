@@ -13,28 +13,29 @@ EPOCHS, BATCH, STEPS = 3, 4, 2
 RHO = 0.05
 
 
+def climb(parameters):
+    """Go where the loss is highest near the weights; what brings them back."""
+    held = [parameter.detach().clone() for parameter in parameters]
+    norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.add_(parameter.grad * (RHO / (norm + 1e-12)))
+    return lambda: [parameter.data.copy_(value) for parameter, value in zip(parameters, held, strict=True)]
+
+
 class SharpnessAwareUpdate(Update):
     """Two passes over the group: the gradient is taken where the loss is highest near the weights."""
 
     def accumulate(self, engine, micro_batches, scales):
         output = super().accumulate(engine, micro_batches, scales)
-        parameters = list(self.model.parameters())
-        weights = [parameter.detach().clone() for parameter in parameters]
-        norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
-        with torch.no_grad():
-            for parameter in parameters:
-                parameter.add_(parameter.grad * (RHO / (norm + 1e-12)))
+        go_back = climb(list(self.model.parameters()))
         nearby = super().accumulate(engine, micro_batches, scales)
-        with torch.no_grad():
-            for parameter, value in zip(parameters, weights, strict=True):
-                parameter.copy_(value)
+        go_back()
         return output | {"loss/nearby": nearby["loss"]}
 
 
 def by_hand(model, batches, *, precision, clip_norm):
-    """As in the paper: climb by the norm of the group's gradient, and step from the weights with the gradient there."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    parameters = list(model.parameters())
 
     def gradients(group):
         optimizer.zero_grad()
@@ -43,21 +44,14 @@ def by_hand(model, batches, *, precision, clip_norm):
                 loss = mse(model, batch)
             (loss / len(group)).backward()
 
-    for _ in range(EPOCHS):
-        for start in range(0, len(batches), STEPS):
-            group = batches[start : start + STEPS]
-            gradients(group)
-            held = [parameter.detach().clone() for parameter in parameters]
-            norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
-            with torch.no_grad():
-                for parameter in parameters:
-                    parameter.add_(parameter.grad * (RHO / (norm + 1e-12)))
-            gradients(group)
-            with torch.no_grad():
-                for parameter, value in zip(parameters, held, strict=True):
-                    parameter.copy_(value)
-            nn.utils.clip_grad_norm_(parameters, clip_norm)
-            optimizer.step()
+    for start in [*range(0, len(batches), STEPS)] * EPOCHS:
+        group = batches[start : start + STEPS]
+        gradients(group)
+        go_back = climb(list(model.parameters()))
+        gradients(group)
+        go_back()
+        nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
     return one(model)
 
 

@@ -19,6 +19,7 @@ from tests.kit.resume import Program, assert_resumes
 from tests.kit.tiny import one
 
 DATA = ring(40)
+LOSSES = {"discriminator": discriminator_loss, "generator": generator_loss}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -33,8 +34,7 @@ def optimizers(gan):
 
 def updates_of(gan, every=1, **options):
     own = optimizers(gan)
-    losses = {"discriminator": discriminator_loss, "generator": generator_loss}
-    made = {name: Update(gan, own[name], losses[name], **options) for name in own}
+    made = {name: Update(gan, own[name], LOSSES[name], **options) for name in own}
     return Updates(made, every={"generator": every})
 
 
@@ -84,8 +84,7 @@ def test_optimizer_of_another_kind_is_left_out_by_its_own_name(tmp_path, turn):
         gan = networks()
         own = optimizers(gan)
         own[turn] = kind(getattr(gan, turn).parameters(), lr=1e-2)
-        losses = {"discriminator": discriminator_loss, "generator": generator_loss}
-        trainer = Trainer(Updates({name: Update(gan, own[name], losses[name]) for name in own}))
+        trainer = Trainer(Updates({name: Update(gan, own[name], LOSSES[name]) for name in own}))
         checkpoint = Checkpoint(tmp_path)
         checkpoint.attach(trainer, Events.COMPLETED)
         checkpoint.resume(ignore=ignore)
@@ -133,16 +132,13 @@ def test_schedules_and_average_move_with_their_own_update():
     trainer.add_event_handler(TrainingEvents.OPTIMIZER_STEP_COMPLETED, lambda trainer: seen.append(updates.turn))
     trainer.run(list(DATA.split(8)), max_iters=5)
 
-    assert seen == ["discriminator", "discriminator", "generator", "discriminator"] + ["discriminator", "generator"] + [
-        "discriminator"
-    ]
+    assert seen == [*["discriminator", "discriminator", "generator"] * 2, "discriminator"]
     assert {name: schedule.steps for name, schedule in schedules.items()} == {"discriminator": 5, "generator": 2}
     assert ema.updates == 2 and trainer.state.optimizer_steps == 7 and updates.turn is None
 
 
 def test_each_reports_under_its_name_and_the_means_are_of_what_was_made():
-    gan, rows = networks(), []
-    trainer = Trainer(updates_of(gan, every=2))
+    rows, trainer = [], Trainer(updates_of(networks(), every=2))
     MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda trainer: rows.append(set(trainer.state.output)))
     trainer.run(list(DATA.split(8)), max_iters=4)
