@@ -1,65 +1,82 @@
-"""A task is found by file or module, executed once, and its errors are one line with the user's own line."""
+"""A task is found by file or module with its neighbours, and a run's folder can be read whatever its values are."""
 
+import json
+import math
 import sys
 
 import pytest
-from ignite.metrics import Average
 
-from ignite_engine.task import Task, TaskError, build_task, find_task
-from tests.kit.tiny import Numbers, linear, mse
+from tests.kit.fitting import at, fitted, read
+from tests.kit.refusals import CommandRefused, command, refuses
 
 TASK = """
-import neighbour
-LOADED = []
-LOADED.append(1)
+from pathlib import Path
+
+import torch
+from ignite.metrics import Average
+from ignite_engine import Task
+import neighbour_of_{name}
+
+with Path(__file__).with_suffix(".ran").open("a") as file:
+    file.write("ran ")
 
 
 def build(options):
-    return neighbour.task(options["width"])
+    data = neighbour_of_{name}.data(torch)
+    return Task(torch.nn.Linear(2, 1), lambda model, batch: model(batch[0]).mean(), data)
 
 
-def fails(options):
-    return options["gone"]
+def number(options):
+    return 3
+
+
+def no_predict(options):
+    task = build(options)
+    task.metrics = {{"mean": Average()}}
+    return task
 """
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def name(tmp_path, monkeypatch):
+    """A task, above its config, of a name that no other test has."""
+    name = f"task_{abs(hash(tmp_path))}"
+    (tmp_path / f"{name}.py").write_text(TASK.format(name=name))
+    neighbour = "def data(torch):\n    return torch.utils.data.TensorDataset(torch.ones(8, 2))\n"
+    (tmp_path / f"neighbour_of_{name}.py").write_text(neighbour)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "run.yaml").write_text(f"task: {name}.py:build\nrun: {{max_iterations: 1}}\n")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    before = set(sys.modules)
-    (tmp_path / "my_task.py").write_text(TASK)
-    (tmp_path / "neighbour.py").write_text("def task(width):\n    return width\n")
-    (tmp_path / "configs" / "deep").mkdir(parents=True)
-    yield tmp_path
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
+    monkeypatch.chdir(tmp_path / "configs")
+    return name
 
 
-def test_file_is_found_above_the_config_and_imports_its_neighbours(folder):
-    build = find_task("my_task.py:build", folder / "configs" / "deep")
-
-    assert build({"width": 3}) == 3
-    assert find_task(f"{folder / 'my_task.py'}:build") is build  # not executed again
-
-
-def test_module_is_found_by_name(folder, monkeypatch):
-    monkeypatch.syspath_prepend(folder)
-
-    assert find_task("my_task:build").__name__ == "build"
+def test_file_is_found_above_the_config_imports_its_neighbours_and_runs_once(name, tmp_path):
+    for task in (f"{name}.py:build", f"{tmp_path / name}.py:build"):
+        assert "3 parameters" in command("describe", "run.yaml", f"task={task}")
+    sys.path.insert(0, str(tmp_path))
+    assert "3 parameters" in command("describe", "run.yaml", f"task={name}:build")
+    assert (tmp_path / f"{name}.ran").read_text() in ("ran ", "ran ran ")  # a module of that name is another one
 
 
-def test_error_of_a_task_names_its_own_line_and_is_the_cause(folder):
-    with pytest.raises(TaskError, match=r"fails\(\) raised KeyError: 'gone' \(at .*my_task.py:12\)") as caught:
-        build_task(find_task("my_task.py:fails", folder), {})
+@pytest.mark.parametrize(
+    ("function", "words"), [("number", "returned int Task"), ("no_predict", "metrics (mean) predict")]
+)
+def test_only_a_whole_task_is_taken(function, words, name):
+    refuses(lambda: command("describe", "run.yaml", f"task={name}.py:{function}"), CommandRefused, words)
 
-    assert isinstance(caught.value.__cause__, KeyError)
+
+def test_numbers_that_json_lacks_are_strings_that_float_reads_back(tmp_path):
+    odd = {"lost": math.nan, "least": -math.inf}
+    fitted(tmp_path, max_epochs=1, handlers=[at(2, lambda trainer: trainer.state.metrics.update(odd))])
+
+    values = json.loads((tmp_path / "summary.json").read_text(), parse_constant=lambda constant: 1 / 0)["metrics"]
+    assert math.isnan(float(values["lost"])) and float(values["least"]) == -math.inf
 
 
-def test_only_a_whole_task_is_taken():
-    task = Task(linear(), mse, Numbers(4))
+def test_config_that_is_damaged_is_compared_with_nothing(tmp_path, caplog):
+    fitted(tmp_path, max_epochs=1)
+    (tmp_path / "config.yaml").write_bytes(b"run: \xff\xfe")
+    fitted(tmp_path, max_epochs=2)
 
-    assert build_task(lambda options: task, {}) is task
-    with pytest.raises(TaskError, match=r"returned int, expected an ignite_engine\.Task\."):
-        build_task(lambda options: 3, {})
-    with pytest.raises(TaskError, match=r"gave metrics \(accuracy\) but no predict"):
-        build_task(lambda options: Task(linear(), mse, Numbers(4), metrics={"accuracy": Average()}), {})
+    assert "config.yaml cannot be compared" in caplog.text and read(tmp_path)["status"] == "completed"

@@ -9,7 +9,8 @@ import pytest
 import torch
 from ignite.engine import Events
 
-from ignite_engine import Trainer, TrainingEvents
+from ignite_engine import Trainer, TrainingEvents, seed_everything
+from ignite_engine.handlers import MetricLogger
 from tests.kit.resume import EVERYWHERE, PLACES, assert_resumes, program
 from tests.kit.seen import Seen
 from tests.kit.tiny import events_of, numbers_loader, trainer_of, weights
@@ -36,6 +37,15 @@ def test_resumed_run_draws_on_from_every_generator_of_the_host(kind, tmp_path):
         assert_resumes(program([lambda: Seen(drawn)]), tmp_path, at=EVERYWHERE, how=["stop"])
     finally:
         np.random.set_bit_generator(np.random.MT19937(0))
+
+
+def test_seed_everything_seeds_every_generator_of_the_host():
+    drawn = []
+    for seed in (3, 3, 4, (1 << 63) + 3):
+        seed_everything(seed)
+        drawn.append([random.random(), random.gauss(0, 1), float(np.random.randn()), torch.randn(()).item()])
+
+    assert drawn[0] == drawn[1] != drawn[3] and not set(drawn[0]) & set(drawn[2])
 
 
 def test_stop_within_a_group_ends_at_a_clean_boundary():
@@ -78,8 +88,6 @@ def test_a_dropped_trainer_frees_its_model_at_once():
 @pytest.mark.row("A8")
 @pytest.mark.parametrize("result", [0.5, torch.tensor(0.5), {"loss": 0.5, "accuracy": 1.0}], ids=["a", "b", "c"])
 def test_users_own_update_may_return_a_number_a_tensor_or_a_mapping(result):
-    from ignite_engine.handlers import MetricLogger
-
     batches = []
 
     def update(engine, batch):
