@@ -5,7 +5,6 @@ import torch
 from ignite.engine import Events
 from ignite.metrics import (
     Accuracy,
-    Average,
     ConfusionMatrix,
     EpochMetric,
     Loss,
@@ -14,7 +13,6 @@ from ignite.metrics import (
     Precision,
     Recall,
     RunningAverage,
-    TopKCategoricalAccuracy,
 )
 from torch import nn
 
@@ -38,14 +36,10 @@ def spread(predictions, targets):
 
 METRICS = {
     "accuracy": Accuracy,
-    "loss": cross_entropy,
     "lambda of metrics": f1,
     "list of outputs": lambda: EpochMetric(spread),
-    "running average": lambda: RunningAverage(output_transform=lambda output: output[0].sum()),
     "running average of a metric": lambda: RunningAverage(Accuracy()),
     "confusion matrix": lambda: ConfusionMatrix(3),
-    "average": lambda: Average(output_transform=lambda output: output[0].mean()),
-    "top k": lambda: TopKCategoricalAccuracy(2),
     "group": lambda: MetricGroup({"accuracy": Accuracy(), "loss": cross_entropy()}),
     "more than its state_dict tells": MutualInformation,
 }

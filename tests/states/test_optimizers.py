@@ -10,7 +10,7 @@ from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import Checkpoint
 from tests.kit import saved
 from tests.kit.refusals import refusals
-from tests.kit.resume import leaves, same_bits
+from tests.kit.resume import Program, assert_resumes, leaves
 from tests.kit.tiny import Numbers, linear, mse, one, trainer_of
 
 
@@ -24,39 +24,8 @@ def run(trainer, iterations):
     trainer.run(loader(Numbers(24), 2), max_iters=iterations)
 
 
-def numbered(parameters):
-    return {parameter: number for number, parameter in enumerate(parameters)}
-
-
-def assert_goes_on(folder, start, stop=3, last=6, strict=True, **options):
-    """A run that ends after an iteration, and another one that goes on, end as the whole one.
-
-    Args:
-        start: makes a trainer, and gives it with all parameters and the optimizer.
-
-    Returns:
-        What ``start`` gave for the whole run.
-    """
-    made = {}
-    for name, ends in (("whole", (last,)), ("cut", (stop, last))):
-        for end in ends:
-            made[name] = trainer, _, _ = start()
-            attached(trainer, folder / name, strict=strict, **options).resume()
-            run(trainer, end)
-            assert trainer.state.iteration == end
-    (_, whole, first), (_, parameters, second) = made["whole"], made["cut"]
-    assert all(torch.equal(*pair) for pair in zip(whole, parameters, strict=True))
-    assert [each.requires_grad for each in whole] == [each.requires_grad for each in parameters]
-    states = [
-        dict(leaves({names.get(key, key): value for key, value in each.state.items()}))
-        for each, names in ((first, numbered(whole)), (second, numbered(parameters)))
-    ]
-    assert states[0].keys() == states[1].keys()
-    assert all(same_bits(value, states[1][path]) for path, value in states[0].items())
-    assert [len(group["params"]) for group in first.param_groups] == [
-        len(group["params"]) for group in second.param_groups
-    ]
-    return made["whole"]
+def resumes(build, folder, *parts, **options):
+    assert_resumes(Program(build, parts=parts, checkpoint=options), folder, at=(3,), how=("stop",))
 
 
 # -- optimizers of all kinds -------------------------------------------------------------------------------------------
@@ -79,6 +48,15 @@ class Around:
     @property
     def defaults(self):
         return self.base.defaults
+
+
+class Closed:
+    """Has the state of torch's optimizers, and shows no groups; to be registered by its own update."""
+
+    def __init__(self, parameters, lr):
+        self.base = torch.optim.AdamW(parameters, lr)
+        self.zero_grad, self.step = self.base.zero_grad, self.base.step
+        self.state_dict, self.load_state_dict = self.base.state_dict, self.base.load_state_dict
 
 
 class WithKeys(torch.optim.NAdam):
@@ -142,17 +120,14 @@ def without_state(parameters, lr):
 KINDS = {
     "AdamW": torch.optim.AdamW,
     "NAdam": torch.optim.NAdam,  # its mu_product is fp32 beside bf16 weights; torch's own loading casts it
-    "ASGD": torch.optim.ASGD,
     "keys of its own": WithKeys,
     "around keys": lambda parameters, lr: Around(WithKeys(parameters, lr)),
     "around another": lambda parameters, lr: Around(torch.optim.SGD(parameters, lr, momentum=0.9)),
-    "a mapping": in_fp32(lambda value: {"sum": value}),
-    "a list": in_fp32(lambda value: {"sums": [value]}),
     "nested": in_fp32(lambda value: {"sums": ({"inside": value},)}),
     "a tensor": in_fp32(lambda value: value),
     "beside its state": Lookahead,
 }
-OWN = ["AdamW", "NAdam", "nested", "beside its state"]
+OWN = [torch.optim.AdamW, KINDS["nested"], Lookahead, without_state, Closed]
 
 
 def training(kind, dtype, own):
@@ -164,23 +139,26 @@ def training(kind, dtype, own):
 
     def update(engine, batch):
         optimizer.zero_grad()
-        loss_fn(model, batch).backward()
+        loss = loss_fn(model, batch)
+        loss.backward()
         optimizer.step()
+        return loss.detach()
 
     trainer = Trainer(update if own else Update(model, optimizer, loss_fn))
     if own:
         trainer.register("model", model, shared=True)
         trainer.register("optimizer", optimizer, shared=True)
-    return trainer, [*model.parameters()], getattr(optimizer, "base", optimizer)
+    return trainer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("name", "own"), [*((name, False) for name in KINDS), *((name, True) for name in OWN), (without_state, True)]
+    ("kind", "own"),
+    [*((kind, False) for kind in KINDS.values()), *((kind, True) for kind in OWN)],
+    ids=[*KINDS, *(f"own update {number}" for number in range(len(OWN)))],
 )
-def test_state_of_any_form_is_resumed_in_its_own_type(tmp_path, name, own, dtype):
-    kind = name if callable(name) else KINDS[name]
-    assert_goes_on(tmp_path, lambda: training(kind, dtype, own))
+def test_state_of_any_form_is_resumed_in_its_own_type(kind, own, dtype, tmp_path):
+    resumes(lambda: training(kind, dtype, own), tmp_path, "model", "optimizer", strict=True)
 
 
 # -- groups that change during a run -----------------------------------------------------------------------------------
@@ -201,31 +179,11 @@ def freeze(model):
     return torch.optim.AdamW(model.head.parameters(), lr=0.1)
 
 
-def add_group(model, optimizer):
-    model.body.requires_grad_(True)
-    optimizer.add_param_group({"params": list(model.body.parameters()), "lr": 0.01})
-
-
-def append(model, optimizer):
-    model.body.requires_grad_(True)
-    optimizer.param_groups[0]["params"].extend(model.body.parameters())
-
-
 def clear_and_add(model, optimizer):
     model.body.requires_grad_(True)
     model.head.bias.requires_grad_(False)
     optimizer.param_groups.clear()
     optimizer.add_param_group({"params": [model.body.weight, model.head.bias], "weight_decay": 0.5})
-
-
-def freeze_in_place(model):
-    model.body.requires_grad_(False)
-    return torch.optim.AdamW(model.parameters(), lr=0.1)
-
-
-def unfreeze_in_place(model, optimizer):
-    model.body.requires_grad_(True)
-    model.head.bias.requires_grad_(False)
 
 
 def named(model):
@@ -237,10 +195,7 @@ def add_named_group(model, optimizer):
 
 
 CHANGES = [
-    (freeze, add_group),
-    (freeze, append),
     (freeze, clear_and_add),
-    (freeze_in_place, unfreeze_in_place),
     (named, add_named_group),
 ]
 
@@ -253,21 +208,10 @@ def test_a_run_that_changed_its_groups_is_resumed_by_the_same_program(build, cha
         optimizer = build(model)
         trainer = Trainer(Update(model, optimizer, mse, clip_norm=0.1), 2)
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=changed_at), lambda: change(model, optimizer))
-        return trainer, [*model.parameters()], optimizer
+        return trainer
 
-    _, (body, *_), _ = assert_goes_on(tmp_path, start)
-    assert not torch.equal(body, Parts().body.weight)
-
-
-def test_a_group_that_the_program_adds_before_the_resume_is_taken_as_it_is(tmp_path):
-    def start():
-        model = Parts()
-        optimizer = freeze(model)
-        add_group(model, optimizer)
-        return Trainer(Update(model, optimizer, mse)), [*model.parameters()], optimizer
-
-    _, _, optimizer = assert_goes_on(tmp_path, start)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.01]
+    resumes(start, tmp_path, "model", "optimizer", strict=True)
+    assert not torch.equal(saved.parts(tmp_path / "whole")["model"]["body.weight"], Parts().body.weight)
 
 
 # -- what is trained outside of the model ------------------------------------------------------------------------------
@@ -292,77 +236,56 @@ def module_loss(model):
     return loss_fn, [loss_fn.weight], ["loss_fn.weight", "loss_fn.calls"]
 
 
-def method_of_a_module(model):
-    loss_fn = ArcLike(model)
-    return loss_fn.forward, [loss_fn.weight], ["loss_fn.weight", "loss_fn.calls"]
-
-
 def closure(model):
     temperature = nn.Parameter(torch.ones(1))
     return lambda model, batch: mse(model, batch) * temperature, [temperature], ["optimizer.1.0"]
 
 
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("make", [module_loss, method_of_a_module, closure])
-def test_parameters_that_the_model_does_not_hold_are_saved_and_resumed(make, background, tmp_path):
+@pytest.mark.parametrize("make", [module_loss, closure])
+def test_parameters_that_the_model_does_not_hold_are_saved_and_resumed(make, tmp_path):
     def start():
         model = linear()
         loss_fn, held, _ = make(model)
         optimizer = torch.optim.AdamW([{"params": list(model.parameters())}, {"params": held}], lr=0.1)
-        return Trainer(Update(model, optimizer, loss_fn)), [*model.parameters(), *held], optimizer
+        return Trainer(Update(model, optimizer, loss_fn))
 
-    _, parameters, _ = assert_goes_on(tmp_path, start, background=background)
+    resumes(start, tmp_path, "parameters", strict=True, background=True)
     names = make(linear())[2]
     parts = saved.parts(tmp_path / "whole")
     assert sorted(parts["parameters"]) == sorted(names)
     assert parts["optimizer"]["param_groups"][1]["params"] == [f"parameters/{names[0]}"]
-    assert not torch.equal(parameters[-1], torch.ones_like(parameters[-1]))
+    assert not torch.equal(parts["parameters"][names[0]], torch.ones_like(parts["parameters"][names[0]]))
 
 
-def test_parameters_that_come_from_outside_during_the_run_are_reported(tmp_path):
+def test_parameters_that_come_from_outside_during_the_run_are_reported():
     trainer = trainer_of()
     assert trainer.reproducibility() == []
     trainer.update.optimizers["optimizer"].add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     (reason,) = trainer.reproducibility()
     assert "optimizer" in reason and "without saving their values" in reason
-    attached(without := trainer_of(), tmp_path)
-    run(without, 1)
-    assert "parameters" not in saved.parts(tmp_path)
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-class Wrapper(nn.Module):
-    """Looks like DDP."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, inputs):
-        return self.module(inputs)
-
-    def no_sync(self): ...
-
-
 def test_names_do_not_depend_on_the_wrapping(tmp_path):
     model = linear()
-    trainer = Trainer(Update(Wrapper(model), torch.optim.AdamW(model.parameters(), lr=0.1), mse))
+    trainer = Trainer(Update(nn.DataParallel(model), torch.optim.AdamW(model.parameters(), lr=0.1), mse))
     attached(trainer, tmp_path)
     run(trainer, 2)
     parts = saved.parts(tmp_path)
     names = [name for name, _ in model.named_parameters()]
     assert list(parts["model"]) == list(parts["optimizer"]["state"]) == names
     assert parts["optimizer"]["param_groups"][0]["params"] == names
-    for wrap in (Wrapper, torch.compile, lambda each: Wrapper(torch.compile(each))):
+    for wrap in (nn.DataParallel, torch.compile, lambda each: nn.DataParallel(torch.compile(each))):
         other = linear()
         load_weights(wrap(other), tmp_path)
         assert torch.equal(one(other), one(model))
 
 
 def test_the_state_of_an_optimizer_finds_its_parameters_in_another_order(tmp_path):
-    whole, _, before = training(torch.optim.AdamW, torch.float32, False)
+    whole = training(torch.optim.AdamW, torch.float32, False)
+    before = whole.update.optimizers["optimizer"]
     attached(whole, tmp_path)
     run(whole, 2)
     model = linear()
@@ -396,21 +319,12 @@ def other(saved_by, resumed_by):
     return call
 
 
-def two_optimizers(kind):
-    def make():
-        model = Parts()
-        both = {"body": kind(model.body.parameters()), "head": torch.optim.SGD(model.head.parameters())}
-        return Trainer(Update(model, both, mse))
-
-    return make
-
-
 def smaller():
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 1), nn.Linear(1, 1))
 
 
-LIKE = [("AdamW", "Adam"), ("Adam", "AdamW"), ("Adam", "Adamax"), ("NAdam", "RAdam"), ("AdamW", "SGD")]
+LIKE = [("AdamW", "Adam"), ("Adam", "Adamax")]
 test_refusals = refusals(
     [
         (
@@ -438,14 +352,8 @@ test_refusals = refusals(
             for first, second in LIKE
         ),
         (
-            "one of several",
-            other(two_optimizers(torch.optim.AdamW), two_optimizers(torch.optim.Adam)),
-            StateMismatch,
-            "resume(ignore=['optimizer/body'])",
-        ),
-        (
             "a state_dict without state",
-            other(lambda: training(without_state, torch.float32, False)[0], linear),
+            other(lambda: training(without_state, torch.float32, False), linear),
             StateMismatch,
             "Lookahead no 'state' trainer.register",
         ),

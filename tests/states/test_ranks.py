@@ -1,10 +1,8 @@
-"""What ranks draw and hold: numbers of their own, values that must be the same, tensors that are sharded."""
+"""What ranks hold: values that must be the same, tensors that are sharded."""
 
 import pytest
 import torch
-from ignite.engine import Events
 from torch import nn
-from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,26 +11,7 @@ from ignite_engine.errors import NotExact, RanksDiffer
 from ignite_engine.handlers import Checkpoint, DigestTrail
 from tests.kit.processes import ranks
 from tests.kit.refusals import refuses
-from tests.kit.tiny import Numbers, linear, mse, one, trainer_of
-
-
-def drawn_in_an_iteration(rank, folder):
-    trainer, checkpoint, drawn = trainer_of(linear()), Checkpoint(folder), []
-    checkpoint.attach(trainer)
-    checkpoint.resume()
-    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: drawn.append(torch.rand(4)))
-    trainer.run(loader(Numbers(24), 2), max_epochs=1 if rank is None else 2, epoch_length=1)
-    return drawn[0].tolist()
-
-
-def test_a_rank_that_did_not_exist_draws_other_numbers_than_rank_0(tmp_path):
-    for name in ("alone", "of_ranks"):
-        torch.manual_seed(0)
-        drawn_in_an_iteration(None, tmp_path / name)
-    first, *others = ranks(3, drawn_in_an_iteration, tmp_path / "of_ranks")
-    assert first == drawn_in_an_iteration(0, tmp_path / "alone")
-    assert first not in others and others[0] != others[1]
-
+from tests.kit.tiny import Numbers, linear, mse
 
 # -- values that differ between ranks ----------------------------------------------------------------------------------
 
@@ -158,21 +137,3 @@ def resumed_sharded(rank, folder):
 
 def test_torchs_own_optimizer_of_a_sharded_model_is_resumed(tmp_path):
     assert ranks(2, resumed_sharded, tmp_path) == [(True, 6, 6)] * 2
-
-
-def trained_by(rank, folder):
-    ends = []
-    for name, wrap in (("ddp", DistributedDataParallel), ("replicate", replicate)):
-        for iterations in (3, 6):  # the second goes on where the first has ended
-            model = wrap(linear())
-            trainer = Trainer(Update(model, torch.optim.AdamW(model.parameters(), lr=0.1), mse), 2)
-            checkpoint = Checkpoint(folder / name)
-            checkpoint.attach(trainer)
-            checkpoint.resume()
-            trainer.run(loader(Numbers(48), 2), max_iters=iterations)
-        ends.append(one(model))
-    return torch.equal(*ends)
-
-
-def test_a_model_that_replicate_prepares_is_trained_and_resumed_as_by_ddp(tmp_path):
-    assert ranks(2, trained_by, tmp_path) == [True, True]

@@ -1,23 +1,18 @@
 """A resume changes the base of the engine's schedules, or the rate of an optimizer without one; torch's keep theirs."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from ignite.engine import Events
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 from ignite_engine import Trainer, Update, loader
 from ignite_engine.handlers import Checkpoint, LRSchedule, warmup_linear
 from tests.kit.tiny import Numbers, linear, mse
 
-Make = Callable[[Optimizer], Any]
-
 
 def rates_of(folder, stop, lr=None, make=None, *, attach_late=False):
     """The rates of each update until ``stop``, of a run that resumes with ``lr``."""
-    model, used = linear(), list[list[float]]()
+    model, used = linear(), []
     first, *others = (module for module in model if isinstance(module, nn.Linear))
     groups = [{"params": first.parameters(), "name": "first"}, {"params": others[0].parameters(), "lr": 0.2}]
     optimizer = SGD(groups, lr=0.1)

@@ -51,9 +51,22 @@ def registering(name, value):
     return call
 
 
+def attach_as_mine(trainer):
+    kept = Kept()
+    kept.name = "mine"
+    trainer.add_event_handler(Events.COMPLETED, kept)
+    return kept
+
+
 test_refusals = refusals(
     [
         ("a name that is taken", registering("name", Kept()), ValueError, "'name' taken Kept own name"),
+        (
+            "attached twice",
+            lambda: [attach_as_mine(trainer) for trainer in [trainer_of()] * 2],
+            ValueError,
+            "'mine' taken",
+        ),
         ("no state", registering("number", 3), TypeError, "state_dict load_state_dict int"),
     ]
 )
@@ -70,23 +83,14 @@ def test_attached_objects_with_a_state_register_by_themselves():
     assert label == "tests/Kept" and trainer.registry.objects[label] is first
     # a second one without a name has no stable place
     assert trainer.reproducibility() == [f"{label} is attached but not saved"]
-
-
-def test_named_objects_register_under_their_name():
-    trainer, kept, other = trainer_of(), Kept(), Kept()
-    kept.name = other.name = "mine"
-    trainer.add_event_handler(Events.COMPLETED, kept)
-
-    assert trainer.registry.objects["mine"] is kept
-    with pytest.raises(ValueError, match="'mine' is taken"):
-        trainer.add_event_handler(Events.COMPLETED, other)
+    named = attach_as_mine(trainer)
+    assert trainer.registry.objects["mine"] is named
 
 
 def test_checkpoint_without_any_parameters_is_said_to_be_inexact(tmp_path, caplog):
     """A GAN's own update function, say: its checkpoint would hold counters alone."""
-    model, kept = linear(), Kept(1)
     trainer = Trainer(lambda engine, batch: 1.0)
-    trainer.register("kept", kept)
+    trainer.register("kept", Kept(1))
     Checkpoint(tmp_path / "any").attach(trainer)
     reason = "no parameters are saved, as no model is registered (trainer.register(name, model) saves one)"
 
@@ -97,8 +101,8 @@ def test_checkpoint_without_any_parameters_is_said_to_be_inexact(tmp_path, caplo
     Checkpoint(tmp_path / "strict", strict=True).attach(strict)
     with pytest.raises(NotExact, match="no parameters are saved"):
         strict.run([1, 2])
-    trainer.register("generator", model)
-    assert reason not in trainer.reproducibility()
+    trainer.register("own", Kept([torch.zeros(3)]))
+    assert trainer.reproducibility() == []
 
 
 def test_optimizer_of_ones_own_update_that_nobody_registered_is_said_to_be_missing(tmp_path):
@@ -109,14 +113,13 @@ def test_optimizer_of_ones_own_update_that_nobody_registered_is_said_to_be_missi
         scaler.step(adam)
         return 1.0
 
-    class Step:
-        def __init__(self):
-            self.first = adam
-
-        def __call__(self, engine, batch):
+    class Own:
+        def step(self, engine, batch):
             return 1.0
 
-    for update, names in ((step, ["adam", "scaler"]), (Step(), ["first"]), (Step().__call__, ["first"])):
+    own = Own()
+    own.first = adam
+    for update, names in ((step, ["adam", "scaler"]), (own.step, ["first"])):
         trainer = Trainer(update)
         Checkpoint(tmp_path).attach(trainer)
         trainer.register("model", model)
@@ -125,11 +128,3 @@ def test_optimizer_of_ones_own_update_that_nobody_registered_is_said_to_be_missi
         trainer.register("optimizer", adam, shared=True)
         trainer.register("scaler", scaler, shared=True)
         assert trainer.reproducibility() == []
-
-
-def test_tensors_of_an_object_of_its_own_kind_count_as_parameters(tmp_path):
-    trainer = Trainer(lambda engine, batch: 1.0)
-    Checkpoint(tmp_path).attach(trainer)
-    trainer.register("both", Kept([torch.zeros(3)]))
-
-    assert trainer.reproducibility() == []
