@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
-from ignite_engine import Trainer, Update, loader
+from ignite_engine import Trainer, loader
 from ignite_engine.errors import Interrupted
 from ignite_engine.handlers import Checkpoint, GracefulStop
 from tests.kit.processes import ranks
-from tests.kit.tiny import Numbers, linear, one, trainer_of
+from tests.kit.tiny import Numbers, trainer_of
 
 
 class Stream(IterableDataset):
@@ -79,51 +79,7 @@ def test_epochs_of_unsized_data_end_together():
     assert events == ["EPOCH_STARTED", "DATALOADER_STOP_ITERATION", "EPOCH_COMPLETED"] * 3 and length == 7
 
 
-def test_a_short_group_is_filled_up_to_the_longest():
-    def groups(rank):
-        trainer, seen = trainer_and_seen(3)
-        trainer.run(streamed(rank, (7, 4)[rank]), max_epochs=1)
-        return seen
-
-    assert ranks(2, groups) == [
-        [(1, [0, 1, 2], 6), (1, [3, 4, 5], 4), (1, [6], 1)],
-        [(1, [100, 101, 102], 6), (1, [103], 4), (1, [], 1)],
-    ]
-
-
-@pytest.mark.row("H2")
-def test_a_rank_without_a_batch_trains_along():
-    def work(rank, model):
-        trainer = trainer_of(model)
-        trainer.run(loader(Numbers(1), 2), max_epochs=3)
-        return one(model), trainer.state.iteration
-
-    alone, _ = work(0, linear())
-    for weights, iterations in ranks(2, lambda rank: work(rank, DistributedDataParallel(linear()))):
-        assert iterations == 3
-        torch.testing.assert_close(weights, alone, rtol=0, atol=1e-7)
-
-
-# -------------------------------------------------------------------------------------------------- errors and stops
-
-
-def error_of_one(rank):
-    def fail():
-        raise OSError(5, "the disk is gone")
-
-    trainer, seen = trainer_and_seen()
-    try:
-        trainer.run(streamed(rank, 6, at=3 if rank else -1, then=fail))
-    except Exception as error:
-        return type(error).__name__, str(error), len(seen), trainer.state.status
-
-
-def test_an_error_in_the_data_of_one_rank_is_named_on_all():
-    first, second = ranks(2, error_of_one)
-
-    assert second == ("OSError", "[Errno 5] the disk is gone", 3, "failed")
-    assert first[0] == "PeerFailed" and first[2:] == second[2:]
-    assert "Rank 1" in first[1] and "the disk is gone" in first[1]
+# ------------------------------------------------------------------------------------------------------------ stops
 
 
 def stop_of_one(rank, folder):
@@ -204,30 +160,29 @@ class Drawn:
         self.at = state["at"]
 
 
-def losses_of(folder, data):
+def drawn_of(folder, data):
+    """What a run drew for its samples and in its iterations."""
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1)))
-    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.01), lambda model, batch: model(batch).mean())
-    trainer, losses = Trainer(update, 2), []
-    checkpoint = Checkpoint(folder, strict=True)
+    trainer, drawn = (
+        Trainer(lambda engine, group: drawn.append((torch.stack(group).tolist(), torch.rand(2).tolist())), 2),
+        [],
+    )
+    checkpoint = Checkpoint(folder)
     checkpoint.attach(trainer)
     GracefulStop(exit=False).attach(trainer)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses.append(trainer.state.output["loss"].item()))
     checkpoint.resume()
     trainer.run(data, max_epochs=1)
-    return losses
+    return drawn
 
 
 def test_a_signal_while_samples_are_drawn_changes_no_bit_of_the_run(tmp_path):
     def work(rank):
-        whole = losses_of(tmp_path / "whole", Drawn())
-        return whole, [losses_of(tmp_path / str(at), Drawn(*kill)) for at in (2, 5) for kill in ([at], [])]
+        whole = drawn_of(tmp_path / "whole", Drawn())
+        return whole, [drawn_of(tmp_path / str(at), Drawn(*kill)) for at in (2, 5) for kill in ([at], [])]
 
     for whole, parts in ranks(2, work):
-        assert len(whole) == 4
-        assert len(parts[0]) < 4
-        for stopped, rest in zip(parts[::2], parts[1::2], strict=True):
-            assert stopped + rest == whole
+        assert len(whole) == 4 and len(parts[0]) < 4
+        assert parts[0] + parts[1] == parts[2] + parts[3] == whole
 
 
 # -------------------------------------------------------------------------------------------------- repeated batches
@@ -244,46 +199,28 @@ class Noise(nn.Module):
         return hidden + 0.1 * torch.randn(hidden.shape, generator=self.generator)
 
 
-def without_statistics(rank, sized):
-    """Rank 1 repeats its last batch twice."""
-    torch.manual_seed(rank)
-    inner = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), Noise(), nn.Linear(4, 1))
-    trainer, seen = trainer_of(DistributedDataParallel(inner, broadcast_buffers=False)), []
-
-    @trainer.on(Events.ITERATION_COMPLETED)
-    def note():
-        drawn = torch.stack([torch.get_rng_state(), inner[3].generator.get_state()])
-        seen.append((int(inner[1].num_batches_tracked), inner[1].running_mean.clone(), drawn))
-
-    mine = list(DataLoader(Numbers(8), 2))[: 4 - 2 * rank]
-    trainer.run(mine if sized else iter(mine), max_epochs=1)
-    return seen
-
-
-@pytest.mark.parametrize("sized", [True, False])
-def test_a_repeated_batch_moves_neither_statistics_nor_random_numbers(sized):
-    first, second = ranks(2, without_statistics, sized)
-    assert [count for count, _, _ in first] == [1, 2, 3, 4] and [count for count, _, _ in second] == [1, 2, 2, 2]
-    assert not any(torch.equal(*pair) for pair in zip(second[0][2], second[1][2], strict=True))
-    for _, mean, drawn in second[2:]:
-        assert torch.equal(mean, second[1][1]) and torch.equal(drawn, second[1][2])
-
-
 def shared_statistics(rank):
     """Rank 1 has one group, rank 0 three: what DDP gives rank 1 before each of the others is not changed there."""
     torch.manual_seed(0)
-    inner = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    trainer, seen = trainer_of(DistributedDataParallel(inner), 2), []
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(inner[1].running_mean.clone()))
-    trainer.run(list(DataLoader(Numbers(12), 2))[: 6 if rank == 0 else 2], max_epochs=1)
-    return seen
+    inner = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), Noise(), nn.Linear(4, 1))
+    torch.manual_seed(rank)
+    trainer, means, drawn = trainer_of(DistributedDataParallel(inner), 2), [], []
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def note():
+        means.append(inner[1].running_mean.clone())
+        drawn.append(torch.stack([torch.get_rng_state(), inner[3].generator.get_state()]))
+
+    trainer.run(iter(list(DataLoader(Numbers(12), 2))[: 6 if rank == 0 else 2]), max_epochs=1)
+    return means, drawn
 
 
-def test_a_rank_without_a_batch_has_the_statistics_that_ddp_gave_it():
+def test_a_rank_without_a_batch_draws_nothing_and_has_the_statistics_that_ddp_gave_it():
     """So they follow from what rank 0 saves: a resumed run has the same ones."""
-    first, second = ranks(2, shared_statistics)
-    assert len(first) == 3 and not torch.equal(first[0], first[1])
+    (first, drawn), (second, of_second) = ranks(2, shared_statistics)
+    assert len(first) == 3 and not torch.equal(first[0], first[1]) and not torch.equal(drawn[0], drawn[1])
     assert torch.equal(second[1], first[0]) and torch.equal(second[2], first[1])
+    assert torch.equal(of_second[0], of_second[1]) and torch.equal(of_second[0], of_second[2])
 
 
 def repeated(rank, folder, make, options, boundaries):

@@ -8,23 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 from ignite.engine import Events
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import create_evaluator, load_weights, loader, seed_everything
 from ignite_engine.checkpointing import LoadSource
 from ignite_engine.handlers import Checkpoint, Evaluation, ModelBank
 from tests.kit.processes import ranks
-from tests.kit.sharded import in_layout, net, trainer_in
+from tests.kit.sharded import gathered, in_layout, net, trainer_in
 from tests.kit.tiny import Numbers, linear, numbers_loader, one, trainer_of
 
 # ------------------------------------------------------------------------------------------------------------- a bank
 
 
-def publish(folder, iteration, value):
+def publish(folder, iteration, value, hidden=4):
     """Another run has saved weights that are all ``value``."""
-    model = linear(dropout=True)
+    model = nn.Sequential(nn.Linear(3, hidden), nn.Tanh(), nn.Dropout(0.5), nn.Linear(hidden, 1))
     for parameter in model.parameters():
-        torch.nn.init.constant_(parameter, value)
+        nn.init.constant_(parameter, value)
     trainer = trainer_of(model, lr=0.0)
     Checkpoint(folder).attach(trainer, Events.COMPLETED)
     trainer.run(numbers_loader(), max_iters=iteration)
@@ -71,38 +72,32 @@ def train(rank, source, stock, folder, stop_at=None, comes=None):
 
 @pytest.fixture
 def stock(tmp_path):
-    for iteration, value in ((10, 0.5), (20, 0.7), (30, 0.75)):
-        publish(tmp_path / "stock" / f"iteration_{iteration:08}", iteration, value)
+    for iteration, *model in ((5, 0.3, 7), (10, 0.5), (20, 0.7), (30, 0.75)):
+        publish(tmp_path / "stock" / f"iteration_{iteration:08}", iteration, *model)
     torn = tmp_path / "stock" / "iteration_00000020" / "iteration_00000020" / "shared.pt"
     torn.write_bytes(torn.read_bytes()[:100])
     return tmp_path / "stock"
 
 
-def test_both_ranks_load_a_newer_one_at_the_same_boundary_and_refuse_a_torn_one(stock, tmp_path):
-    comes = {4: "iteration_00000010", 7: "iteration_00000020", 10: "iteration_00000030"}
-    source, folder = tmp_path / "source", tmp_path / "run"
-    first, second = ranks(2, train, source, stock, folder, None, comes)
-    assert first[0] == second[0] == {6: "iteration_00000010", 12: "iteration_00000030"}
-    assert torch.equal(first[1], second[1]) and second[2] == []
-    (line,) = first[2]
-    assert (
-        "iteration_00000020" in line and "shared.pt" in line and any("outside of the run" in each for each in first[3])
-    )
-    assert sorted(each.name for each in folder.glob("iteration_*")) == [f"iteration_{each:08}" for each in (6, 12, 15)]
-
-
-def test_a_stopped_run_is_resumed_to_the_same_bits(stock, tmp_path):
-    comes = {4: "iteration_00000010"}
+def test_both_ranks_load_newer_weights_alike_refuse_unfit_ones_and_resume_to_the_same_bits(stock, tmp_path):
+    comes = {1: "iteration_00000005", 4: "iteration_00000010", 7: "iteration_00000020", 10: "iteration_00000030"}
+    folder = tmp_path / "run"
 
     def work(rank):
-        parts = (tmp_path / "source", stock, tmp_path / "parts")
-        return train(rank, *parts, 8, comes), train(rank, *parts)
+        parts = (tmp_path / "other source", stock, tmp_path / "parts")
+        whole = train(rank, tmp_path / "source", stock, folder, None, comes)
+        return whole, train(rank, *parts, 8, comes), train(rank, *parts, None, comes)
 
     found = ranks(2, work)
-    wholes = ranks(2, train, tmp_path / "other source", stock, tmp_path / "whole", None, comes)
-    for (stopped, resumed), whole in zip(found, wholes, strict=True):
-        assert whole[0] == stopped[0] == resumed[0] == {6: "iteration_00000010"}
-        assert torch.equal(whole[1], resumed[1])
+    for whole, stopped, resumed in found:
+        assert stopped[0] == {6: "iteration_00000010"}
+        assert whole[0] == resumed[0] == {6: "iteration_00000010", 12: "iteration_00000030"}
+        assert torch.equal(whole[1], resumed[1]) and torch.equal(whole[1], found[0][0][1])
+    (_, _, refused, report), (_, _, none, _) = (whole for whole, *_ in found)
+    assert none == [] and any("outside of the run" in each for each in report)
+    for line, words in zip(refused, ("iteration_00000005 3.weight", "iteration_00000020 shared.pt"), strict=True):
+        assert all(word in line for word in words.split()), line
+    assert sorted(each.name for each in folder.glob("iteration_*")) == [f"iteration_{each:08}" for each in (6, 12, 15)]
 
 
 def test_what_one_rank_cannot_read_is_loaded_on_none(stock, tmp_path):
@@ -118,19 +113,14 @@ def test_what_one_rank_cannot_read_is_loaded_on_none(stock, tmp_path):
     assert len(first[2]) == 1 and "iteration_00000010" in first[2][0] and second[2] == []
 
 
-def full(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def head_and_moments(trainer):
     """Of the first layer, and of the last one."""
     update, found = trainer.update, []
     (optimizer,) = update.optimizers.values()
-    for layer in (
-        (update.model[0], update.model[4]) if hasattr(update.model, "__getitem__") else update.model.module[::4]
-    ):
+    model = getattr(update.model, "module", update.model)
+    for layer in (model[0], model[4]):
         moments = [optimizer.state[each]["exp_avg"] for each in layer.parameters()]
-        found.append(torch.cat([full(each).detach().reshape(-1) for each in (*layer.parameters(), *moments)]))
+        found.append(torch.cat([gathered(each).detach().reshape(-1) for each in (*layer.parameters(), *moments)]))
     return found
 
 
@@ -162,7 +152,7 @@ def test_sharded_weights_and_moments_are_loaded_again(layout, tmp_path):
 # ------------------------------------------------------------------------------------------------------- the best one
 
 
-@pytest.mark.parametrize(("layout", "background"), [("ddp", True), ("fsdp", True), ("fsdp", False)])
+@pytest.mark.parametrize(("layout", "background"), [("ddp", True), ("fsdp", False)])
 def test_two_ranks_restore_the_best_weights_which_were_evaluated(layout, background, tmp_path):
     """The metric says that iteration 3 is the best, which each rank sees otherwise."""
 
@@ -188,7 +178,8 @@ def test_two_ranks_restore_the_best_weights_which_were_evaluated(layout, backgro
         plain = net()
         load_weights(plain, tmp_path / "run" / "best")
         models = [
-            torch.cat([full(each).detach().reshape(-1) for each in one.parameters()]) for one in (model, fresh, plain)
+            torch.cat([gathered(each).detach().reshape(-1) for each in one.parameters()])
+            for one in (model, fresh, plain)
         ]
         return best.iteration, best.path.name, outputs == seen, models
 
