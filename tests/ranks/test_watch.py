@@ -6,10 +6,14 @@ import resource
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import Trainer
+from ignite_engine.handlers import Checkpoint
 from tests.kit import runs
 from tests.kit.processes import ranks, start_ranks
+from tests.kit.tiny import linear, numbers_loader, trainer_of
 
 TASK = f"{Path(__file__).with_name('failing.py')}:build"
 
@@ -87,20 +91,68 @@ class TooLong(Exception):
         self.__notes__ = ["y" * 2**21, "two\nlines", "short."]
 
 
-def test_an_error_of_any_length_is_named_in_a_line_that_can_be_sent():
-    def work(rank):
-        def update(engine, batch):
-            if rank == 1:
-                raise TooLong
+class Picky(Exception):
+    """Pickle takes it, and cannot make it again."""
 
-        try:
-            Trainer(update).run([0] * 20)
-        except Exception as error:
-            return type(error).__name__, str(error)
+    def __init__(self, host, port):
+        super().__init__(f"no answer from {host}:{port}")
 
-    (kind, line), (own, _) = (each.answer() for each in start_ranks(2, work))
-    assert (kind, own) == ("PeerFailed", "TooLong")
-    assert "TooLong: xxx" in line and "(short)" in line and "two" not in line and len(line) < 5000
+
+def raises(error):
+    if dist.get_rank() == 1:
+        raise error
+
+
+class Unsaved:
+    """A state that rank 1 cannot give."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def state_dict(self):
+        raises(self.error)
+        return {}
+
+    def load_state_dict(self, state):
+        """There is none."""
+
+
+def stream(error):
+    """Without a length; rank 1 cannot read its third batch."""
+    for index in range(6):
+        if index == 2:
+            raises(error)
+        yield index
+
+
+def error_of(rank, case, folder):
+    where, error, *_ = ERRORS[case]
+    trainer, data = Trainer(lambda engine, batch: raises(error) if where == "update" else None), [0] * 20
+    if where == "state":
+        trainer, data = trainer_of(DistributedDataParallel(linear())), numbers_loader()
+        trainer.register("unsaved", Unsaved(error))
+        Checkpoint(folder).attach(trainer)
+    try:
+        trainer.run(stream(error) if where == "data" else data, max_epochs=1)
+    except Exception as error:
+        return type(error).__name__, str(error), trainer.state.status
+
+
+ERRORS = {  # where it is raised, what a peer raises, and words of that
+    "update, endless": ("update", TooLong(), "PeerFailed", "rank 1 TooLong: xxx (short)"),
+    "data": ("data", OSError(5, "the disk is gone"), "PeerFailed", "rank 1 disk is gone"),
+    "state, long": ("state", OSError("x" * 10_000), "OSError", "x" * 10_000),  # more than is exchanged at once
+    "state, that pickle cannot carry": ("state", Picky("store", 80), "PeerFailed", "no answer from store:80"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_error_of_one_rank_is_raised_on_both_with_its_text(case, tmp_path):
+    _, error, kind, words = ERRORS[case]
+    peer, own = (each.answer() for each in start_ranks(2, error_of, case, tmp_path))
+    assert (peer[0], peer[2]) == (kind, "failed") and own == (type(error).__name__, str(error), "failed")
+    text = peer[1].replace("Rank", "rank")
+    assert not [word for word in words.split() if word not in text] and "two" not in text and len(text) < 11_000
 
 
 def test_a_rank_with_more_descriptors_than_select_takes_is_watched():
