@@ -10,7 +10,6 @@ from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
 
 from ignite_engine import Trainer, TrainingEvents, Update
 from ignite_engine.handlers import Checkpoint, LRSchedule, MetricLogger, warmup_constant, warmup_cosine, warmup_linear
-from tests.kit.processes import ranks
 from tests.kit.tiny import linear, mse, numbers_loader
 
 BASE = 0.5
@@ -163,31 +162,3 @@ def test_plateau_has_the_rates_of_torch_stepped_once_per_value(options):
     assert run.train(max_epochs=len(LOSSES)) == [lr for lr in expected for _ in range(4)]
     assert len(set(expected)) > 2
     assert [each["lr"] for each in run.written] == run.used  # beside the value that lowers it
-
-
-@pytest.mark.row("C7")
-def test_plateau_is_of_the_mean_over_the_ranks():
-    def work(rank):
-        # alone, rank 0 would keep its rate and rank 1 would lower it at its third value
-        values = [4.0 - epoch if rank == 0 else 4.0 + epoch for epoch in range(5)]
-        run = Run(lambda o: ReduceLROnPlateau(o, patience=1), metric="val/loss", values=values)
-        return run.train(max_epochs=5)
-
-    first, second = ranks(2, work)
-    assert first == second == pytest.approx([0.5] * 6 + [0.05] * 4)
-
-
-def test_rate_that_the_optimizer_was_saved_with_is_not_kept():
-    run = Run(lambda o: warmup_linear(o, 2, total=10))
-    other = SGD(linear().parameters(), lr=9.0)
-    run.optimizer.load_state_dict(other.state_dict())
-
-    assert run.train(max_epochs=1) == rates(warmup_linear(sgd(), 2, total=10), range(4))
-
-
-def test_schedule_that_never_steps_is_a_warning():
-    model = linear()
-    trainer = Trainer(lambda engine, batch: None)
-    LRSchedule(warmup_linear(SGD(model.parameters(), lr=0.1), total=9)).attach(trainer)
-    with pytest.warns(UserWarning, match="OPTIMIZER_STEP_COMPLETED"):
-        trainer.run(range(2))

@@ -70,26 +70,6 @@ def test_stopwatch_is_the_mean_time_of_a_use(clock):
     assert trainer.run(range(2)).metrics["time/augment_ms"] == pytest.approx(500.0)
 
 
-def test_what_a_checkpoint_had_comes_before_what_was_given_since():
-    before, since = Meter("sum"), Meter("sum")
-    for number in range(300):
-        (before if number < 100 else since).update(float(number))
-    since.continue_from(before.state_dict())
-
-    assert since.reduced() == (sum(range(300)), 300.0)
-
-
-def test_numbers_among_tensors_keep_their_digits_and_not_finite_is_what_it_is():
-    for values in ([16777217.0, torch.tensor(1.0)], [torch.tensor(1.0), 16777217.0]):
-        meter = Meter("sum")
-        for value in values:
-            meter.update(value)
-        assert meter.reduced() == (16777218.0, 2.0)
-    largest = Meter("max")
-    largest.update(1.0), largest.update(math.nan)
-    assert math.isnan(largest.over_ranks([(2.0, 1.0), largest.reduced()]))
-
-
 def test_on_two_ranks_all_meters_and_means_are_one_collective():
     def work(rank):
         """Rank 1 gives its own meter nothing, and larger values."""

@@ -1,8 +1,7 @@
 """Interval means are exact, cost nothing between log points, and reach every sink once."""
 
-import io
 import json
-import logging
+import logging.handlers
 import math
 import pickle
 from collections import Counter
@@ -15,7 +14,7 @@ from ignite.engine import Events
 from torch import Tensor
 
 from ignite_engine import Trainer, TrainingEvents, Update, loader
-from ignite_engine.handlers import Checkpoint, LRSchedule, Meter, MetricLogger, warmup_linear
+from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, Meter, MetricLogger, warmup_linear
 from tests.kit.processes import ranks
 from tests.kit.resume import leaves
 from tests.kit.tiny import Numbers, linear, mse, numbers_loader, trainer_of
@@ -83,59 +82,45 @@ def test_mean_of_each_interval_is_exact(tmp_path):
     assert [list(line)[:2] for line in found] == [["iteration", "epoch"]] * 3
 
 
-ONCE_AT_2 = Events.ITERATION_COMPLETED(once=2)
+EACH, EPOCH = Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED
 LINES = {
-    "in double precision": (
-        [torch.tensor(16777216.0), torch.tensor(1.0), torch.tensor(1.0)],
-        Events.EPOCH_COMPLETED,
-        None,
-        [{"iteration": 3, "loss": 16777218 / 3}],
-    ),
+    "in double precision": ([16777216.0, 1.0, 1.0], EPOCH, None, [(3, {"loss": 16777218 / 3})]),
     "written by others once": (
         [1.0, 2.0, 3.0, 4.0],
-        Events.EPOCH_COMPLETED,
-        ONCE_AT_2,
-        [{"iteration": 2, "mine": 5.0}, {"iteration": 4, "loss": 2.5}],
+        EPOCH,
+        Events.ITERATION_COMPLETED(once=2),
+        [(2, {"mine": 5.0}), (4, {"loss": 2.5})],
     ),
-    "at the epoch's end joins the line": (
+    "joined at the epoch's end": (
         [1.0, 2.0],
-        Events.ITERATION_COMPLETED,
-        Events.EPOCH_COMPLETED,
-        [{"iteration": 1, "loss": 1.0}, {"iteration": 2, "loss": 2.0, "mine": 5.0}],
+        EACH,
+        EPOCH,
+        [(1, {"loss": 1.0}), (2, {"loss": 2.0, "mine": 5.0})],
     ),
-    "where the update has them": (
-        [{"loss": 1.0}, {"loss": 3.0, "aux": 5.0}],
-        Events.EPOCH_COMPLETED,
-        None,
-        [{"iteration": 2, "aux": 5.0, "loss": 2.0}],
-    ),
-    "not a number": ([math.nan], Events.ITERATION_COMPLETED, None, [{"iteration": 1, "loss": "nan"}]),
+    "where the update has them": ([1.0, {"loss": 3.0, "aux": 5.0}], EPOCH, None, [(2, {"aux": 5.0, "loss": 2.0})]),
+    "not finite": ([math.nan, math.inf], EACH, None, [(1, {"loss": "nan"}), (2, {"loss": "inf"})]),
 }
 
 
 @pytest.mark.parametrize(("values", "event", "other", "expected"), LINES.values(), ids=LINES)
 def test_lines_of_a_log(values, event, other, expected, tmp_path):
+    values = [torch.tensor(value) if isinstance(value, float) else value for value in values]
     found = logged(values, tmp_path, event, lambda trainer: other and writing(trainer, other, mine=5.0))
 
-    assert found == [{**line, "epoch": 1} for line in expected]
+    assert found == [{"iteration": iteration, "epoch": 1, **line} for iteration, line in expected]
 
 
-@pytest.mark.parametrize("number", [torch.tensor(1.5), torch.tensor([1.5]), np.float32(1.5), np.array(1.5), 1.5])
-def test_what_is_one_number_is_a_float_to_whoever_reads_it(number):
-    trainer, seen = counting([0.0]), []
-    writing(trainer, Events.ITERATION_COMPLETED, mine=number)
+def test_one_number_is_a_float_and_several_are_lists_to_whoever_reads_them():
+    ones = [torch.tensor(1.5), torch.tensor([1.5]), np.float32(1.5), np.array(1.5), 1.5]
+    given = {**{str(place): one for place, one in enumerate(ones)}, "a": torch.tensor([1.0, 2.0]), "b": np.ones((2, 1))}
+    trainer, seen = counting([0.0]), {}
+    writing(trainer, Events.ITERATION_COMPLETED, **given)
     MetricLogger(console=False).attach(trainer)
-    trainer.add_event_handler(TrainingEvents.METRICS_READY, lambda: seen.append(trainer.state.metrics["mine"]))
+    trainer.add_event_handler(TrainingEvents.METRICS_READY, lambda: seen.update(trainer.state.metrics))
     trainer.run(range(1))
 
-    assert seen == [1.5] and type(seen[0]) is float
-
-
-def test_several_numbers_are_a_list_in_the_log(tmp_path):
-    several = {"a": torch.tensor([1.0, math.nan]), "b": np.ones((2, 1))}
-    (line,) = logged([0.0], tmp_path, attach=lambda trainer: writing(trainer, Events.ITERATION_COMPLETED, **several))
-
-    assert (line["a"], line["b"]) == ([1.0, "nan"], [[1.0], [1.0]])
+    assert (seen["a"], seen["b"]) == ([1.0, 2.0], [[1.0], [1.0]])
+    assert [(seen[str(place)], type(seen[str(place)])) for place in range(5)] == [(1.5, float)] * 5
 
 
 def test_a_value_that_is_a_parameter_or_a_buffer_is_logged_as_it_was(tmp_path):
@@ -155,22 +140,7 @@ def test_a_value_that_is_a_parameter_or_a_buffer_is_logged_as_it_was(tmp_path):
     assert (line["scale"], line["parameter"], line["buffer"]) == (2.5, 2.5, 5.0)
 
 
-def test_further_sinks_get_what_is_new():
-    class Sink:
-        def __init__(self):
-            self.got = []
-
-        def write(self, iteration, values):
-            self.got.append((iteration, dict(values)))
-
-    trainer, sink = counting([1.0, 3.0]), Sink()
-    MetricLogger(console=False, sinks=[sink]).attach(trainer, Events.EPOCH_COMPLETED)
-    trainer.run(range(2))
-
-    assert sink.got == [(2, {"epoch": 1, "loss": 2.0})]
-
-
-@pytest.mark.parametrize("broken_after", [1, 2, 3, 5, 6, 7, 11])
+@pytest.mark.parametrize("broken_after", [1, 3, 5, 6, 11])
 def test_resumed_run_has_the_lines_of_the_whole_one(broken_after, tmp_path):
     def run(folder, at=99):
         trainer = trainer_of()
@@ -201,6 +171,7 @@ def test_nothing_is_read_between_log_points(precision):
         if log:
             schedule = warmup_linear(trainer.update.optimizers["optimizer"], warmup=2, total=100)
             LRSchedule(schedule).attach(trainer)
+            EMA(0.9).attach(trainer)
             MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=4))
         by_iteration = []
         with reads_counted() as counts:
@@ -266,29 +237,6 @@ def test_long_interval_takes_no_more_memory_and_no_larger_checkpoint_than_a_shor
     assert (metrics["loss"], metrics["most"]) == (1999 / 2, 1999.0)
 
 
-@pytest.mark.parametrize("cut", [1, 63, 64, 65, 200, 399])
-def test_a_mean_has_the_same_bits_wherever_the_interval_was_saved_and_loaded(cut):
-    values = (torch.randn(400, generator=torch.Generator().manual_seed(0)) * 1e3).tolist()
-
-    def means_of(part, state=None):
-        handler, buffer = MetricLogger(console=False), io.BytesIO()
-        trainer = Trainer(lambda engine, batch: {"loss": torch.tensor(values[batch]), "grad_norm": 1.0})
-        trainer.state.meters["sum"] = Meter("sum", of="loss")
-        handler.attach(trainer, Events.EPOCH_COMPLETED)
-        if state is not None:
-            trainer.add_event_handler(Events.STARTED, lambda: handler.load_state_dict(state))
-        last = Events.ITERATION_COMPLETED(once=len(part))
-        trainer.add_event_handler(last, lambda: torch.save(handler.state_dict(), buffer))
-        trainer.run(part)
-        buffer.seek(0)
-        return dict(trainer.state.metrics), torch.load(buffer, weights_only=True)
-
-    whole, _ = means_of(range(400))
-    _, state = means_of(range(cut))
-    assert means_of(range(cut, 400), state)[0] == whole
-    assert whole["loss"] == pytest.approx(sum(values) / 400)
-
-
 def test_second_run_starts_a_new_interval():
     trainer, given = counting([1.0, 2.0, 3.0]), Meter("sum")
     trainer.state.meters["given"] = given
@@ -314,7 +262,9 @@ def of_nonfinite(caplog):
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_first_loss_that_is_not_finite_is_one_line_at_the_log_point_after_it(bad, caplog):
-    trainer, at = counting([1.0, 1.0, 1.0, 1.0, bad, 1.0, 1.0, bad, 1.0, 1.0]), {}
+    losses, at = [1.0, 1.0, 1.0, 1.0, bad, 1.0, 1.0, bad, 1.0, 1.0], {}
+    # a norm may be infinite: it is, wherever fp16 overflows and the step is skipped
+    trainer = counting([{"loss": loss, "grad_norm": math.inf} for loss in losses])
     MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=3))
     trainer.add_event_handler(
         TrainingEvents.RESUME_POINT, lambda: at.update({trainer.state.iteration: len(of_nonfinite(caplog))})
@@ -325,7 +275,7 @@ def test_first_loss_that_is_not_finite_is_one_line_at_the_log_point_after_it(bad
     assert (at[5], at[6]) == (0, 1) and f"iteration 5 is {bad}" in line and "rank" not in line
 
 
-@pytest.mark.parametrize("bad", [1, 5, 63, 64, 65, 130, 200, None])
+@pytest.mark.parametrize("bad", [1, 63, 64, 65, 200, None])
 def test_it_is_found_though_some_iterations_have_no_loss(bad, caplog):
     def update(engine, batch):
         iteration = engine.state.iteration
@@ -353,53 +303,22 @@ def test_resumed_run_does_not_repeat_the_line_and_ends_with_its_own(tmp_path, ca
     assert "iteration 2 is nan" in first and "ended" in last and "iteration 2" in last
 
 
-def test_gradient_norm_may_be_infinite_without_a_line(caplog):
-    """It is, wherever fp16 overflows and the step is skipped."""
-    trainer = counting([{"loss": 1.0, "grad_norm": math.inf}] * 4)
-    MetricLogger(console=False).attach(trainer, EVERY_2)
-    trainer.run(range(4))
-
-    assert of_nonfinite(caplog) == []
-
-
-class Said(logging.Handler):
-    """The lines of a rank about what is not finite."""
-
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-        logging.getLogger("ignite_engine").addHandler(self)
-
-    def emit(self, record):
-        if "finite" in record.getMessage():
-            self.lines.append(record.getMessage())
-
-
-def test_rank_0_says_it_of_any_rank():
-    def work(rank):
-        said, trainer = Said(), counting([1.0, 1.0, math.nan if rank == 1 else 1.0, 1.0])
-        MetricLogger(console=False).attach(trainer, EVERY_2)
-        trainer.run(range(4), max_epochs=1)
-        return said.lines
-
-    (first, last), others = ranks(2, work)
-    assert "iteration 3 is nan on rank 1" in first and "ended" in last and others == []
-
-
 @pytest.mark.parametrize("logs", [True, False])
-def test_it_names_no_rank_where_each_has_the_loss_of_all(logs):
+def test_rank_0_says_it_of_any_rank_and_names_none_where_each_has_the_loss_of_all(logs):
     def work(rank):
         data, answers = Numbers(8), []
         data.targets[5] = math.nan
-        for invariant in (True, False):
-            said, model = Said(), linear()
+        for invariant in (False, True):
+            said, model = logging.handlers.BufferingHandler(99), linear()
+            logging.getLogger("ignite_engine").addHandler(said)
             update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, rank_invariant=invariant)
             trainer = Trainer(update, global_micro_batches=4 if invariant else None)
             if logs:
                 MetricLogger(console=False).attach(trainer)
             trainer.run(loader(data, 2), max_epochs=1)
-            answers.append([line for line in said.lines if "the first that" in line])
+            lines = [record.getMessage() for record in said.buffer]
+            answers.append([line for line in lines if "the first that" in line])
         return answers
 
-    ((line,), (named,)), _ = ranks(2, work)
-    assert "rank" not in line and "on rank" in named
+    ((named,), (line,)), others = ranks(2, work)
+    assert "on rank" in named and "rank" not in line and others == [[], []]

@@ -6,19 +6,18 @@ import tempfile
 
 import pytest
 import torch
-from ignite import handlers as of_ignite
 from ignite.engine import Events
 from ignite.metrics import Average, MeanAbsoluteError, RunningAverage
 from ignite.metrics.metric import SingleEpochRunningBatchWise
 from torch import nn
 from torch.optim import lr_scheduler as of_torch
 
-from ignite_engine import create_evaluator, handlers
+from ignite_engine import TrainingEvents, Windows, create_evaluator, handlers
 from ignite_engine.checkpointing import LoadSource
 from tests.kit.processes import ranks
-from tests.kit.resume import assert_resumes, program
-from tests.kit.tiny import linear, mse, numbers_loader, one
-from tests.test_schedules import SCHEDULES, cyclical, warmed_up
+from tests.kit.resume import HOW, assert_resumes, program
+from tests.kit.tiny import linear, mse, numbers_loader
+from tests.test_schedules import OwnSchedule, cyclical, warmed_up
 
 EVERY_3 = Events.ITERATION_COMPLETED(every=3)
 LOSSES = (5.0, 4.0, 4.5, 4.5, 3.0, 3.5, 3.25, 3.0)
@@ -88,16 +87,13 @@ def logger():
 
 
 def meters(trainer):
+    """Those of a handler: one is in the checkpoint before it is there."""
     trainer.state.meters["largest"] = handlers.Meter("max", of="grad_norm")
     given = trainer.state.meters["given"] = handlers.Meter("sum")
-    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: given.update(0.1 * trainer.state.iteration))
-
-
-def late_meter(trainer):
-    """Made by a handler: in the checkpoint it is before it is there."""
 
     def give():
-        trainer.state.meters.setdefault("late", handlers.Meter("sum")).update(0.1 * trainer.state.iteration)
+        for meter in (given, trainer.state.meters.setdefault("late", handlers.Meter("sum"))):
+            meter.update(0.1 * trainer.state.iteration)
 
     trainer.add_event_handler(Events.ITERATION_STARTED, give)
 
@@ -145,21 +141,6 @@ def bank():
     return handlers.ModelBank([source]), Events.ITERATION_COMPLETED(every=2)
 
 
-def stopping_of_ignite(trainer):
-    stopping = of_ignite.EarlyStopping(
-        patience=3, score_function=lambda engine: -LOSSES[engine.state.iteration - 1], trainer=trainer
-    )
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, stopping)
-
-
-def average_of_ignite(trainer):
-    ema = of_ignite.EMAHandler(trainer.update.model, momentum=0.25)
-    ema.attach(trainer, name="momentum", event=Events.ITERATION_COMPLETED)
-    trainer.register("ema_model", ema.ema_model, shared=True)
-    norm = lambda: trainer.state.metrics.update(norm=one(ema.ema_model).norm())  # noqa: E731
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, norm)
-
-
 def metrics_of_ignite(trainer):
     RunningAverage(alpha=0.5, output_transform=loss_of).attach(trainer, "slow")
     RunningAverage(output_transform=loss_of).attach(trainer, "of the epoch", usage=SingleEpochRunningBatchWise())
@@ -167,17 +148,12 @@ def metrics_of_ignite(trainer):
     Average(output_transform=lambda output: -loss_of(output)).attach(trainer, "minus")
 
 
-def exponential(optimizer):
-    return of_ignite.LRScheduler(of_torch.ExponentialLR(optimizer, 0.5))
-
-
 STATEFUL = {
     "EMA": of(averaged, parts=("ema",)),
     "EarlyStopping": of(
         measure, lambda: handlers.EarlyStopping("val/loss", mode="max", patience=5), parts=("early_stopping",)
     ),
-    "MetricLogger": of(logger, parts=("metric_logger", "remembering")),
-    "MetricLogger with meters": of(meters, late_meter, logger, log_grad_norm=True, parts=("metric_logger",)),
+    "MetricLogger": of(meters, logger, log_grad_norm=True, parts=("metric_logger", "remembering")),
     "TrainingMetrics": of(training_metrics, parts=("training_metrics/train", "training_metrics/train/mae")),
     "Throughput": of(lambda: (handlers.Throughput(), EVERY_3), measured=("throughput/samples_per_s",)),
     "StepTimes": of(
@@ -201,44 +177,43 @@ STATEFUL = {
         measured=("memory/host_rss_mib",),
     ),
     "ModelBank": of(bank, parts=("model_bank",)),
-    "EarlyStopping of Ignite": of(stopping_of_ignite, parts=("ignite/EarlyStopping",)),
-    "EMAHandler of Ignite": of(average_of_ignite, parts=("ema_model",)),
     "metrics of Ignite": of(metrics_of_ignite, parts=("ignite/RunningAverage/slow", "ignite/Average/mean")),
-    "scheduler of Ignite": attached_to_iterations(cyclical),
     "schedulers of Ignite, one after another": attached_to_iterations(warmed_up),
-    "scheduler of torch in one of Ignite": attached_to_iterations(
-        lambda o: of_ignite.LRScheduler(of_torch.ExponentialLR(o, 0.5))
+    "LRSchedule": schedule(lambda o: handlers.warmup_cosine(o, 0.25)),
+    "LRSchedule per epoch": schedule(cyclical, Events.EPOCH_COMPLETED),
+    "LRSchedule of a plateau": schedule(
+        lambda o: of_torch.ReduceLROnPlateau(o, patience=0, factor=0.5, cooldown=1), metric="val/loss"
     ),
+    "LRSchedule of another library": schedule(OwnSchedule),
 }
-PLATEAUS = {
-    "ReduceLROnPlateau": lambda o: of_torch.ReduceLROnPlateau(o, patience=1, factor=0.5),
-    "ReduceLROnPlateau with a cooldown": lambda o: of_torch.ReduceLROnPlateau(o, patience=0, cooldown=1, mode="max"),
-}
-OF_A_SCHEDULE = {
-    **{name: schedule(make) for name, make in SCHEDULES.items()},
-    "warmup_cosine over the run": schedule(lambda o: handlers.warmup_cosine(o, 0.25)),
-    **{name: schedule(make, metric="val/loss") for name, make in PLATEAUS.items()},
-    "StepLR per epoch": schedule(lambda o: of_torch.StepLR(o, 1, 0.5), Events.EPOCH_COMPLETED),
-    "warmup_linear per epoch": schedule(lambda o: handlers.warmup_linear(o, 1), Events.EPOCH_COMPLETED),
-    "LinearCyclicalScheduler per epoch": schedule(cyclical, Events.EPOCH_COMPLETED),
-}
-ON_TWO_RANKS = {
-    **{name: STATEFUL[name] for name in ("EMA", "EarlyStopping", "MetricLogger with meters", "TrainingMetrics")},
-    **{name: STATEFUL[name] for name in ("ModelBank", "metrics of Ignite")},
-    "plateau": OF_A_SCHEDULE["ReduceLROnPlateau"],
-}
+ON_TWO_RANKS = ("EMA", "EarlyStopping", "MetricLogger", "TrainingMetrics", "ModelBank", "LRSchedule of a plateau")
 
 
-@pytest.mark.row("F4")
+@pytest.mark.row("E2", "F4")
 @pytest.mark.parametrize("name", STATEFUL)
 def test_resumes(name, tmp_path):
-    assert_resumes(STATEFUL[name](), tmp_path)
+    drawn = name.startswith(("EMA", "EarlyStopping", "LRSchedule", "MetricLogger"))  # by tests/property in all ways
+    assert_resumes(STATEFUL[name](), tmp_path, how=("stop",) if drawn else HOW)
 
 
-@pytest.mark.row("E2")
-@pytest.mark.parametrize("name", OF_A_SCHEDULE)
-def test_schedule_resumes(name, tmp_path):
-    assert_resumes(OF_A_SCHEDULE[name](), tmp_path, how=("stop",))
+def test_a_mean_has_the_same_bits_wherever_its_interval_was_cut(tmp_path):
+    def log(trainer):
+        handlers.MetricLogger(console=False).attach(trainer, Events.EPOCH_COMPLETED)
+        trainer.state.meters["sum"] = handlers.Meter("sum", of="loss")
+
+    each = program([log], data=lambda: numbers_loader(400, 2), limits={"max_epochs": 1}, parts=("metric_logger",))
+    assert_resumes(each, tmp_path, at=(1, 63, 64, 65, 150), how=("stop",))
+
+
+def test_a_bank_that_loads_between_windows_resumes(tmp_path):
+    """That iteration has a boundary already, at which it was saved without what is loaded now."""
+
+    def load(trainer):
+        bank()[0].attach(trainer, TrainingEvents.WINDOW_COMPLETED)
+
+    windows = lambda: Windows(range(2), lambda name: numbers_loader(8, 2))  # noqa: E731
+    each = program([load], data=windows, limits={"max_epochs": 1}, parts=("model_bank",))
+    assert_resumes(each, tmp_path, at=(4, 5), how=("stop", "raise"))
 
 
 @pytest.mark.row("C7")
@@ -249,5 +224,5 @@ def test_resumes_on_two_ranks(name, tmp_path):
 
 def resumes(rank, name, folder):
     wrapped = lambda: nn.parallel.DistributedDataParallel(linear(dropout=True))  # noqa: E731
-    each = ON_TWO_RANKS[name](model=wrapped, data=lambda: numbers_loader(16, 2, shuffle=True))
+    each = STATEFUL[name](model=wrapped, data=lambda: numbers_loader(16, 2, shuffle=True))
     assert_resumes(each, folder, at=(3,), how=("stop",))

@@ -8,12 +8,11 @@ import torch
 from ignite.engine import Events
 
 from ignite_engine import TrainingEvents
-from ignite_engine.errors import RanksDiffer
 from ignite_engine.ext.report import read_run
 from ignite_engine.handlers import Checkpoint, DigestTrail, MetricLogger
 from tests.kit.processes import ranks
 from tests.kit.sharded import look_at, train, trainer_in
-from tests.kit.tiny import linear, numbers_loader, trainer_of, weights
+from tests.kit.tiny import linear, numbers_loader, trainer_of
 
 
 def lines(folder, name="trail"):
@@ -66,27 +65,6 @@ def test_a_resumed_run_writes_no_line_twice_and_the_lines_of_the_whole_one(tmp_p
     assert [line["iteration"] for line in lines(tmp_path / "whole")] == [*range(2, 19, 2)]
 
 
-def test_the_run_has_the_bits_of_one_without_it(tmp_path):
-    without = trainer_of(linear(dropout=True))
-    without.run(numbers_loader(shuffle=True), max_epochs=3)
-
-    assert torch.equal(weights(run(tmp_path, every=1)), weights(without))
-
-
-def test_ranks_with_other_weights_end_the_run(tmp_path):
-    def work(rank):
-        trainer = trainer_of(lr=0.0)
-        DigestTrail(tmp_path, every=1, compare_ranks=True).attach(trainer)
-        if rank:
-            with torch.no_grad():
-                trainer.update.model[2].bias.add_(1e-7)
-        with pytest.raises(RanksDiffer, match="bias"):
-            trainer.run(numbers_loader(2), max_epochs=1)
-        return True
-
-    assert ranks(2, work) == [True, True]
-
-
 # -- starts and stops --------------------------------------------------------------------------------------------------
 
 
@@ -137,21 +115,15 @@ def test_history_that_cannot_be_written_stops_nothing(tmp_path):
 def test_with_fsdp2_a_forward_of_a_handler_changes_nothing(tmp_path):
     """At any event: no weight changes by it, and none is read that was freed."""
 
-    def trained(name, event=None, **saves):
-        trainer, checkpoint, data = trainer_in("fsdp", tmp_path / name)
-        if saves:
-            checkpoint.attach(trainer, Events.ITERATION_COMPLETED(**saves))
+    def trained(event=None):
+        trainer, checkpoint, data = trainer_in("fsdp", tmp_path / str(event))
         if event is not None:
+            checkpoint.attach(trainer, Events.ITERATION_COMPLETED)
             trainer.add_event_handler(event, look_at, trainer.update.model)
         return train(trainer, data)["state"]
 
     def work(rank):
-        plain = trained("plain")
         events = (TrainingEvents.OPTIMIZER_STEP_STARTED, TrainingEvents.OPTIMIZER_STEP_COMPLETED)
-        return [
-            trained(f"{event.name} {len(saves)}", event, **saves) == plain
-            for event in events
-            for saves in ({}, {"every": 1})
-        ]
+        return [trained(event) == trained() for event in events]
 
-    assert ranks(2, work) == [[True] * 4] * 2
+    assert ranks(2, work) == [[True] * 2] * 2
