@@ -205,15 +205,18 @@ def test_save_in_the_background_is_of_the_weights_where_the_average_comes_before
 # --- starts -----------------------------------------------------------------------------------------------------------
 
 
-def test_second_run_in_one_process_starts_at_the_current_weights():
+def test_each_run_in_one_process_starts_at_the_current_weights():
     trainer, seen, ema = trainer_of(), [], EMA(0.9)
-    evaluation_of(trainer, seen).attach(trainer, Events.STARTED)  # attached before the average
+    evaluation = evaluation_of(trainer, seen)
+    evaluation.attach(trainer, Events.STARTED)  # attached before the average
     ema.attach(trainer)
+    evaluation(trainer)  # before there is one
+    begun = weights(trainer)
     trainer.run(numbers_loader(), max_epochs=1)
     between = weights(trainer)
     trainer.run(numbers_loader(), max_epochs=1)
 
-    assert torch.equal(seen[1], between) and ema.updates == 6
+    assert torch.equal(seen[0], begun) and torch.equal(seen[2], between) and ema.updates == 6
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
