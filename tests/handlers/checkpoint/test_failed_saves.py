@@ -13,6 +13,7 @@ from ignite_engine import TrainingEvents
 from ignite_engine.errors import CheckpointError
 from ignite_engine.handlers import Checkpoint
 from tests.kit import saved
+from tests.kit.processes import ranks
 from tests.kit.tiny import numbers_loader, trainer_of, weights
 
 EACH = Events.ITERATION_COMPLETED
@@ -96,6 +97,27 @@ def test_the_save_at_the_end_and_what_could_never_be_saved_end_the_run(case, at,
     names(f"{type(error).__name__}: {error}", words)
     assert (trainer.state.iteration, trainer.state.status) == (at, "failed")
     assert saved.iterations(tmp_path) == ([] if at == 0 else [2, 4])
+
+
+def of_rank_1(rank, folder, iteration, case, background=False):
+    """It has the state, and rank 0 has none."""
+    trainer, events, error = run_with(folder, {iteration} if rank else (), UNSAVABLE[case][0], background=background)
+    return events, f"{type(error).__name__}: {error}", trainer.state.iteration
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("case", ["an object", "its own error"])
+def test_what_one_rank_cannot_save_fails_the_save_of_both(case, background, tmp_path):
+    first, second = ranks(2, of_rank_1, tmp_path, 2, case, background)
+    assert first == second and saved.iterations(tmp_path) == [4, 6]
+    assert [name for name, _ in first[0]] == ["CHECKPOINT_FAILED", "CHECKPOINT_SAVED", "CHECKPOINT_SAVED"]
+    names(first[0][0][1], UNSAVABLE[case][1])
+
+
+def test_it_is_refused_at_the_start_on_both(tmp_path):
+    for _, error, iteration in ranks(2, of_rank_1, tmp_path, 0, "an object"):
+        assert iteration == 0 and error.startswith("CheckpointError")
+        names(error, UNSAVABLE["an object"][1])
 
 
 # -- the file system --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The folder that a run saves in: taken, kept, swept; and saves that are asked for now."""
+"""The folder that a run saves in, and its ranks: taken, kept, swept; and saves that are asked for now."""
 
 import contextlib
 import os
@@ -8,13 +8,14 @@ import threading
 import pytest
 import torch
 from ignite.engine import Events
+from torch import nn
 
 from ignite_engine import TrainingEvents
 from ignite_engine.errors import CheckpointError
 from ignite_engine.handlers import Checkpoint
-from tests.kit import runs, saved
-from tests.kit.processes import child, start, wait_until
-from tests.kit.refusals import CommandRefused, command, refuses
+from tests.kit import saved
+from tests.kit.processes import child, ranks, start, wait_until
+from tests.kit.refusals import refuses
 from tests.kit.tiny import linear, numbers_loader, trainer_of, weights
 
 EACH = Events.ITERATION_COMPLETED
@@ -35,34 +36,6 @@ def contents(folder):
 
 
 # -- other processes --------------------------------------------------------------------------------------------------
-
-
-def trains_until_told(folder):
-    """As the same script in another terminal."""
-    trainer, _ = made(folder)
-
-    @trainer.on(EACH)
-    def wait():
-        (folder / "started").touch()
-        wait_until((folder / "go").exists)
-
-    trainer.run(numbers_loader(), max_iters=3)
-
-
-def test_the_same_script_in_two_terminals_trains_once(tmp_path):
-    first = start(trains_until_told, tmp_path)
-    wait_until((tmp_path / "started").exists, first)
-    trainer, checkpoint = made(tmp_path)
-    words = f"{tmp_path} in use process {first.pid}"
-    refuses(lambda: trainer.run(numbers_loader(), max_iters=3), CheckpointError, words)
-    assert trainer.state.iteration == 0
-    (tmp_path / "go").touch()
-    first.answer()
-    assert saved.iterations(tmp_path) == [2, 3]
-
-    assert checkpoint.resume() == saved.checkpoint(tmp_path, 3)
-    trainer.run(numbers_loader(), max_iters=4)
-    assert saved.iterations(tmp_path) == [3, 4]
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -144,17 +117,6 @@ def test_a_save_asked_for_at_the_last_boundary_is_made(tmp_path, event):
     assert torch.equal(weights(again), weights(trainer)) and again.state.iteration == 3
 
 
-def test_a_save_within_a_run_and_after_it_is_a_checkpoint_of_its_own(tmp_path):
-    trainer, checkpoint = made(tmp_path, Events.COMPLETED, save_at_end=False)
-    trainer.add_event_handler(EACH(once=3), lambda: checkpoint.save())
-    trainer.run(numbers_loader(), max_iters=5)
-    assert saved.iterations(tmp_path) == [3]
-    assert checkpoint.save() == saved.checkpoint(tmp_path, 5) == trainer.state.checkpoint_path
-    assert saved.iterations(tmp_path) == [3, 5]
-    trainer.run(numbers_loader(), max_iters=7)  # continues, and may save again
-    assert checkpoint.save() == saved.checkpoint(tmp_path, 7)
-
-
 def test_a_folder_that_must_be_new_may_hold_its_own_checkpoints_alone(tmp_path):
     trainer, checkpoint = made(tmp_path, must_be_new=True)
     assert checkpoint.resume() is None
@@ -166,15 +128,6 @@ def test_a_folder_that_must_be_new_may_hold_its_own_checkpoints_alone(tmp_path):
         refuses(starts, CheckpointError, "iteration_00000005 must_be_new", other, its)
         assert other.state.iteration == 0
     assert contents(tmp_path) == before
-
-
-def test_so_may_the_folder_of_a_config(tmp_path):
-    config = runs.write_config(tmp_path, run={"must_be_new": True, "max_epochs": 1})
-    runs.trained(config)
-    before = contents(tmp_path / "run")
-    refuses(lambda: command("train", config), CommandRefused, "run.must_be_new true holds a run")
-    assert contents(tmp_path / "run") == before
-    runs.trained(config, "run.must_be_new=false")
 
 
 # -- what it took -----------------------------------------------------------------------------------------------------
@@ -203,3 +156,77 @@ def test_each_save_and_the_resume_say_bytes_and_seconds(tmp_path, caplog, backgr
     assert (times.saved, times.loaded.bytes) == (None, size)
     assert times.as_dict()["load_bytes_per_s"] == round(size / times.loaded.seconds)
     assert len(lines) == 1 and str(paths[1]) in lines[0] and str(times.loaded) in lines[0]
+
+
+# -- two ranks ----
+
+
+def holds(folder):
+    trainer = trainer_of()
+    Checkpoint(folder).attach(trainer, Events.COMPLETED)
+    trainer.add_event_handler(Events.STARTED, lambda: (folder / "held").touch())
+    trainer.add_event_handler(EACH, lambda: wait_until((folder / "go").exists))
+    trainer.run(numbers_loader(), max_iters=1)
+
+
+def starts(rank, folder):
+    trainer = trainer_of()
+    Checkpoint(folder).attach(trainer)
+    with pytest.raises(CheckpointError, match="in use by process"):
+        trainer.run(numbers_loader(), max_iters=4)
+    return trainer.state.iteration
+
+
+def test_a_folder_in_use_is_refused_on_both(tmp_path):
+    other = start(holds, tmp_path)
+    wait_until((tmp_path / "held").exists, other)
+    assert ranks(2, starts, tmp_path) == [0, 0]
+    (tmp_path / "go").touch()
+    other.answer()
+
+
+def two_at_once(rank, folder):
+    """What handlers that save in the background at the same boundaries leave: of a trainer, and of one within it."""
+    trainer = trainer_of()
+    checkpoints = [Checkpoint(folder / name, keep_last=9, background=True, name=name) for name in ("one", "other")]
+    for each in checkpoints:
+        each.attach(trainer, EACH)
+
+    def run_another():
+        inner = trainer_of()
+        checkpoints.append(Checkpoint(folder / f"inner {len(checkpoints)}", keep_last=9, background=True))
+        checkpoints[-1].attach(inner, EACH)
+        inner.run(numbers_loader(), max_iters=2)
+
+    trainer.add_event_handler(Events.ITERATION_STARTED(every=2), run_another)
+    trainer.run(numbers_loader(), max_iters=4)
+    threads = threading.active_count()
+    trainer.run(numbers_loader(), max_iters=4)
+    found = [each.store.verify(saved.path) for each in checkpoints for saved in each.store.checkpoints()]
+    return found, threading.active_count() - threads
+
+
+def test_several_save_in_the_background_at_once_and_leave_no_thread(tmp_path):
+    assert ranks(2, two_at_once, tmp_path) == [([[]] * 16, 0)] * 2
+
+
+def saves_now(rank, folder):
+    model = nn.parallel.DistributedDataParallel(linear(dropout=True))
+    trainer, checkpoint = trainer_of(model), Checkpoint(folder, save_at_end=False)
+    checkpoint.attach(trainer, Events.COMPLETED)
+    trainer.add_event_handler(EACH(once=2), lambda: checkpoint.save())
+    trainer.run(numbers_loader(16), max_iters=4)
+    before, after = saved.iterations(folder), checkpoint.save()
+    assert after == trainer.state.checkpoint_path
+    trainer.run(numbers_loader(16), max_iters=6)  # continues, and may save again
+    assert checkpoint.save() == saved.checkpoint(folder, 6)
+    new = Checkpoint(folder, must_be_new=True)
+    new.attach(trainer_of())
+    with pytest.raises(CheckpointError, match="must_be_new") as refused:
+        new.resume()
+    return before, str(after), str(refused.value)
+
+
+def test_saves_within_a_run_and_after_it_are_of_both_ranks(tmp_path):
+    first, second = ranks(2, saves_now, tmp_path)
+    assert first == second and first[:2] == ([2], str(saved.checkpoint(tmp_path, 4)))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ignite.engine import Events
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from ignite_engine import Windows
 from ignite_engine.config import ConfigError, config_from_dict
@@ -13,11 +13,6 @@ from tests.kit import saved
 from tests.kit.processes import ranks
 from tests.kit.refusals import refusals, refuses
 from tests.kit.tiny import Numbers, linear, numbers_loader, trainer_of, weights
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter([Numbers(4)[index] for index in range(4)])
 
 
 class Workers(list):
@@ -52,7 +47,6 @@ def two_of_a_kind(trainer):
 WEIGHTED = "DataLoader with WeightedRandomSampler keeps no state"
 CASES = {
     "custom sampler": (weighted, {}, None, WEIGHTED),
-    "iterable data": (lambda: DataLoader(Stream(), 2), {}, None, "DataLoader with Stream keeps no state"),
     "randomness in workers": (lambda: Workers([Numbers(4)[0]]), {}, None, "random numbers of its 2 workers"),
     "unsaved handler": (numbers_loader, {}, two_of_a_kind, "Nameless is attached but not saved"),
     "part left out": (numbers_loader, {"exclude": ["optimizer"]}, None, "optimizer is not saved"),
