@@ -1,23 +1,29 @@
-"""Weights & Biases and MLflow get each value once, over failures and resumes.
+"""TensorBoard, Weights & Biases and MLflow get each value once, over failures and resumes.
 
 The stand-ins have what the libraries document of the functions that are called; the last tests use the libraries
 themselves where they are installed.
 """
 
 import importlib.util
+import json
+import math
+import resource
+import signal
 import sys
+import threading
 from collections import Counter
 from types import ModuleType, SimpleNamespace
 
 import pytest
 from ignite.engine import Events
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from ignite_engine import TrainingEvents
-from ignite_engine.handlers import Checkpoint, MetricLogger, MLflowSink, WandBSink
+from ignite_engine.handlers import MemoryLogger, MetricLogger, MLflowSink, TensorBoardSink, WandBSink
 from tests.kit.processes import ranks
-from tests.kit.tiny import numbers_loader, trainer_of
+from tests.kit.tiny import logging_to, numbers_loader, trainer_of
 
-CONFIG = {"optimizer": {"lr": 0.5, "betas": [1, 2]}, "no": None}
+CONFIG = {"optimizer": {"lr": 0.5, "betas": [1, 2]}, "name": "a", "no": None}
 
 
 class WandB(ModuleType):
@@ -104,22 +110,12 @@ def stand_in(monkeypatch, package):
     return package
 
 
-def built(run, sink, die_at=None):
-    trainer, checkpoint = trainer_of(), Checkpoint(run / "checkpoints")
-    MetricLogger(sinks=[sink], console=False).attach(trainer)
-    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=4))
-    if die_at is not None:
-        trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=die_at), lambda: 1 / 0)
-    checkpoint.resume()
-    return trainer
-
-
 def twice(run, make, die_at=6):
     """A run that dies and is resumed; the id of its tracker, the same for both."""
     first, second = make(run), make(run)
     with pytest.raises(ZeroDivisionError):
-        built(run, first, die_at).run(numbers_loader(24))
-    built(run, second).run(numbers_loader(24))
+        logging_to(first, run, die_at).run(numbers_loader(24))
+    logging_to(second, run).run(numbers_loader(24))
     assert first.run_id == second.run_id
     return first.run_id
 
@@ -151,7 +147,7 @@ def test_mlflow_run_is_resumed_and_has_each_value_once(die_at, tmp_path, monkeyp
     counts = Counter((name, step) for name, step, _ in mlflow.points["run0"])
     assert sorted(step for name, step in counts if name == "loss") == list(range(1, 13))
     assert set(counts.values()) == {1}
-    assert mlflow.params == [{"optimizer.lr": 0.5, "optimizer.betas": "[1, 2]"}]
+    assert mlflow.params == [{"optimizer.lr": 0.5, "optimizer.betas": "[1, 2]", "name": "a"}]
     assert mlflow.settings == [f"sqlite:///{tmp_path}/mlflow.db", "e"] * 2
     assert mlflow.ended == ["FAILED", "FINISHED"] and mlflow.tags == {"reason": "max_epochs"}
 
@@ -159,13 +155,13 @@ def test_mlflow_run_is_resumed_and_has_each_value_once(die_at, tmp_path, monkeyp
 def test_mlflow_run_of_the_user_is_used_and_left_open(tmp_path, monkeypatch):
     mlflow = stand_in(monkeypatch, MLflow())
     mlflow.start_run(run_id="mine")
-    built(tmp_path, MLflowSink(tmp_path)).run(numbers_loader(4))
+    logging_to(MLflowSink(tmp_path), tmp_path).run(numbers_loader(4))
     assert len(mlflow.points["mine"]) == 4 and mlflow.settings == [] and mlflow.ended == []
 
 
 def test_interrupted_run_is_killed_for_mlflow(tmp_path, monkeypatch):
     mlflow = stand_in(monkeypatch, MLflow())
-    trainer = built(tmp_path, MLflowSink(tmp_path))
+    trainer = logging_to(MLflowSink(tmp_path), tmp_path)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: trainer.request_stop("enough"))
     trainer.run(numbers_loader(24))
     assert mlflow.ended == ["KILLED"] and mlflow.tags == {"reason": "enough"}
@@ -175,7 +171,6 @@ def test_interrupted_run_is_killed_for_mlflow(tmp_path, monkeypatch):
     ("variables", "netrc", "mode"),
     [
         ({}, "", "offline"),
-        ({"WANDB_API_KEY": "k"}, "", None),
         ({}, "machine api.wandb.ai login user password k", None),
         ({}, "machine elsewhere.org login user password k", "offline"),
         ({"WANDB_BASE_URL": "https://elsewhere.org"}, "machine elsewhere.org login user password k", None),
@@ -188,37 +183,117 @@ def test_wandb_is_online_where_it_has_a_key_and_never_asks_for_one(variables, ne
         monkeypatch.setenv(name, value)
     (tmp_path / ".netrc").write_text(netrc)
     (tmp_path / ".netrc").chmod(0o600)
-    built(tmp_path, WandBSink(tmp_path)).run(numbers_loader(4))
+    logging_to(WandBSink(tmp_path), tmp_path).run(numbers_loader(4))
     assert [each["mode"] for each in wandb.inits] == [mode]
+
+
+def read(run):
+    return EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+
+
+def scalars(run):
+    found = read(run)
+    return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
+def steps(run):
+    return [step for step, _ in scalars(run)["loss"]]
+
+
+def built(run, die_at=None, **options):
+    return logging_to(TensorBoardSink(run, **options), run, die_at)
+
+
+def logged(run):
+    """The losses in the log; TensorBoard keeps fp32."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [(line["iteration"], pytest.approx(line["loss"], rel=1e-6)) for line in lines]
+
+
+def names_of_threads():
+    return {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.row("F1")
+def test_tensorboard_reads_what_was_logged(tmp_path):
+    trainer, before, threads = built(tmp_path), names_of_threads(), set()
+    MemoryLogger().attach(trainer, Events.ITERATION_COMPLETED(every=6))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: threads.update(names_of_threads()))
+    trainer.run(numbers_loader())
+    trainer.run(numbers_loader(), max_epochs=2)  # continues
+
+    found = scalars(tmp_path)
+    assert found["loss"] == logged(tmp_path) and len(found["loss"]) == 12
+    assert [step for step, _ in found["memory/host_rss_mib"]] == [6, 12]
+    assert threads - {"checkpoint-pruning"} == before
+
+
+@pytest.mark.parametrize("die_at", [2, 6, 8])
+def test_killed_and_resumed_no_point_and_no_config_is_lost_or_appears_twice(die_at, tmp_path):
+    """At 2 before the first checkpoint, at 8 right after one."""
+    with pytest.raises(ZeroDivisionError):
+        built(tmp_path, die_at, config=CONFIG).run(numbers_loader(24))
+    assert steps(tmp_path) == list(range(1, die_at + 1))
+    built(tmp_path, config=CONFIG).run(numbers_loader(24))
+    once, goal = scalars(tmp_path), logged(tmp_path)
+    assert once["loss"] == goal and [step for step, _ in goal] == list(range(1, 13))
+
+    trainer = built(tmp_path, config=CONFIG)
+    trainer.add_event_handler(Events.STARTED, lambda: trainer.state.metrics.update(loss=9.0))
+    trainer.run(numbers_loader(24), max_epochs=1)  # at its end already
+    assert scalars(tmp_path) == once
+
+    found = read(tmp_path)
+    assert "optimizer:" in found.Tensors("config")[-1].tensor_proto.string_val[0].decode()
+    content = found.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    hparams = HParamsPluginData.FromString(content).session_start_info.hparams
+    values = {key: getattr(value, value.WhichOneof("kind")) for key, value in hparams.items()}
+    assert values == {"optimizer.lr": 0.5, "optimizer.betas": "[1, 2]", "name": "a"}
+
+
+def test_nan_is_written_and_what_is_not_a_number_is_left_out(tmp_path):
+    TensorBoardSink(tmp_path).write(1, {"loss": math.nan, "word": "good", "flag": True, "epoch": 1})
+    assert scalars(tmp_path).keys() == {"loss", "epoch"} and math.isnan(scalars(tmp_path)["loss"][0][1])
+
+
+def test_a_full_disk_is_a_warning_and_costs_the_points_of_that_time_only(tmp_path, caplog):
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    size, limits = 230, resource.getrlimit(resource.RLIMIT_FSIZE)
+    trainer = trainer_of()
+    MetricLogger(sinks=[TensorBoardSink(tmp_path)], console=False).attach(trainer)
+    for iteration, most in ((1, size), (9, limits[0])):
+        trainer.add_event_handler(
+            Events.ITERATION_STARTED(once=iteration),
+            lambda *, most=most: resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1])),
+        )
+    try:
+        assert trainer.run(numbers_loader(24)).status == "completed"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+
+    found = steps(tmp_path)
+    assert found[-4:] == [9, 10, 11, 12] and 4 < len(found) < 12
+    assert any("disk space" in line for line in caplog.messages)
 
 
 SINKS = [(WandBSink, WandB), (MLflowSink, MLflow)]
 
 
-@pytest.mark.parametrize(("sink", "package"), SINKS)
-def test_failure_is_one_warning_and_training_continues(sink, package, tmp_path, monkeypatch, caplog):
-    stand = stand_in(monkeypatch, package())
-    stand.init = stand.start_run = lambda **_: 1 / 0
-    state = built(tmp_path, sink(tmp_path)).run(numbers_loader(24))
-    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert state.status == "completed" and len(warned) == 1 and "ZeroDivisionError" in warned[0]
-
-
 def started(rank, folder):
+    TensorBoardSink(folder / str(rank)).write(1, {"loss": 1.0})
     found = []
     for sink, package in SINKS:
         with pytest.MonkeyPatch.context() as patch:
             stand = stand_in(patch, package())
-            built(folder / stand.__name__, sink(folder)).run(numbers_loader(8))
+            logging_to(sink(folder), folder / stand.__name__).run(numbers_loader(8))
             found.append(len(getattr(stand, "server", None) or getattr(stand, "points", ())))
     return found
 
 
 def test_other_ranks_start_nothing(tmp_path):
     assert ranks(2, started, tmp_path) == [[1, 1], [0, 0]]
-
-
-# -- the libraries themselves -----------------------------------------------------------------------------------------
+    assert (tmp_path / "0").exists() and not (tmp_path / "1").exists()
 
 
 @pytest.mark.nightly
@@ -241,4 +316,4 @@ def test_mlflow_itself_has_each_value_once(tmp_path):
     run = client.get_run(name)
     assert [each.step for each in client.get_metric_history(name, "loss")] == list(range(1, 13))
     assert (run.info.status, run.data.tags["reason"]) == ("FINISHED", "max_epochs")
-    assert run.data.params == {"optimizer.lr": "0.5", "optimizer.betas": "[1, 2]"}
+    assert run.data.params == {"optimizer.lr": "0.5", "optimizer.betas": "[1, 2]", "name": "a"}

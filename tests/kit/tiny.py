@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from ignite_engine import Trainer, TrainingEvents, Update, loader
+from ignite_engine.handlers import Checkpoint, MetricLogger
 
 
 class Numbers(Dataset[Any]):
@@ -94,3 +95,14 @@ OURS = tuple(TrainingEvents)
 def without_address(value):
     """``str(value)``, the same in every process: several of them must name the tests alike."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
+def logging_to(sink, run, die_at=None):
+    """A trainer that logs to ``run`` and the sink, resumed from it; it raises ZeroDivisionError after ``die_at``."""
+    trainer, checkpoint = trainer_of(), Checkpoint(run / "checkpoints")
+    MetricLogger(run, sinks=[sink], console=False).attach(trainer)
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=4))
+    if die_at is not None:
+        trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=die_at), lambda: 1 / 0)
+    checkpoint.resume()
+    return trainer

@@ -35,9 +35,6 @@ def contents(folder):
     return {each: each.stat().st_mtime_ns for each in folder.rglob("*")}
 
 
-# -- other processes --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_folder_is_released_when_the_run_ends(tmp_path, fails):
     trainer, _ = made(tmp_path)
@@ -76,9 +73,6 @@ def test_the_start_of_a_run_sweeps_what_a_killed_one_was_writing(tmp_path, resum
     assert not hidden(tmp_path) and saved.iterations(tmp_path)[-1] == 4
 
 
-# -- whatever happens to it -------------------------------------------------------------------------------------------
-
-
 def test_a_folder_that_is_deleted_under_the_run_is_made_again(tmp_path):
     trainer, _ = made(tmp_path / "run" / "checkpoints")
     trainer.add_event_handler(EACH(once=3), lambda: shutil.rmtree(tmp_path / "run"))
@@ -100,9 +94,6 @@ def test_old_ones_are_deleted_beside_training_and_before_the_next_save(tmp_path,
     trainer.run(numbers_loader(), max_iters=6)
     assert waited and all(waited), "the save of iteration 4 waited for it"
     assert saved.iterations(tmp_path) == [6]
-
-
-# -- saves that are asked for now -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("event", [TrainingEvents.RESUME_POINT, EACH, Events.COMPLETED])
@@ -130,9 +121,6 @@ def test_a_folder_that_must_be_new_may_hold_its_own_checkpoints_alone(tmp_path):
     assert contents(tmp_path) == before
 
 
-# -- what it took -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("background", [False, True])
 def test_each_save_and_the_resume_say_bytes_and_seconds(tmp_path, caplog, background):
     caplog.set_level("INFO")
@@ -152,13 +140,8 @@ def test_each_save_and_the_resume_say_bytes_and_seconds(tmp_path, caplog, backgr
     assert [line.partition(": ")[0] for line in lines] == [f"Saved {path}" for path in paths]
     assert ["beside training" in line for line in lines] == [background, False]  # the last one is waited for
 
-    _, times, lines = run(4)
-    assert (times.saved, times.loaded.bytes) == (None, size)
-    assert times.as_dict()["load_bytes_per_s"] == round(size / times.loaded.seconds)
-    assert len(lines) == 1 and str(paths[1]) in lines[0] and str(times.loaded) in lines[0]
-
-
-# -- two ranks ----
+    _, times, (line,) = run(4)
+    assert (times.saved, times.loaded.bytes) == (None, size) and str(times.loaded) in line
 
 
 def holds(folder):
@@ -186,28 +169,20 @@ def test_a_folder_in_use_is_refused_on_both(tmp_path):
 
 
 def two_at_once(rank, folder):
-    """What handlers that save in the background at the same boundaries leave: of a trainer, and of one within it."""
+    """What handlers that save in the background at the same boundaries leave."""
     trainer = trainer_of()
     checkpoints = [Checkpoint(folder / name, keep_last=9, background=True, name=name) for name in ("one", "other")]
     for each in checkpoints:
         each.attach(trainer, EACH)
-
-    def run_another():
-        inner = trainer_of()
-        checkpoints.append(Checkpoint(folder / f"inner {len(checkpoints)}", keep_last=9, background=True))
-        checkpoints[-1].attach(inner, EACH)
-        inner.run(numbers_loader(), max_iters=2)
-
-    trainer.add_event_handler(Events.ITERATION_STARTED(every=2), run_another)
     trainer.run(numbers_loader(), max_iters=4)
     threads = threading.active_count()
-    trainer.run(numbers_loader(), max_iters=4)
+    trainer.run(numbers_loader(), max_iters=6)
     found = [each.store.verify(saved.path) for each in checkpoints for saved in each.store.checkpoints()]
     return found, threading.active_count() - threads
 
 
 def test_several_save_in_the_background_at_once_and_leave_no_thread(tmp_path):
-    assert ranks(2, two_at_once, tmp_path) == [([[]] * 16, 0)] * 2
+    assert ranks(2, two_at_once, tmp_path) == [([[]] * 12, 0)] * 2
 
 
 def saves_now(rank, folder):

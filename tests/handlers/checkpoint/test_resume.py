@@ -8,13 +8,13 @@ from ignite.engine import Events
 from ignite.metrics import Average
 from torch import nn
 
-from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, seed_everything
+from ignite_engine import TrainingEvents, create_evaluator
 from ignite_engine.errors import CheckpointError, StateMismatch
 from ignite_engine.handlers import Checkpoint, Evaluation, LRSchedule, MetricLogger, warmup_cosine
 from tests.kit import saved
 from tests.kit.refusals import refusals, refuses
-from tests.kit.resume import Program, assert_resumes, program
-from tests.kit.tiny import linear, mse, numbers_loader, trainer_of, weights
+from tests.kit.resume import assert_resumes, program
+from tests.kit.tiny import linear, numbers_loader, trainer_of, weights
 
 EACH = Events.ITERATION_COMPLETED
 
@@ -38,27 +38,6 @@ def drawing(trainer):
     trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, lambda: torch.rand(1))
 
 
-class Strided(nn.Module):
-    """A weight that is transposed in memory, and one in channels_last."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.convolution = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-        self.weight = nn.Parameter(torch.randn(33, 7).t())
-
-    def forward(self, inputs):
-        image = inputs.new_ones(1, 3, 3, 3) * inputs.mean()
-        return inputs[:, :1] * self.weight.square().mean() + self.convolution(image).sum()
-
-
-def fused():
-    seed_everything(7)
-    model = Strided()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    return Trainer(Update(model, optimizer, mse))
-
-
 FULL = program(
     [schedule, evaluation, means],
     accumulation_steps=2,
@@ -73,7 +52,6 @@ EXACT = {
         model=lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)),
         checkpoint={"background": True},
     ),
-    "any memory layout": Program(fused, checkpoint={"background": True}),
 }
 
 
@@ -102,9 +80,6 @@ def test_random_numbers_go_on_from_the_checkpoint(ignore, tmp_path):
     whole = run(tmp_path / "whole", 1, 9)
     run(tmp_path / "cut", 1, 4)
     assert torch.equal(run(tmp_path / "cut", 2, 9), whole) == (not ignore)
-
-
-# -- from which checkpoint --------------------------------------------------------------------------------------------
 
 
 def trained(folder, last=4, **options):
@@ -168,9 +143,6 @@ test_refusals = refusals(
         ("no folder", lambda: starts_in("/proc/nowhere/saved"), CheckpointError, "/proc/nowhere/saved cannot another"),
     ]
 )
-
-
-# -- with what of it --------------------------------------------------------------------------------------------------
 
 
 def test_parts_that_are_left_out_keep_what_they_are(tmp_path):

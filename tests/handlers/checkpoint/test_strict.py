@@ -76,7 +76,7 @@ def test_what_is_not_exact_is_refused_before_the_first_update(case, tmp_path):
     assert any(reason in each for each in saved.manifest(tmp_path / "False")["reproducibility"])
 
 
-def test_windows_without_a_state_are_known_when_the_first_one_opens(tmp_path, caplog):
+def test_windows_without_a_state_are_known_when_the_first_one_opens(tmp_path):
     """Before, nobody knows what a window's data is; nothing is trained on it where strict refuses."""
 
     def run(strict):
@@ -88,9 +88,7 @@ def test_windows_without_a_state_are_known_when_the_first_one_opens(tmp_path, ca
     refuses(lambda: run(strict=True), NotExact, WEIGHTED)
     assert saved.iterations(tmp_path / "True") == []
 
-    caplog.clear()
     trainer = run(strict=False)
-    assert [WEIGHTED in each for each in caplog.messages].count(True) == 1
     for reasons in (trainer.reproducibility(), saved.manifest(tmp_path / "False")["reproducibility"]):
         assert any(WEIGHTED in each for each in reasons)
 
@@ -133,9 +131,7 @@ def another_accumulation(tmp_path):
     Checkpoint(tmp_path).attach(trainer)
     trainer.run(numbers_loader(), max_iters=1)
     assert "accumulation_steps=3" in resumed(tmp_path, accumulation_steps=3).reproducibility()[0]
-    trainer.run(numbers_loader(), max_iters=1)
-    assert resumed(tmp_path, accumulation_steps=2, strict=True).reproducibility() == []
-    trainer.run(numbers_loader(), max_iters=1)
+    trainer.run(numbers_loader(), max_iters=2)
     resumed(tmp_path, accumulation_steps=3, strict=True)
 
 

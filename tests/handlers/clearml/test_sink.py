@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+import zipfile
 from collections import Counter
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -15,11 +16,11 @@ import pytest
 import torch
 from ignite.engine import Events
 
-from ignite_engine import Trainer, TrainingEvents
-from ignite_engine.handlers import Checkpoint, ClearMLLogger, GracefulStop, MemoryLogger, MetricLogger
+from ignite_engine import Trainer
+from ignite_engine.handlers import ClearMLLogger, GracefulStop, MemoryLogger, MetricLogger
 from tests.kit import saved
 from tests.kit.processes import ranks, start, wait_until
-from tests.kit.tiny import numbers_loader, trainer_of
+from tests.kit.tiny import logging_to, numbers_loader
 
 EACH = Events.ITERATION_COMPLETED
 ONLINE = {"CLEARML_API_ACCESS_KEY": "key"}
@@ -73,16 +74,9 @@ def library(tmp_path_factory, monkeypatch):
     return Library(folder)
 
 
-def built(run, *, saves=True, **options):
-    """A trainer that logs to ``run``, resumed where there is something to resume."""
+def built(run, die_at=None, **options):
     # on a busy machine the process needs longer than a run waits
-    trainer, sink = trainer_of(), ClearMLLogger(run, **{"close_within_s": 60.0, **options})
-    MetricLogger(run, sinks=[sink], console=False).attach(trainer)
-    if saves:
-        checkpoint = Checkpoint(run / "checkpoints")
-        checkpoint.attach(trainer, EACH(every=4))
-        checkpoint.resume()
-    return trainer
+    return logging_to(ClearMLLogger(run, **{"close_within_s": 60.0, **options}), run, die_at)
 
 
 def losses(run):
@@ -118,26 +112,28 @@ def test_metrics_config_environment_model_and_outcome_are_reported(tmp_path, lib
 def test_resumed_run_continues_its_task_and_no_point_appears_twice(variables, tmp_path, library, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    trainer = built(tmp_path)
-    trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=6), lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        trainer.run(numbers_loader(24))
+        built(tmp_path, die_at=6).run(numbers_loader(24))
     assert library.ending() == ("failed", "ZeroDivisionError: division by zero")
     assert [point[1] for point in library.points(tmp_path, "loss/loss")] == [1, 2, 3, 4, 5, 6]  # two of them to be cut
     if not variables:
         with (tmp_path / "clearml" / "offline" / library.task() / "metrics.jsonl").open("a") as file:
             file.write('[{"metric": "lo')  # killed while writing
     built(tmp_path).run(numbers_loader(24))
-    expected = losses(tmp_path)
-    trainer = built(tmp_path)  # at its end already: its last point is there
-    trainer.add_event_handler(Events.STARTED, lambda: trainer.state.metrics.update(loss=0.0))
-    trainer.run(numbers_loader(24), max_epochs=1)
-
-    assert library.task().startswith("offline-") != bool(variables) and len(library.calls("init")) == 3
-    assert library.points(tmp_path, "loss/loss") == expected and len(expected) == 12
+    assert library.task().startswith("offline-") != bool(variables) and len(library.calls("init")) == 2
+    assert library.points(tmp_path, "loss/loss") == losses(tmp_path) and len(losses(tmp_path)) == 12
     assert max(Counter(point[:2] for point in library.points(tmp_path)).values()) == 1
     assert library.ending() == ("completed", "max_epochs")
     assert len(library.calls("mark_failed")) == bool(variables)
+
+
+@pytest.mark.nightly  # it starts ClearML's process twice
+def test_run_that_is_at_its_end_reports_no_point_twice(tmp_path, library):
+    built(tmp_path).run(numbers_loader(8))
+    expected, trainer = losses(tmp_path), built(tmp_path)
+    trainer.add_event_handler(Events.STARTED, lambda: trainer.state.metrics.update(loss=0.0))
+    trainer.run(numbers_loader(8), max_epochs=1)
+    assert library.points(tmp_path, "loss/loss") == expected and len(expected) == 4
 
 
 def test_stop_is_handled_by_the_run_and_reported_to_clearml(tmp_path, library):
@@ -184,7 +180,7 @@ def test_training_process_stays_as_it_is(tmp_path, library):
         patched = [sys.exit, sys.excepthook, torch.save, torch.load, os.fork, os._exit, BaseProcess.run]
         return [*handlers, *patched, argparse.ArgumentParser.parse_args, threading.active_count(), dict(os.environ)]
 
-    trainer, within = built(tmp_path, saves=False), []
+    trainer, within = built(tmp_path), []
     before = everything()
     trainer.add_event_handler(EACH, lambda: within.append(everything()))
     trainer.run(numbers_loader())
@@ -233,7 +229,7 @@ def test_reports_wait_for_nothing_and_all_arrive_at_the_end(tmp_path, library):
 
 def test_session_that_fails_is_one_warning_and_training_continues(tmp_path, library, caplog):
     (library.folder / "fail").touch()
-    trainer = built(tmp_path, saves=False)
+    trainer = built(tmp_path)
     trainer.add_event_handler(EACH, lambda: time.sleep(0.05))
     state = trainer.run(numbers_loader())
     assert state.status == "completed" and len(losses(tmp_path)) == 6
@@ -242,14 +238,13 @@ def test_session_that_fails_is_one_warning_and_training_continues(tmp_path, libr
 
 
 def test_other_ranks_start_nothing(tmp_path, library):
-    ranks(2, lambda rank: built(tmp_path / str(rank), saves=False).run(numbers_loader()).iteration)
+    ranks(2, lambda rank: built(tmp_path / str(rank)).run(numbers_loader()).iteration)
     assert (tmp_path / "0" / "clearml").exists() and not (tmp_path / "1" / "clearml").exists()
 
 
 @pytest.mark.parametrize(
     ("variables", "online"),
     [
-        ({"CLEARML_API_HOST": "http://127.0.0.1:1"}, True),
         ({**ONLINE, "CLEARML_OFFLINE_MODE": "1"}, False),
         ({"CLEARML_CONFIG_FILE": __file__}, True),
     ],
@@ -257,5 +252,26 @@ def test_other_ranks_start_nothing(tmp_path, library):
 def test_online_where_the_user_has_configured_a_server(variables, online, tmp_path, library, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    built(tmp_path, saves=False).run(numbers_loader(4))
+    built(tmp_path).run(numbers_loader(4))
     assert library.task().startswith("offline-") != online
+
+
+@pytest.mark.nightly
+def test_offline_session_of_the_library_itself_can_be_imported(tmp_path, monkeypatch):
+    monkeypatch.setenv("CLEARML_CONFIG_FILE", str(tmp_path / "none.conf"))
+    config = {"optimizer": {"lr": 0.25}}
+    with pytest.raises(ZeroDivisionError):
+        built(tmp_path, die_at=6, config=config).run(numbers_loader(24))
+    built(tmp_path, config=config).run(numbers_loader(24))
+    (zipped,) = tmp_path.glob("clearml/offline/*.zip")
+    with zipfile.ZipFile(zipped) as archive:
+        task = json.loads(archive.read("task.json"))
+        lines = archive.read("metrics.jsonl").decode().splitlines()
+    points = [event for line in lines for event in json.loads(line) if event.get("metric") == "loss"]
+    assert [("loss/loss", each["iter"], each["value"]) for each in points] == losses(tmp_path) and len(points) == 12
+    properties = task["hyperparams"]["properties"]
+    assert (properties["status"]["value"], properties["reason"]["value"]) == ("completed", "max_epochs")
+    assert task["hyperparams"]["optimizer"]["lr"]["value"] == "0.25"
+    assert task["configuration"].keys() >= {"config", "environment"}
+    model, newest = task["offline_output_models"][-1]["weights"], saved.checkpoint(tmp_path / "checkpoints", 12)
+    assert (model["register_uri"], model["iteration"]) == (newest.as_uri(), 12)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ignite_engine import Trainer, TrainingEvents, create_evaluator, loader
-from ignite_engine.handlers import Checkpoint, Evaluation
+from ignite_engine.handlers import Evaluation
 from tests.kit.processes import child
 from tests.kit.refusals import refusals
 from tests.kit.tiny import Numbers, Passes, linear, numbers_loader, trainer_of, weights
@@ -42,13 +42,6 @@ class Seen(Dataset):
 
     def __getitem__(self, index):
         return torch.tensor([float(index)])
-
-
-def noting(seen):
-    return create_evaluator(nn.Linear(1, 1), lambda model, batch: seen.extend(batch.flatten().tolist()))
-
-
-# -- no trace ---------------------------------------------------------------------------------------------------------
 
 
 def test_metrics_are_those_of_the_whole_set():
@@ -129,18 +122,9 @@ def test_an_evaluator_works_again_after_an_error():
     assert state.evaluations == 1 and state.metrics["val/loss"] > 0
 
 
-# -- when -------------------------------------------------------------------------------------------------------------
-
-
-def attached_twice(trainer, evaluation):
-    evaluation.attach(trainer, Events.EPOCH_COMPLETED)
-    evaluation.attach(trainer, EACH(once=1))
-
-
 @pytest.mark.parametrize(
     ("attach", "runs", "evaluations"),
     [
-        (attached_twice, [2], [3]),
         # an iteration is evaluated once: at 3, and at 6
         (
             lambda trainer, each: each.attach(trainer, EACH(every=3) | Events.EPOCH_COMPLETED | Events.COMPLETED),
@@ -202,9 +186,6 @@ test_refusals = refusals(
 )
 
 
-# -- of whose data ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.row("C1")
 @pytest.mark.parametrize(
     ("counts", "limit", "seen"), [((3, 9, 4), None, [3, 9, 4]), ((3, 9, 4), 4, [3, 4, 4]), (10, 3, [3, 3, 3])]
@@ -226,7 +207,8 @@ def test_each_evaluation_takes_the_first_batches_of_a_pass_of_any_length(counts,
 def evaluated_in_its_pass(**options):
     data, trained, evaluated = loader(Seen(), batch_size=4, **options), [], []
     trainer = Trainer(lambda engine, batch: trained.extend(batch.flatten().tolist()))
-    Evaluation(noting(evaluated), data).attach(trainer, EACH(every=2))
+    note = create_evaluator(nn.Linear(1, 1), lambda model, batch: evaluated.extend(batch.flatten().tolist()))
+    Evaluation(note, data).attach(trainer, EACH(every=2))
     trainer.run(data, max_epochs=2)
     return trained, evaluated
 
@@ -237,49 +219,6 @@ def test_the_training_loader_can_be_evaluated_in_the_middle_of_its_pass(options)
     # in a process of its own, as the garbage collector waits for such workers
     trained, evaluated = child(lambda: evaluated_in_its_pass(**options))
     assert trained == [*range(24)] * 2 and evaluated == [*range(24)] * 6
-
-
-@pytest.mark.parametrize("at", [EACH(once=9), Events.EPOCH_COMPLETED(once=2)])
-def test_it_is_evaluated_again_in_the_same_order_by_a_run_that_was_stopped(at, tmp_path):
-    """The resumed process has not opened the pass yet, whose order and random numbers it has."""
-
-    def evaluated(folder, *, stop):
-        trainer, seen, data = trainer_of(), [], numbers_loader(10, shuffle=True, drop_last=True)
-
-        def note(model, batch):
-            seen.append(batch[0].tolist())
-            if stop:
-                trainer.request_stop("enough")
-
-        Evaluation(create_evaluator(trainer.update.model, note), data).attach(trainer, at)
-        checkpoint = Checkpoint(folder)
-        checkpoint.attach(trainer)
-        checkpoint.resume()
-        trainer.run(data, max_epochs=2)
-        return seen
-
-    whole = evaluated(tmp_path / "whole", stop=False)
-    assert len(evaluated(tmp_path / "cut", stop=True)) == 1
-    assert evaluated(tmp_path / "cut", stop=False) == whole and len(whole) == 5
-
-
-def test_it_is_evaluated_whole_in_an_epoch_that_was_resumed(tmp_path):
-    """The loader is in the middle of its pass, for the training only."""
-
-    def run(last):
-        trained, evaluated = [], []
-        trainer = Trainer(lambda engine, batch: trained.extend(batch.flatten().tolist()))
-        data = loader(Seen(), 4, shuffle=True)
-        Evaluation(noting(evaluated), data).attach(trainer, EACH(once=5))
-        checkpoint = Checkpoint(tmp_path)
-        checkpoint.attach(trainer)
-        checkpoint.resume()
-        trainer.run(data, max_iters=last)
-        return trained, evaluated
-
-    first, nothing = run(4)
-    second, evaluated = run(6)
-    assert sorted(first + second) == sorted(evaluated) == [*range(24)] and not nothing
 
 
 @pytest.mark.parametrize("kind", [loader, StatefulDataLoader])

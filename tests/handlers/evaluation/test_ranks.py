@@ -2,7 +2,6 @@
 
 import time
 
-import ignite.distributed as idist
 import pytest
 import torch
 from ignite.engine import Events
@@ -30,18 +29,6 @@ class Stream:
         return iter(self.data)
 
 
-class Slow(Stream):
-    """With a length, and slower than the time between two votes."""
-
-    def __len__(self):
-        return len(self.data)
-
-    def __iter__(self):
-        for each in self.data:
-            time.sleep(0.09)
-            yield each
-
-
 def averaging():
     return create_evaluator(nn.Identity(), lambda model, batch: batch, {"mean": Average()})
 
@@ -56,9 +43,6 @@ def evaluated(evaluator, data, prepare=lambda trainer: None):
     Evaluation(evaluator, data).attach(trainer)
     prepare(trainer)
     return trainer.run([0, 1], max_epochs=1)
-
-
-# -- as in one process ------------------------------------------------------------------------------------------------
 
 
 def metrics_of(rank, count, sized=True, layout=None):
@@ -77,8 +61,8 @@ def metrics_of(rank, count, sized=True, layout=None):
     evaluator = create_evaluator(nn.Identity(), lambda model, batch: (model(batch[0]), batch[1]), metrics)
     seen = []
     evaluator.add_event_handler(EACH, lambda: seen.extend(evaluator.state.output[0].tolist()))
-    data = loader(samples, 2)
-    state = evaluated(evaluator, data if sized else Stream(data))
+    # a plain loader is sharded, too
+    state = evaluated(evaluator, DataLoader(samples, 2) if sized else Stream(loader(samples, 2)))
     found = {key: torch.as_tensor(value).double() for key, value in evaluator.state.metrics.items()}
     return found | {"logged": torch.tensor(state.metrics["val/accuracy"]).double()}, seen
 
@@ -105,30 +89,6 @@ def test_ranks_that_share_data_share_the_lack_of_it():
     assert all(torch.allclose(metrics[name], whole[name]) for metrics, _ in found for name in whole)
 
 
-def uneven(rank):
-    data = {
-        "sized": DataLoader(numbers(4 * (1 - rank)), batch_size=2, sampler=range(4 * (1 - rank))),
-        "list": numbers(2 - 2 * rank),
-        "unsized": Stream(numbers(2 - 2 * rank)),
-    }
-    return [evaluated(averaging(), each).metrics["val/mean"] for each in data.values()]
-
-
-def test_a_rank_without_a_batch_has_its_peers_metrics():
-    assert ranks(2, uneven) == [[1.5, 0.5, 0.5]] * 2
-
-
-def shards(rank):
-    mine, evaluator = [], averaging()
-    evaluator.add_event_handler(EACH, lambda: mine.extend(evaluator.state.output.flatten().tolist()))
-    return evaluated(evaluator, DataLoader(numbers(24), batch_size=4)).metrics["val/mean"], mine
-
-
-def test_a_plain_loader_is_sharded():
-    (mean_0, mine_0), (mean_1, mine_1) = ranks(2, shards)
-    assert mean_0 == mean_1 == 11.5 and sorted(mine_0 + mine_1) == [*range(24)], "each sample once"
-
-
 def refused(rank):
     by_batch = averaging()
     Average().attach(by_batch, "of the batch", usage=BatchWise())
@@ -147,46 +107,26 @@ def test_what_would_wait_for_ever_is_refused_on_both():
     assert "'of the batch'" in first[1] and "2, 3 batches" in first[1]
 
 
-# -- stops ------------------------------------------------------------------------------------------------------------
-
-
-def stopped(rank):
-    """Rank 0 has no batch, the last one many slow ones; rank 0 is asked to stop."""
-    world = idist.get_world_size()
+def votes_along(rank, stops):
+    """Rank 0 has no batch, rank 1 has 2, the last one many slow ones; rank 0 is asked to stop."""
 
     def slow():
-        for index in range(400 if rank == world - 1 else 2 * min(rank, 1)):
-            time.sleep(0.02)
+        for index in range([0, 2, 400 if stops else 8][rank]):
+            time.sleep(0.09)  # longer than the time between two votes
             yield torch.tensor([float(index)])
 
     def prepare(trainer):
-        if rank == 0:
+        if stops and rank == 0:
             trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, lambda: trainer.request_stop("here"))
 
     evaluator = averaging()
     state = evaluated(evaluator, Stream(slow()), prepare)
-    return state.status, "val/mean" in state.metrics, evaluator.state.iteration < 400
-
-
-@pytest.mark.row("C2")
-def test_all_ranks_stop_in_an_evaluation_that_some_have_ended():
-    assert ranks(3, stopped) == [("interrupted", False, True)] * 3
-
-
-def votes_along(rank, stops):
-    """Rank 1 has 2 batches, the other 8."""
-    evaluator = averaging()
-
-    def prepare(trainer):
-        if stops and rank == 1:
-            evaluator.add_event_handler(EACH(once=2), lambda: trainer.request_stop("here"))
-
-    state = evaluated(evaluator, Slow(numbers(2 if rank == 1 else 8)), prepare)
     return state.status, state.metrics.get("val/mean"), evaluator.state.iteration
 
 
-def test_a_rank_with_fewer_batches_votes_along_until_its_peers_have_none():
+@pytest.mark.row("C2")
+def test_ranks_with_fewer_batches_vote_along_until_their_peers_have_none():
     mean = pytest.approx((sum(range(8)) + 0 + 1) / 10)
-    assert ranks(2, votes_along, False) == [("completed", mean, 8), ("completed", mean, 2)]
-    first, second = ranks(2, votes_along, True)
-    assert first[:2] == second[:2] == ("interrupted", None) and first[2] < 8
+    assert ranks(3, votes_along, False) == [("completed", mean, count) for count in (0, 2, 8)]
+    stopped = ranks(3, votes_along, True)
+    assert {each[:2] for each in stopped} == {("interrupted", None)} and stopped[2][2] < 400

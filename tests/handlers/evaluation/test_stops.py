@@ -3,14 +3,14 @@
 import pytest
 import torch
 from ignite.engine import Events
-from ignite.metrics import Average, EpochMetric, Loss
+from ignite.metrics import EpochMetric, Loss
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ignite_engine import TrainingEvents, create_evaluator, loader
-from ignite_engine.handlers import Checkpoint, Evaluation, StopFile, WallClockLimit
+from ignite_engine.handlers import Checkpoint, Evaluation
 from tests.kit import saved
-from tests.kit.resume import leaves, same_bits
+from tests.kit.resume import leaves, same_bits, saved_in
 from tests.kit.tiny import Numbers, linear, numbers_loader, trainer_of, weights
 
 EACH = Events.ITERATION_COMPLETED
@@ -32,23 +32,14 @@ class Drawn:
             yield numbers.inputs[places], numbers.targets[places]
 
 
-def metrics():
-    return {
-        "loss": Loss(nn.functional.mse_loss),
-        "spread": EpochMetric(lambda predictions, targets: (predictions.std() + targets.std()).item()),
-        "drawn": Average(output_transform=lambda output: output[0].mean()),
-    }
-
-
 class Run:
     """One process's part of a run of 12 updates that evaluates 10 batches at its event, with random predictions."""
 
-    def __init__(self, folder, event=None, *, data=None, limits=None, background=False, **options):
+    def __init__(self, folder, event=None, *, data=None, background=False, metrics=None, best="val/loss", **options):
         self.trainer = trainer = trainer_of(linear(dropout=True))
-        self.limits, self.numbers = limits or {"max_epochs": 2}, Numbers(20)
-        self.batches, self.measured, self.ended = [], [], 0
-        """The iteration of each batch that was evaluated; the metrics of each evaluation."""
-        self.stop_at = None
+        self.numbers, self.stop_at = Numbers(20), None
+        # the iteration of each batch that was evaluated; the metrics of each evaluation
+        self.batches, self.measured = [], []
 
         def predict(model, batch):
             self.batches.append(trainer.state.iteration)
@@ -56,8 +47,9 @@ class Run:
                 trainer.request_stop("enough")
             return model(batch[0]) * torch.rand(1), batch[1]
 
-        self.evaluator = create_evaluator(trainer.update.model, predict, options.pop("metrics", None) or metrics())
-        self.evaluator.add_event_handler(Events.COMPLETED, self._end)  # as Ignite's EarlyStopping
+        spread = EpochMetric(lambda predictions, targets: (predictions.std() + targets.std()).item())
+        metrics = metrics or {"loss": Loss(nn.functional.mse_loss), "spread": spread}
+        self.evaluator = create_evaluator(trainer.update.model, predict, metrics)
         data = loader(self.numbers, 2) if data is None else data()
         Evaluation(self.evaluator, data, **options).attach(trainer, event or EACH(every=6))
         for name in (TrainingEvents.EVALUATION_STARTED, TrainingEvents.EVALUATION_COMPLETED):
@@ -65,46 +57,33 @@ class Run:
         trainer.add_event_handler(
             TrainingEvents.EVALUATION_COMPLETED, lambda: self.measured.append(dict(trainer.state.metrics))
         )
-        self.folder, self.checkpoint = folder, Checkpoint(folder, background=background)
+        self.folder, self.checkpoint = folder, Checkpoint(folder, background=background, best=best)
         self.checkpoint.attach(trainer, EACH(every=100))
-
-    def _end(self):
-        self.ended += len(self.evaluator.state.metrics) > 0
 
     def train(self, stop_at=None):
         """To the end, or until so many batches were evaluated; from the newest checkpoint if there is one."""
         self.stop_at = stop_at
         fresh = self.checkpoint.resume() is None
         torch.manual_seed(5 if fresh else 99)  # what a resumed run draws it has from its checkpoint
-        self.trainer.run(numbers_loader(12, shuffle=True), **self.limits)
-        status = "completed" if stop_at is None else "interrupted"
-        assert self.trainer.state.status == status and self.ended == len(self.measured)
+        self.trainer.run(numbers_loader(12, shuffle=True), max_epochs=2)
+        assert self.trainer.state.status == ("completed" if stop_at is None else "interrupted")
         return self
 
-    def saved(self):
-        parts = saved.parts(self.folder)
-        parts["trainer"].pop("checkpoints")  # a stop adds one
-        return dict(leaves(parts))
 
-
+STREAM = {"resumes": True, "data": lambda: DataLoader(Stream(), 2), "limit": 9}
 CASES = {
     "at the start": {"event": Events.STARTED},
-    "each epoch": {"event": Events.EPOCH_COMPLETED},
-    "at the start of an epoch": {"event": Events.EPOCH_STARTED(once=2)},
-    "each third": {"event": EACH(every=3)},
-    "at the end": {"event": Events.COMPLETED},
-    "by iterations": {"event": EACH(every=5), "limits": {"max_iters": 10}},
-    "without a length": {"data": lambda: DataLoader(Stream(), 2)},
-    "beside a save": {"background": True},
-    "goes on": {"resumes": True},
+    "at the start of an epoch": {"event": Events.EPOCH_STARTED(once=2), "best": None},
+    "beside a save": {"event": EACH(every=3), "background": True},
+    "at the end, without a length": {"event": Events.COMPLETED, "data": lambda: DataLoader(Stream(), 2)},
     "goes on in a drawn order": {"resumes": True, "data": Drawn},
-    "goes on in a stream": {"resumes": True, "data": lambda: DataLoader(Stream(), 2), "limit": 9},
+    "goes on in a stream": STREAM,
 }
 
 
 @pytest.mark.row("C4", "C5")
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("last", [False, True], ids=["the first", "the last"])
+@pytest.mark.parametrize("last", [False, True])
 def test_a_stopped_evaluation_is_made_by_the_resumed_run_to_the_same_bits(case, last, tmp_path):
     """Though that is stopped within it, too: nothing is trained between the evaluation and the end of the run."""
     options = CASES[case]
@@ -125,7 +104,7 @@ def test_a_stopped_evaluation_is_made_by_the_resumed_run_to_the_same_bits(case, 
     assert repr(resumed.measured) == repr(whole.measured[first // each :])
     assert resumed.trainer.state.evaluations == whole.trainer.state.evaluations
     assert torch.equal(weights(resumed.trainer), weights(whole.trainer))
-    expected, found = whole.saved(), resumed.saved()
+    expected, found = (dict(leaves(saved_in(each.folder))) for each in (whole, resumed))
     assert expected.keys() == found.keys()
     assert not [key for key, value in expected.items() if not same_bits(value, found[key])]
 
@@ -148,26 +127,6 @@ def test_another_evaluation_starts_at_its_first_batch(change, tmp_path):
 
 
 def test_a_stream_without_a_state_is_replayed_and_that_is_said(tmp_path, caplog):
-    options = CASES["goes on in a stream"]
-    Run(tmp_path, **options).train(stop_at=7)
-    assert Run(tmp_path, **options).train().batches == [6] * 2 + [12] * 9
+    Run(tmp_path, **STREAM).train(stop_at=7)
+    assert Run(tmp_path, **STREAM).train().batches == [6] * 2 + [12] * 9
     assert "7 batches" in caplog.text and "skipped" in caplog.text
-
-
-# -- limits in an evaluation before the training ----------------------------------------------------------------------
-
-
-def evaluated_at_the_start(during, limit):
-    trainer = trainer_of()
-    evaluator = create_evaluator(trainer.update.model, lambda model, batch: during())
-    Evaluation(evaluator, [0] * 5).attach(trainer, Events.STARTED)
-    limit.attach(trainer)
-    state = trainer.run(numbers_loader(12), max_epochs=2)
-    return state.status, state.iteration, state.evaluations
-
-
-def test_limits_end_an_evaluation_at_the_start(tmp_path, clock):
-    path, ended = tmp_path / "stop", ("interrupted", 0, 0)
-    assert evaluated_at_the_start(lambda: clock.move(20.0), WallClockLimit(seconds=50, margin_s=0)) == ended
-    assert evaluated_at_the_start(path.touch, StopFile(path)) == ended
-    assert evaluated_at_the_start(lambda: None, StopFile(path)) == ("completed", 12, 1), "the file was there before"

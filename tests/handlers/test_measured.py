@@ -1,19 +1,24 @@
-"""What Throughput writes of FLOPs: those of the arithmetic by hand, over the time of the iterations."""
+"""What Throughput writes of FLOPs, and MemoryLogger of memory: as counted by hand, and as the process really holds."""
+
+import resource
+from pathlib import Path
 
 import pytest
 import torch
 from ignite.engine import Events
 from torch import nn
 
-from ignite_engine import Trainer, Update, Updates
-from ignite_engine.handlers import Throughput
+from ignite_engine import Trainer, TrainingEvents, Update, Updates
+from ignite_engine.handlers import Checkpoint, MemoryLogger, Throughput
+from tests.kit import saved
 from tests.kit.processes import ranks
 from tests.kit.refusals import refusals
 from tests.kit.sharded import in_layout
 from tests.kit.tiny import linear, mse, weights
 
 OF_A_SAMPLE = 2 * (2 * 3 * 4 + 3 * 4 * 1)  # of linear(): its inputs need no gradient
-EPOCH = Events.EPOCH_COMPLETED
+EPOCH, EACH = Events.EPOCH_COMPLETED, Events.ITERATION_COMPLETED
+MIB = 2**20
 
 
 def numbers(count, size=4):
@@ -150,3 +155,66 @@ def test_on_two_ranks_flops_are_summed_and_the_peak_is_that_of_both():
         for layout in ("ddp", "fsdp"):
             assert found[layout] == (True, pytest.approx(of_net), pytest.approx(of_net / 2)), layout
         assert found["tp"] == (True, None, 0.0), "ranks that share a model: it is not known which part is whose"
+
+
+def written(trainer, count, *event):
+    """The memory values of each METRICS_READY of a run of so many iterations."""
+    seen = []
+    trainer.add_event_handler(
+        TrainingEvents.METRICS_READY,
+        lambda: seen.append({k: v for k, v in trainer.state.metrics.fresh.items() if k.startswith("memory/")}),
+    )
+    MemoryLogger().attach(trainer, *event)
+    trainer.run(numbers(1) * count, max_epochs=1)
+    return seen
+
+
+def held_mib():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / MIB
+
+
+@pytest.mark.parametrize("update", [update_of, lambda: by_hand])
+def test_on_the_cpu_the_host_memory_is_written_and_nothing_else(update):
+    seen = written(Trainer(update()), 5, EACH(every=2))
+    assert [list(values) for values in seen] == [["memory/host_rss_mib"]] * 2
+    assert seen[-1]["memory/host_rss_mib"] == pytest.approx(held_mib(), rel=0.05)
+
+
+def test_it_is_written_every_50_iterations_and_saves_no_state(tmp_path):
+    trainer = Trainer(update_of())
+    Checkpoint(tmp_path).attach(trainer)
+    assert len(written(trainer, 100)) == 2
+    assert set(saved.parts(tmp_path)) == {"trainer", "data", "rng", "model", "optimizer", "checkpoint"}
+
+
+def memory_on_a_rank(rank):
+    ballast = torch.ones(96 * MIB * rank, dtype=torch.uint8)  # rank 1 holds more
+    return written(Trainer(update_of()), 1, EACH), held_mib(), ballast.numel()
+
+
+@pytest.mark.row("F7")
+def test_on_two_ranks_the_worst_is_written_with_its_rank():
+    (seen, held_0, _), (seen_1, held_1, _) = ranks(2, memory_on_a_rank)
+    assert held_1 > held_0 + 40 and seen == seen_1
+    assert seen[0]["memory/peak_rank"] == 1.0
+    assert seen[0]["memory/host_rss_mib"] == pytest.approx(held_1, rel=0.1)
+
+
+@pytest.mark.cuda
+def test_on_cuda_the_peak_is_that_of_the_interval():
+    sizes = iter([8, 64, 256, 8])
+
+    def allocate_and_free(model, batch):
+        torch.empty(next(sizes) * MIB, dtype=torch.uint8, device="cuda")
+        return mse(model, batch)
+
+    trainer = Trainer(update_of(linear().cuda(), allocate_and_free))
+    trainer.run(numbers(1), max_epochs=1)  # cuBLAS takes its workspace for good
+    torch.cuda.reset_peak_memory_stats()  # of what other tests have held
+    seen = written(trainer, 3, EACH)
+    peaks = [values["memory/peak_mib"] - values["memory/allocated_mib"] for values in seen]
+    assert peaks == pytest.approx([64, 256, 8], abs=4)
+    assert all(values["memory/reserved_mib"] >= 256 for values in seen[1:])
+    totals = torch.cuda.memory_stats()  # of the process
+    assert all(values.get("memory/retries", 0) == totals["num_alloc_retries"] for values in seen)
+    assert all(values.get("memory/ooms", 0) == totals["num_ooms"] for values in seen)
