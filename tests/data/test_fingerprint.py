@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from ignite.engine import Events
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from ignite_engine import Trainer, Windows, loader
 from ignite_engine.errors import NotExact
@@ -50,16 +50,11 @@ def changed(data, where, value):
 
 OTHERS = {
     "list": lambda n: [(values(n)[0], 1), (values(0)[1], 2)],
-    "last of a list": lambda n: [(1, 2), (3, n)],
     "middle text": lambda n: ["a", "b", f"c{n}", "d", "e"],
     "tensors": lambda n: TensorDataset(values(0), values(n)),
     "bf16": lambda n: TensorDataset(values(n, torch.bfloat16)),
-    "complex": lambda n: TensorDataset(values(n).to(torch.complex64) * 1j),
-    "stack": lambda n: StackDataset(x=values(n), y=values(0)),
     "subset": lambda n: Subset(TensorDataset(values(0)), [0, 1 + n]),
     "inside a subset": lambda n: Subset(TensorDataset(values(n)), [0, 1]),
-    "concatenated": lambda n: ConcatDataset([TensorDataset(values(0)), TensorDataset(values(n))]),
-    "end of a tensor": lambda n: TensorDataset(changed(torch.zeros(5000, 3), slice(4999, None), n)),
     "label of a tensor": lambda n: TensorDataset(changed(torch.zeros(5000, dtype=torch.int64), slice(3210, 3211), n)),
     "part of a large tensor": lambda n: TensorDataset(changed(torch.zeros(3_000_000), slice(2_000_000, 2_060_000), n)),
     "part of a large array": lambda n: Arrays({"x": changed(np.zeros((700_000, 4)), slice(500_000, 515_000), n)}),
@@ -68,7 +63,6 @@ OTHERS = {
     ),
     "type": lambda n: TensorDataset(values(0, [torch.float32, torch.float64][n])),
     "one of many samples": lambda n: [(number, n if number == 77 else 0) for number in range(100)],
-    "array": lambda n: Arrays({"x": np.arange(6) + n}),
     "file names": lambda n: Files("/data/cats/1.png", f"/data/cats/{n + 2}.png"),
 }
 SAME = {

@@ -23,7 +23,7 @@ from ignite_engine.errors import PeerFailed, StateMismatch
 from ignite_engine.handlers import Checkpoint
 from tests.data.kinds import Around, EpochSampler, Samples
 from tests.kit.processes import ranks
-from tests.kit.refusals import refusals, refuses
+from tests.kit.refusals import refusals
 from tests.kit.tiny import Passes
 
 
@@ -61,6 +61,8 @@ def test_order_is_a_function_of_seed_and_epoch():
     torch.manual_seed(1)
 
     assert passes(loader(Indices(10), 3, shuffle=True, seed=5)) == first
+    # on every machine, for ever: checkpoints rely on it
+    assert first[:2] == [[3, 5, 6, 2, 7, 4, 1, 9, 0, 8], [4, 9, 3, 5, 2, 6, 8, 0, 7, 1]]
     assert all(sorted(order) == list(range(10)) for order in first)
     assert len({tuple(order) for order in first + passes(loader(Indices(10), 3, shuffle=True, seed=6))}) == 6
     assert passes(loader(Indices(10), 3, seed=5)) == [list(range(10))] * 3
@@ -73,13 +75,6 @@ def test_iterated_by_hand_it_sees_what_was_added_and_the_users_functions():
     data.append(4)
 
     assert list(batches) == [1, 5, 4]
-
-
-def test_stopped_run_leaves_the_loader_at_its_first_sample():
-    data = loader(list(range(4)))
-    Trainer(lambda engine, batch: engine.terminate()).run(data)
-
-    assert torch.cat(list(data)).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.row("H3")
@@ -169,22 +164,6 @@ class Bare:
         return iter(torch.arange(3))
 
 
-class Proxy:
-    """Each attribute of it is another proxy."""
-
-    def __getattr__(self, name):
-        return Proxy()
-
-    def __call__(self, *arguments):
-        return Proxy()
-
-    def __iter__(self):
-        return iter([1, 2, 3])
-
-    def __len__(self):
-        return 3
-
-
 REPORTED = {
     "DataLoader with WeightedRandomSampler": lambda: DataLoader(
         Indices(6), 2, sampler=WeightedRandomSampler([1.0] * 6, 6)
@@ -249,11 +228,6 @@ def test_replayed_data_leaves_out_what_was_consumed_and_says_so(tmp_path, caplog
 
     assert rest == [[102.0, 103.0]]
     assert "the 2 batches that were consumed are loaded again and skipped" in caplog.text
-
-
-@pytest.mark.timeout(60)
-def test_run_over_data_that_answers_every_attribute_ends():
-    assert passes(Proxy(), epochs=2) == [[1, 2, 3], [1, 2, 3]]
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -323,15 +297,6 @@ test_refusals = refusals(
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def own_shards(rank):
-    """Of ``dataset.shard(world, rank)``, say, which a sampler of the user's reads whole."""
-    return passes(DataLoader(torch.arange(8) + 8 * rank, 2, sampler=range(8)), 1)
-
-
-def test_shard_with_a_sampler_of_the_users_is_read_whole_by_its_rank():
-    assert ranks(2, own_shards) == [[[*range(8)]], [[*range(8, 16)]]]
-
-
 class Shifted(EpochSampler):
     def __init__(self, by):
         super().__init__(8)
@@ -367,23 +332,6 @@ def test_ranks_that_would_share_out_other_orders_are_refused():
             assert said == 2, name
         else:
             assert ("dataset" if name.startswith("dataset") else "order of the data") in said and "rank 1" in said
-
-
-def other_place(rank, folder):
-    first, second = Trainer(lambda engine, batch: None), Trainer(lambda engine, batch: None)
-    Checkpoint(folder).attach(first)
-    first.run(loader(Indices(8), 2), max_iters=1)
-    checkpoint = Checkpoint(folder)
-    checkpoint.attach(second)
-    checkpoint.resume()
-    return str(
-        refuses(lambda: second.run(loader(Indices(8), 2 + rank), max_iters=2), StateMismatch, "batch_size 2 in data 3")
-    )
-
-
-def test_what_one_rank_refuses_of_a_saved_place_is_raised_on_all(tmp_path):
-    first, second = ranks(2, other_place, tmp_path)
-    assert first == second
 
 
 def on_other_ranks(rank, folder, batch_size, stop_at):

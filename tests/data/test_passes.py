@@ -10,7 +10,7 @@ from ignite_engine.handlers import Checkpoint
 from tests.data.kinds import EpochSampler, RewoundLoader, Samples
 from tests.kit.resume import EVERYWHERE, assert_resumes, program
 from tests.kit.seen import Seen
-from tests.kit.tiny import Passes, trainer_of
+from tests.kit.tiny import Passes
 
 
 class Growing(Dataset):
@@ -53,21 +53,6 @@ def test_passes_without_a_length_are_measured_anew(steps):
         assert [(epoch, len(batch)) for epoch, batch in seen] == [(1, 2), (1, 1), (2, 2), (2, 2), (2, 1), (3, 2)]
     assert lengths == ([3, 5, 2] if steps is None else [2, 3, 1])
     assert (state.iteration, state.epoch, state.reason) == (len(seen), 3, "max_epochs")
-
-
-def test_explicit_epoch_length_lets_a_pass_span_epochs():
-    trainer, seen = noting()
-    trainer.run(Passes(3, 5, 2), max_epochs=2, epoch_length=4)
-
-    expected = [(1, 100), (1, 101), (1, 102), (1, 200), (2, 201), (2, 202), (2, 203), (2, 204)]
-    assert [(epoch, batch.item()) for epoch, batch in seen] == expected
-
-
-def test_exact_number_of_iterations_over_passes_without_a_length():
-    trainer, _ = noting()
-    state = trainer.run(Passes(3, 5, 2), max_iters=9)
-
-    assert (state.iteration, state.epoch, state.reason) == (9, 3, "max_iters")
 
 
 # -- that changes -----------------------------------------------------------------------------------------------------
@@ -137,23 +122,6 @@ def test_epochs_of_a_sampler_that_grows_have_their_own_length_also_where_it_resu
     made = program([Seen], data=lambda: CURRICULA[kind](Samples(10)), limits={"max_epochs": 3})
     for how, places in (("stop", EVERYWHERE), ("same process", (1, 2, 3, 5, 6))):
         assert_resumes(made, tmp_path / how, at=places, how=[how])
-
-
-@pytest.mark.parametrize(
-    ("event", "expected"),
-    [(Events.ITERATION_COMPLETED(once=3), [4, 2, 7, 12]), (Events.EPOCH_STARTED(once=1), [2, 2, 5, 9])],
-)
-@pytest.mark.parametrize("kind", CURRICULA)
-def test_pass_after_a_terminated_one_has_its_own_length(kind, event, expected):
-    """The length that the second run starts with, and the iterations at which the epochs end."""
-    trainer, ends, data = trainer_of(), [], CURRICULA[kind](Samples(10))
-    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: ends.append(trainer.state.iteration))
-    trainer.add_event_handler(event, trainer.terminate)
-    trainer.run(data, max_epochs=3)
-    trainer.add_event_handler(Events.STARTED, lambda: ends.insert(0, trainer.state.epoch_length))
-    trainer.run(data, max_epochs=4)
-
-    assert ends == expected and trainer.state.epoch == 4  # as in Ignite the epoch that was left counts
 
 
 @pytest.mark.parametrize("steps", [None, 2, 3, 5])

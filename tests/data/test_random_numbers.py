@@ -9,7 +9,7 @@ import torch
 from ignite.engine import Events
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
-from ignite_engine import StopRequested, Trainer, loader, seed_everything
+from ignite_engine import Trainer, loader, seed_everything
 
 LATE = 100
 """Beyond the samples after which only generators are seeded that were drawn from."""
@@ -83,13 +83,6 @@ def test_sample_randomness_is_the_same_with_any_number_of_workers():
     assert not set(other.values()) & set(here.values())
 
 
-def test_workers_leave_the_generators_of_this_process_alone():
-    before = generators()
-    samples(Drawing(everything, 7), num_workers=2)
-
-    assert generators() == before
-
-
 DRAWS = {
     "python": random.random,
     "gauss": lambda: random.gauss(0, 1),
@@ -110,38 +103,6 @@ def test_dataset_that_begins_to_draw_late_draws_the_same_and_reads_one_sample_ag
     assert sorted(dataset.read)[:LATE] == list(range(LATE)) and len(dataset.read) <= 161
     by_workers, _, _ = drawn_late(DRAWS[name], num_workers=2)
     assert by_workers == expected
-
-
-def test_call_that_seeds_after_its_draw_is_noticed():
-    def draw():
-        drawn = random.random() + np.random.rand()
-        random.seed(1)
-        np.random.seed(1)
-        return drawn
-
-    expected, found, _ = drawn_late(draw)
-    assert found == expected
-
-
-def test_error_because_of_a_number_is_that_of_the_right_number():
-    def fail(start):
-        def draw(index):
-            if index >= start and (drawn := random.random()) < 0.3:
-                raise IndexError(f"{index}: {drawn}")
-
-        return draw
-
-    def errors(start):
-        found = []
-        dataset = loader(Drawing(fail(start)), 1, collate_fn=list).dataset
-        for index in range(160):
-            try:
-                dataset[0, index]
-            except IndexError as error:
-                found.append((index, str(error)))
-        return [each for each in found if each[0] >= LATE]
-
-    assert errors(LATE) == errors(0) != []
 
 
 def test_collate_function_that_draws_late_gets_fresh_samples():
@@ -189,31 +150,6 @@ def test_another_bit_generator_of_numpy_draws_for_each_sample_too(kind):
         assert drawn_late(np.random.rand, num_workers=1)[1] == expected
     finally:
         np.random.set_bit_generator(np.random.MT19937(0))
-
-
-@pytest.mark.parametrize("start", [0, LATE])
-def test_stop_within_a_sample_leaves_the_generators_as_they_were(start):
-    def draw(index):
-        if index == 150:
-            everything()
-            raise StopRequested
-        return everything() if index >= start else 0.0
-
-    data = iter(loader(Drawing(draw), 10))
-    for _ in range(15):
-        next(data)
-    before = generators()
-    with pytest.raises(StopRequested):
-        next(data)
-
-    assert generators() == before
-
-
-def test_collating_by_default_leaves_no_trace():
-    before = generators()
-    list(loader(Drawing(lambda index: random.random() if index >= LATE else 0.0), 10, collate_fn=default_collate))
-
-    assert generators() == before
 
 
 class Nested(Drawing):

@@ -137,7 +137,7 @@ class Generated(IterableDataset):
     [lambda: DataLoader(Generated(), 1), lambda: iter(Generated()), lambda: DataLoader(Generated(), 1, num_workers=1)],
 )
 def test_data_that_ends_with_its_error_raises_it(make):
-    with pytest.raises(OSError, match="damaged"):
+    with pytest.raises(OSError):
         Trainer(lambda engine, batch: None, max_read_errors=5).run(make(), max_epochs=1)
 
 

@@ -7,14 +7,12 @@ from itertools import islice
 import pytest
 import torch
 from ignite.engine import Events
-from ignite.metrics import Average
-from torch import nn
 
-from ignite_engine import Interrupted, TrainingEvents, Windows, create_evaluator, loader
-from ignite_engine.handlers import Checkpoint, Evaluation, GracefulStop
+from ignite_engine import Interrupted, TrainingEvents, Windows, loader
+from ignite_engine.handlers import Checkpoint, GracefulStop
 from tests.data.kinds import KINDS, Samples, Stream, batch, stateful
-from tests.kit.resume import EVERYWHERE, PLACES, Program, assert_resumes, program
-from tests.kit.seen import Seen, plain
+from tests.kit.resume import EVERYWHERE, PLACES, assert_resumes, program
+from tests.kit.seen import Seen
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torchdata
 ONCE = {"begins anew", "loader that begins anew"}
@@ -40,12 +38,6 @@ def test_resumes_in_mid_epoch(kind, steps, how, tmp_path):
     assert_resumes(over(kind, steps, limits=limits), tmp_path, at=EVERYWHERE if how == "stop" else PLACES, how=[how])
 
 
-@pytest.mark.parametrize("how", ["raise", "kill"])
-@pytest.mark.parametrize("kind", ["loader", "DataLoader", "unsized", "stream", "torchdata", "windows"])
-def test_broken_off_it_repeats_what_was_not_saved(kind, how, tmp_path):
-    assert_resumes(over(kind, limits={"max_epochs": 2}), tmp_path, at=(2, 4), how=[how])
-
-
 def cut_epoch_at(iteration, event=Events.ITERATION_COMPLETED):
     def attach(trainer):
         def cut(engine):
@@ -59,17 +51,12 @@ def cut_epoch_at(iteration, event=Events.ITERATION_COMPLETED):
 
 
 LENGTHS = {
-    "iterations": ("loader", [], {"max_iters": 7}),
-    "two limits": ("loader", [], {"max_epochs": 3, "max_iters": 7}),
-    "epochs below a pass": ("loader", [], {"max_epochs": 4, "epoch_length": 3}),
     "epochs beyond a pass": ("loader", [], {"max_epochs": 2, "epoch_length": 5}),
     "epochs beyond a pass without a length": ("unsized", [], {"max_epochs": 2, "epoch_length": 4}),
-    "cut epoch": ("loader", [cut_epoch_at(2)], {"max_epochs": 3}),
     "cut where values are written": ("loader", [cut_epoch_at(2, TrainingEvents.METRICS_READY)], {"max_epochs": 3}),
     "cut before a batch": ("DataLoader", [cut_epoch_at(2, Events.GET_BATCH_STARTED)], {"max_epochs": 3}),
     "cut in a second pass": ("loader", [cut_epoch_at(6)], {"max_epochs": 2, "epoch_length": 7}),
     "stream that is cut at its last batch": ("stream", [cut_epoch_at(4)], {"max_epochs": 3}),
-    "torchdata that is cut": ("torchdata", [cut_epoch_at(2)], {"max_epochs": 3}),
     "torchdata that is cut at its last batch": ("torchdata", [cut_epoch_at(4)], {"max_epochs": 3}),
 }
 
@@ -101,37 +88,6 @@ def test_paused_run_goes_on_whoever_reads_its_data_meanwhile(kind, at, read_betw
         return lines
 
     assert run(pauses=True) == run(pauses=False)
-
-
-@pytest.mark.parametrize("kind", ["loader", "torchdata", "torchdata with a generator"])
-@pytest.mark.parametrize("how", ["stop", "same process"])
-def test_evaluation_over_the_training_data_leaves_no_trace(kind, how, tmp_path):
-    """It reads the same loader from its beginning, in the middle of a pass and at its end."""
-    sums, held = [], []
-
-    def evaluate(trainer):
-        held[:] = [KINDS[kind]()]
-        evaluator = create_evaluator(nn.Identity(), lambda _, batch: float(batch[1].sum()), {"x": Average()})
-        evaluation = Evaluation(evaluator, held[0])
-        evaluation.attach(trainer, Events.ITERATION_COMPLETED(every=2) | Events.EPOCH_COMPLETED)
-        trainer.add_event_handler(
-            TrainingEvents.EVALUATION_COMPLETED, lambda: sums.append(round(trainer.state.metrics["val/x"], 4))
-        )
-
-    evaluated = over(kind, handlers=[evaluate])
-    compared = ("losses", "metrics")  # what torchdata's loader says of its place depends on who has read it last
-    assert_resumes(Program(evaluated.build, lambda: held[0]), tmp_path, how=[how], compare=compared)
-    lines = []
-    for handlers in ([], [evaluate]):
-        trainer = over(kind, handlers=handlers).build()
-        data = held[0] if handlers else KINDS[kind]()
-        trainer.add_event_handler(
-            Events.ITERATION_COMPLETED, lambda engine: lines[-1].append((plain(engine.state.batch), loss_of(engine)))
-        )
-        lines.append([])
-        trainer.run(data, max_epochs=2)
-    assert lines[0] == lines[1]
-    assert set(sums) == {0.525}, "of all batches each time"
 
 
 # -- ended while data is read -----------------------------------------------------------------------------------------

@@ -129,32 +129,6 @@ def test_persistent_workers_outlive_the_run_and_are_asked_again(around):
         worker.terminate()
 
 
-class WithOwnWorkers:
-    """An iterator of a user's with attributes of torch's names."""
-
-    _workers = 2
-    at = 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        self.at += 1
-        if self.at % 4 == 0:
-            raise StopIteration
-        return self.at
-
-    def _shutdown_workers(self):
-        raise AssertionError("it is not asked")
-
-
-def test_an_iterator_of_a_users_is_left_alone_whatever_its_attributes_are():
-    batches = []
-    Trainer(lambda engine, batch: batches.append(batch)).run(WithOwnWorkers(), max_epochs=2)
-
-    assert batches == [1, 2, 3, 5, 6, 7]
-
-
 WITH_WORKERS = {
     "loader": lambda: loader(Samples(6), 2, shuffle=True, num_workers=2),
     "DataLoader": lambda: DataLoader(Samples(6), 2, shuffle=True, num_workers=1),

@@ -6,9 +6,9 @@ import pytest
 import torch
 from ignite.engine import Engine, Events
 
-from ignite_engine import Phase, Trainer, TrainingEvents, Update
+from ignite_engine import Phase, Trainer, TrainingEvents
 from tests.engine.test_ignite import FILTERS
-from tests.kit.tiny import linear, mse, numbers_loader, trainer_of, weights, without_address
+from tests.kit.tiny import numbers_loader, trainer_of, weights, without_address
 
 
 def constant(engine, batch):
@@ -138,14 +138,6 @@ def test_listeners_that_come_and_go_within_a_group_hear_what_follows():
     assert heard == [2, 3]
 
 
-def test_listeners_are_counted_whatever_their_filters_say():
-    trainer = Trainer(constant)
-    assert not trainer.listeners(TrainingEvents.BACKWARD_COMPLETED)
-    trainer.add_event_handler(TrainingEvents.BACKWARD_COMPLETED(every=1000), lambda: None)
-
-    assert trainer.listeners(TrainingEvents.BACKWARD_COMPLETED) == 1
-
-
 @pytest.mark.row("A6")
 def test_describe_names_handlers_in_the_order_in_which_they_run():
     trainer = trainer_of()
@@ -247,32 +239,3 @@ def test_second_run_after_an_error_starts_clean():
     assert (state.status, state.optimizer_steps, state.micro_batches) == ("completed", 12, 12)
     assert "left" not in state.metrics and published == []
     assert torch.equal(weights(trainer), weights(reference))
-
-
-def test_two_trainers_share_nothing():
-    first, second, heard = trainer_of(), Trainer(constant), []
-    first.add_event_handler(Events.ITERATION_COMPLETED, lambda: heard.append("first"))
-    second.add_event_handler(Events.ITERATION_COMPLETED, lambda: first.run(numbers_loader(2)))
-    second.run([1, 2])
-
-    assert heard == ["first", "first"]
-    assert (first.state.iteration, second.state.iteration) == (1, 2)
-
-
-def test_six_frames_in_four_files_from_run_to_the_optimizer():
-    seen = []
-
-    class Watched(torch.optim.SGD):
-        def step(self, closure=None):
-            seen.extend(traceback.extract_stack())
-            return super().step(closure)
-
-    model = linear()
-    Trainer(Update(model, Watched(model.parameters(), lr=0.1), mse), 2).run(numbers_loader(4, 2))
-    names = [each.name for each in seen]
-    between = seen[names.index("run") : len(names) - 1 - names[::-1].index("step")]
-    own = [each for each in between if "site-packages" not in each.filename]
-    way = [each for each in own if "ignite_engine" in each.filename]
-
-    assert 3 <= len(way) <= 6, "\n".join(f"{each.filename}:{each.lineno} {each.name}" for each in way)
-    assert len({each.filename for each in way}) <= 4

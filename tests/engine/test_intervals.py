@@ -77,28 +77,6 @@ def test_samples_and_tokens_of_whole_iterations(accumulation_steps):
     assert own == list(range(1, len(totals)))
 
 
-def test_what_no_interval_needs_is_not_counted():
-    trainer = trainer_of()
-    every(samples=5), seen_at(trainer, epochs=0.5)
-    state = trainer.run(numbers_loader(), max_epochs=1)
-
-    assert state.samples is None and state.tokens is None
-
-
-def test_one_event_serves_several_handlers_and_trainers():
-    event, seen, trainers = every(samples=4), [], (trainer_of(), trainer_of())
-    for name, trainer in zip("ab", trainers, strict=True):
-        for place in (1, 2):
-            trainer.add_event_handler(
-                event, lambda engine, name: seen.append((name, engine.state.iteration)), f"{name}{place}"
-            )
-    trainers[0].run(numbers_loader(8, batch_size=2), max_iters=3)
-    trainers[1].run(numbers_loader(8, batch_size=4), max_iters=2)
-    assert seen == [("a1", 2), ("a2", 2), ("b1", 1), ("b2", 1), ("b1", 2), ("b2", 2)]
-    trainers[1].run(numbers_loader(8, batch_size=4), max_iters=2)  # starts over
-    assert seen[6:] == seen[2:6] and trainers[1].state.samples == 8
-
-
 INTERVALS = ({"epochs": 0.4}, {"samples": 7}, {"tokens": 11, "count": tokens_of})
 
 

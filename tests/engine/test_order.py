@@ -87,32 +87,22 @@ CASES = {
     "groups": (None, {"accumulation_steps": 2}, lambda: batches(3), {}),
     "skipped": (None, {"weight_fn": lambda batch: 0}, batches, {}),
     "evaluated and saved": (evaluated, {}, batches, {}),
-    "values": (on(FIRST, value), {}, batches, {}),
     "values of an epoch": (on(Events.EPOCH_COMPLETED, value), {}, batches, TWO_PASSES),
     "values at the start": (on(Events.STARTED, value), {}, batches, {}),
     "values at the end": (on(Events.COMPLETED, value), {}, batches, {}),
-    "max_iters within an epoch": (None, {}, batches, {"max_iters": 3}),
-    "max_iters at its end": (None, {}, batches, {"max_iters": 2}),
     "without a length": (None, {}, lambda: Passes(2, 1), TWO_PASSES),
-    "short epochs": (None, {}, batches, {"max_epochs": 3, "epoch_length": 1}),
     "epochs beyond a pass": (None, {}, batches, {"epoch_length": 3}),
     "stop": (on(FIRST, stop), {}, batches, TWO_PASSES),
-    "stop at an epoch's end": (on(SECOND, stop), {}, batches, TWO_PASSES),
     "stop within a group": (
         on(TrainingEvents.BACKWARD_COMPLETED(once=1), stop),
         {"accumulation_steps": 2},
         lambda: batches(3),
         {},
     ),
-    "stop at the start": (on(Events.STARTED, stop), {}, batches, {}),
-    "finish": (on(FIRST, lambda trainer: trainer.finish("done")), {}, batches, {}),
-    "terminate": (on(FIRST, Trainer.terminate), {}, batches, {}),
     "terminate before an iteration": (on(Events.ITERATION_STARTED(once=2), Trainer.terminate), {}, batches, {}),
     "terminate at the start": (on(Events.STARTED, Trainer.terminate), {}, batches, {}),
     "cut": (on(FIRST, Trainer.terminate_epoch), {}, batches, TWO_PASSES),
-    "cut before an iteration": (on(Events.ITERATION_STARTED(once=1), Trainer.terminate_epoch), {}, batches, {}),
     "cut by a value": (cut_by_a_value, {}, batches, TWO_PASSES),
-    "pause": (on(FIRST, Trainer.interrupt), {}, batches, {}),
     "swallowed error": (swallowed, {}, batches, TWO_PASSES),
     "windows": (None, {}, windows, {}),
     "windows in two epochs": (None, {}, lambda: Windows([1, 2], lambda name: batches(1), per_epoch=1), TWO_PASSES),
@@ -142,11 +132,6 @@ GOLDEN = {
         1.2 fetch update EPOCH_COMPLETED evaluation METRICS_READY RESUME_POINT
         CHECKPOINT_SAVED COMPLETED
     """,
-    "values": """
-        1.1 STARTED EPOCH_STARTED fetch update METRICS_READY RESUME_POINT
-        1.2 fetch update EPOCH_COMPLETED RESUME_POINT
-        COMPLETED
-    """,
     "values of an epoch": """
         1.1 STARTED EPOCH_STARTED fetch update RESUME_POINT
         1.2 fetch update EPOCH_COMPLETED METRICS_READY RESUME_POINT
@@ -165,29 +150,12 @@ GOLDEN = {
         1.2 fetch update EPOCH_COMPLETED RESUME_POINT
         COMPLETED METRICS_READY
     """,
-    "max_iters within an epoch": """
-        1.1 STARTED EPOCH_STARTED fetch update RESUME_POINT
-        1.2 fetch update EPOCH_COMPLETED RESUME_POINT
-        2.3 EPOCH_STARTED fetch-of-next-pass update RESUME_POINT
-        TERMINATE COMPLETED
-    """,
-    "max_iters at its end": """
-        1.1 STARTED EPOCH_STARTED fetch update RESUME_POINT
-        1.2 fetch update EPOCH_COMPLETED RESUME_POINT
-        COMPLETED
-    """,
     "without a length": """
         1.1 STARTED EPOCH_STARTED fetch ITERATION_STARTED ITERATION_COMPLETED RESUME_POINT
         1.2 fetch ITERATION_STARTED ITERATION_COMPLETED RESUME_POINT
         1.2 GET_BATCH_STARTED DATALOADER_STOP_ITERATION EPOCH_COMPLETED RESUME_POINT
         2.3 EPOCH_STARTED fetch ITERATION_STARTED ITERATION_COMPLETED RESUME_POINT
         2.3 GET_BATCH_STARTED DATALOADER_STOP_ITERATION EPOCH_COMPLETED RESUME_POINT
-        COMPLETED
-    """,
-    "short epochs": """
-        1.1 STARTED EPOCH_STARTED fetch update EPOCH_COMPLETED RESUME_POINT
-        2.2 EPOCH_STARTED fetch update EPOCH_COMPLETED RESUME_POINT
-        3.3 EPOCH_STARTED fetch-of-next-pass update EPOCH_COMPLETED RESUME_POINT
         COMPLETED
     """,
     "epochs beyond a pass": """
@@ -200,25 +168,8 @@ GOLDEN = {
         1.1 STARTED EPOCH_STARTED fetch update RESUME_POINT
         TERMINATE COMPLETED
     """,
-    "stop at an epoch's end": """
-        1.1 STARTED EPOCH_STARTED fetch update RESUME_POINT
-        1.2 fetch update EPOCH_COMPLETED RESUME_POINT
-        TERMINATE COMPLETED
-    """,
     "stop within a group": """
         1.1 STARTED EPOCH_STARTED fetch ITERATION_STARTED micro-batch micro-batch step ITERATION_COMPLETED RESUME_POINT
-        TERMINATE COMPLETED
-    """,
-    "stop at the start": """
-        1.1 STARTED EPOCH_STARTED fetch update RESUME_POINT
-        TERMINATE COMPLETED
-    """,
-    "finish": """
-        1.1 STARTED EPOCH_STARTED fetch update RESUME_POINT
-        TERMINATE COMPLETED
-    """,
-    "terminate": """
-        1.1 STARTED EPOCH_STARTED fetch update RESUME_POINT
         TERMINATE COMPLETED
     """,
     "terminate before an iteration": """
@@ -235,19 +186,11 @@ GOLDEN = {
         2.3 fetch update EPOCH_COMPLETED RESUME_POINT
         COMPLETED
     """,
-    "cut before an iteration": """
-        1.1 STARTED EPOCH_STARTED fetch ITERATION_STARTED TERMINATE_SINGLE_EPOCH EPOCH_COMPLETED RESUME_POINT
-        COMPLETED
-    """,
     "cut by a value": """
         1.1 STARTED EPOCH_STARTED fetch update METRICS_READY TERMINATE_SINGLE_EPOCH EPOCH_COMPLETED RESUME_POINT
         2.2 EPOCH_STARTED fetch update RESUME_POINT
         2.3 fetch update EPOCH_COMPLETED RESUME_POINT
         COMPLETED
-    """,
-    "pause": """
-        1.1 STARTED EPOCH_STARTED fetch update RESUME_POINT
-        1.1 INTERRUPT
     """,
     "swallowed error": """
         1.1 STARTED EPOCH_STARTED fetch ITERATION_STARTED EPOCH_COMPLETED RESUME_POINT

@@ -54,26 +54,6 @@ def test_few_private_names_of_ignite_are_used():
     assert len(used) <= 10, "at most ten: do without another one first"
 
 
-def test_handlers_are_kept_as_we_expect():
-    """``_event_handlers``: for each event a list of (handler, arguments, options)."""
-    engine, calls = Engine(nothing), list[str]()
-    engine.add_event_handler(Events.STARTED, lambda engine, word: calls.append(word), "said")
-    ((handler, arguments, options),) = engine._event_handlers[Events.STARTED]
-
-    assert arguments[0]() is engine and arguments[1:] == ("said",) and options == {}
-    wrapper = engine._handler_wrapper(handler, Events.STARTED(once=1), lambda engine, count: True)
-    assert wrapper._parent() is handler
-
-
-def test_the_open_pass_is_kept_as_we_expect():
-    engine = Engine(nothing)
-    assert engine._internal_run_generator is None and engine._dataloader_iter is None
-    engine.add_event_handler(Events.ITERATION_COMPLETED(once=1), engine.interrupt)
-    engine.run([1, 2])
-
-    assert engine._internal_run_generator is not None and next(engine._dataloader_iter) == 2
-
-
 def test_each_summed_metric_lists_its_sums():
     """``_state_dict_all_req_keys``: what a rank-invariant evaluation adds up over batches."""
     for each in SUMMED:

@@ -4,18 +4,14 @@ import pytest
 import torch
 from ignite.engine import Events
 from ignite.metrics import Average
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from ignite_engine import Interrupted, Start, Trainer, TrainingEvents, Update, create_evaluator
+from ignite_engine import Interrupted, Start, Trainer, TrainingEvents, create_evaluator
 from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import Checkpoint, EarlyStopping, Evaluation
-from ignite_engine.ranks.mesh import use_mesh
 from tests.kit.processes import ranks
 from tests.kit.refusals import refusals, refuses
-from tests.kit.resume import EVERYWHERE, PLACES, assert_resumes, program
 from tests.kit.seen import Seen
-from tests.kit.tiny import mse, numbers_loader, trainer_of
+from tests.kit.tiny import numbers_loader, trainer_of
 
 DATA = [1, 2, 3]
 
@@ -92,25 +88,6 @@ def test_second_run(name):
 
     assert started == starts and seen == batches
     assert (trainer.state.iteration, trainer.state.epoch) == reached and trainer.state.status == "completed"
-
-
-@pytest.mark.parametrize(
-    ("limits", "end", "reason"),
-    [
-        ({"max_epochs": 2, "max_iters": 4}, 4, "max_iters"),
-        ({"max_epochs": 2, "max_iters": 9}, 6, "max_epochs"),
-        ({"max_iters": 1}, 1, "max_iters"),
-    ],
-)
-def test_first_limit_that_is_reached_ends_the_run(limits, end, reason):
-    trainer, batches, _ = noting()
-    lengths = []
-    trainer.add_event_handler(
-        Events.STARTED, lambda: lengths.append((trainer.last_iteration, trainer.state.epoch_length))
-    )
-    trainer.run(DATA, **limits)
-
-    assert batches == (DATA * 3)[:end] and trainer.state.reason == reason and lengths == [(end, 3)]
 
 
 @pytest.mark.parametrize("at", [2, 4, 5])
@@ -203,40 +180,6 @@ def test_epoch_that_was_saved_when_it_was_full_completes_without_another_iterati
     resumed.run(numbers_loader(6, 2), max_epochs=2)
 
     assert epochs == [(1, 3), (2, 6)]
-
-
-def thawing():
-    """At the start of epoch 2 a part is no longer frozen, put into eval mode and given a group of the optimizer."""
-    torch.manual_seed(0)
-    first, last = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout()), nn.Linear(4, 1)
-    first.requires_grad_(False)
-    optimizer = torch.optim.AdamW(last.parameters(), lr=0.05)
-    trainer = Trainer(Update(nn.Sequential(first, last), optimizer, mse))
-
-    def thaw():
-        first.requires_grad_(True)
-        first.eval()
-        optimizer.add_param_group({"params": list(first.parameters()), "lr": 0.01})
-
-    trainer.add_event_handler(Events.EPOCH_STARTED(once=2), thaw)
-    return trainer
-
-
-@pytest.mark.parametrize("how", ["stop", "same process"])
-def test_what_was_done_at_the_start_of_an_epoch_is_done_once_and_stays(how, tmp_path):
-    made = program(limits={"max_epochs": 3})
-    made.build = thawing
-    assert_resumes(made, tmp_path, at=(2, 4, 6), how=[how])
-
-
-def draws(trainer):
-    for event in (Events.STARTED, Events.EPOCH_STARTED, TrainingEvents.RESUME_POINT):
-        trainer.add_event_handler(event, lambda: torch.rand(3))
-
-
-@pytest.mark.parametrize("how", ["stop", "same process"])
-def test_handlers_that_draw_at_the_start_change_no_bit_of_what_goes_on(how, tmp_path):
-    assert_resumes(program([Seen, draws]), tmp_path, at=EVERYWHERE if how == "stop" else PLACES, how=[how])
 
 
 def measured(evaluated_at, asked_at, asked):
@@ -338,22 +281,6 @@ def test_what_is_asked_for_where_a_run_pauses_is_done_before(event, at, asks, tm
     assert names == ([] if asks == "nothing" else [f"iteration_{at:08}"])
     trainer.run([1, 2, 3, 4], max_epochs=2)
     assert seen == [1, 2, 3, 4] * 2
-
-
-def stopped_by_rank_1(rank):
-    """Ranks that share their data, where no handler of its own has a boundary at each iteration."""
-    use_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)))
-    trainer = Trainer(lambda engine, batch: None)
-    third = Events.ITERATION_COMPLETED(once=3)
-    if rank == 1:
-        trainer.add_event_handler(third, lambda: trainer.request_stop("here"))
-    trainer.add_event_handler(third, trainer.vote_at_next_boundary)
-    state = trainer.run([0] * 8)
-    return state.iteration, state.status, state.reason
-
-
-def test_stop_that_one_rank_asks_for_ends_both_at_its_iteration():
-    assert ranks(2, stopped_by_rank_1) == [(3, "interrupted", "here")] * 2
 
 
 def raises_at_the_end(trainer, called):
@@ -466,19 +393,3 @@ def test_part_that_nothing_claims_is_an_error_and_waits_for_its_object(tmp_path)
     trainer.run(numbers_loader(), max_iters=4)
 
     assert len(late.lines) == 4 and trainer.state.start is Start.RESUMED
-
-
-def test_registered_at_started_is_early_enough_and_left_out_it_begins_anew(tmp_path, caplog):
-    saved(tmp_path, lambda trainer: Seen(name="mine").attach(trainer)).run(numbers_loader(), max_iters=2)
-    trainer, mine = saved(tmp_path), Seen(name="mine")
-    trainer.add_event_handler(Events.STARTED, lambda: mine.attach(trainer))
-    trainer.run(numbers_loader(), max_iters=4)
-    assert len(mine.lines) == 4
-
-    trainer, checkpoint, mine = trainer_of(), Checkpoint(tmp_path), Seen(name="mine")
-    mine.attach(trainer)
-    checkpoint.attach(trainer)
-    checkpoint.resume(ignore=["mine", "nothing"])
-    assert "holds no nothing" in caplog.text
-    trainer.run(numbers_loader(), max_iters=5)
-    assert len(mine.lines) == 1
