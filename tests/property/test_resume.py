@@ -35,7 +35,8 @@ def test_state_that_matters_and_is_not_saved_is_found_or_announced(planted):
 
 @pytest.mark.parametrize("seed", range(24))
 def test_run_resumes_to_the_bit(seed):
-    judged(resume, resumes, seed=seed, cases=3)
+    """Without workers, for which torch waits up to 5 s at the end of a process."""
+    judged(resume, resumes.map(lambda case: case.but(workers="0")), seed=seed, cases=3)
 
 
 @pytest.mark.nightly

@@ -112,6 +112,7 @@ def test_without_a_mesh_or_its_process_group_every_rank_has_data_of_its_own(tmp_
         use_mesh(None)
         undeclared = data_rank(), data_size()
         use_mesh(init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor")))
+        dist.barrier()
         dist.destroy_process_group()
         ended = data_rank(), data_size()
         dist.init_process_group("gloo", f"file://{tmp_path}/again", rank=rank, world_size=2)
