@@ -237,6 +237,7 @@ def test_heavy_packages_are_imported_where_they_are_used():
     assert eager == [], f"import {', '.join(sorted(HEAVY))} within the function that needs it"
 
 
+@pytest.mark.nightly
 def test_importing_the_package_and_the_handlers_stays_light():
     """A fresh interpreter: what is in ``sys.modules`` after the import beyond what torch and ignite brought."""
     script = f"""

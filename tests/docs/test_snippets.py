@@ -78,7 +78,7 @@ RUN_HERE = sorted({block.page for block in PYTHON if not block.starts_processes}
 SCRIPTS = [block for block in PYTHON if block.starts_processes]
 
 
-LONG = ("time_travel.md", "captured_updates.md", "cookbook.md")  # audits, compiles, and searches
+LONG = ("time_travel.md", "captured_updates.md", "cookbook.md", "getting_started.md")
 
 
 @pytest.mark.parametrize(

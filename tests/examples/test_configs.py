@@ -242,6 +242,7 @@ def test_two_ranks_train_and_measure_as_one(tmp_path):
 # ------------------------------------------------------------------------------------------------------------- digits
 
 
+@pytest.mark.nightly
 def test_the_digits_are_split_once_and_turned_in_training_alone():
     digits = sys.modules[BUILD["digits"].__module__]
     splits = digits.load_splits(0)

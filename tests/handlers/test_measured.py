@@ -11,7 +11,7 @@ from torch import nn
 from ignite_engine import Trainer, TrainingEvents, Update, Updates
 from ignite_engine.handlers import Checkpoint, MemoryLogger, Throughput
 from tests.kit import saved
-from tests.kit.processes import ranks
+from tests.kit.processes import ranks, start_ranks
 from tests.kit.refusals import refusals
 from tests.kit.sharded import in_layout
 from tests.kit.tiny import linear, mse, weights
@@ -151,7 +151,8 @@ def on_a_rank(rank):
 
 def test_on_two_ranks_flops_are_summed_and_the_peak_is_that_of_both():
     of_net = 2 * 3 * 6 * 2 + 3 * 2 * (6 * 5 + 5 * 1)  # of the kit's model: its inputs need no gradient
-    for found in ranks(2, on_a_rank):
+    for rank in start_ranks(2, on_a_rank):
+        found = rank.answer()
         for layout in ("ddp", "fsdp"):
             assert found[layout] == (True, pytest.approx(of_net), pytest.approx(of_net / 2)), layout
         assert found["tp"] == (True, None, 0.0), "ranks that share a model: it is not known which part is whose"

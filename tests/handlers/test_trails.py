@@ -112,6 +112,7 @@ def test_history_that_cannot_be_written_stops_nothing(tmp_path):
 # -- a handler that looks at the model ---------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_with_fsdp2_a_forward_of_a_handler_changes_nothing(tmp_path):
     """At any event: no weight changes by it, and none is read that was freed."""
 

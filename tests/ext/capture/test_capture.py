@@ -216,6 +216,7 @@ def test_a_run_that_was_captured_is_not_resumed_without_a_word(tmp_path):
         trainer.run(data(), max_epochs=2)
 
 
+@pytest.mark.nightly
 def test_another_compiler_is_in_the_report(caplog):
     trainer = trainer_of(True)
     (captured,) = (each for name, each, _ in trainer.update.stateful() if name == "capture")

@@ -215,8 +215,9 @@ def test_a_signal_ends_it_cleanly_and_the_run_does_not_notice(tmp_path, number, 
     assert follower(config).wait() == 0 and max(in_log(tmp_path / "run")) == summary(tmp_path)["iteration"]
 
 
+@pytest.mark.nightly
 def test_of_a_killed_run_it_waits_so_long_and_continues_with_it(tmp_path):
-    config = write_config(tmp_path, task_options={"slow_step_s": 0.02}, run={"max_epochs": 2})
+    config = write_config(tmp_path, task_options={"slow_step_s": 0.05}, run={"max_epochs": 6})
     beside = follower(config, "--wait", "0.1")
     assert beside.wait() == 0 and "shows no sign of a run" in beside.said()
     run, beside = train(config, *NOT_BY_ITSELF), follower(config, "--wait", "0.5")

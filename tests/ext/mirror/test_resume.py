@@ -61,10 +61,11 @@ def test_a_run_whose_folder_is_gone_ends_with_the_bits_of_the_undisturbed_one(tm
         assert there(tmp_path / "mirror") == [10, 12], "as many as the run keeps"
 
 
-@pytest.mark.parametrize(("layout", "options"), [("ddp", {}), ("fsdp", {"background": True})])
-def test_ranks_whose_folder_is_gone_end_with_the_bits_of_the_undisturbed_run(tmp_path, layout, options):
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.nightly
+def test_ranks_whose_folder_is_gone_end_with_the_bits_of_the_undisturbed_run(tmp_path, layout):
     mirror, folder = tmp_path / "mirror", tmp_path / "run"
-    options = {"memory": None, "mirror": str(mirror), "save_every": 6, **options}
+    options = {"memory": None, "mirror": str(mirror), "save_every": 6}
 
     def uploaded():
         wait_until(lambda: list(mirror.glob("iteration_*6/manifest.json")))

@@ -157,7 +157,14 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize(("name", "count"), [(name, count) for name, (_, counts) in PAIRS.items() for count in counts])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        pytest.param(name, count, marks=[pytest.mark.nightly] * (name == "workers"))
+        for name, (_, counts) in PAIRS.items()
+        for count in counts
+    ],
+)
 def test_bits_do_not_depend_on_the_number_of_ranks(name, count, tmp_path):
     case = PAIRS[name][0]
     (alone,), (several, *_) = (ranks(n, train, tmp_path / str(n), case) for n in (1, count))

@@ -50,6 +50,7 @@ def test_parent_that_has_computed_on_several_threads_forks_ranks_that_compute(tm
     assert (tmp_path / "done").exists()
 
 
+@pytest.mark.nightly
 def test_error_and_exit_of_the_function_are_those_of_parallel():
     def fail(local_rank):
         raise ZeroDivisionError("of the program")

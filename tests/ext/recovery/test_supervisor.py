@@ -120,6 +120,7 @@ def test_killed_ranks_take_their_peers_along_and_all_go_on_from_memory(tmp_path,
     assert copies_of(tmp_path) == []
 
 
+@pytest.mark.nightly
 def test_dead_in_one_iteration_it_may_die_in_another(tmp_path, weights):
     """Also in an earlier one, and in the same when it has done it meanwhile."""
     options = {"deaths": [{"at": 9}, {"at": 8}, {"at": 10}, {"at": 9, "event": "ITERATION_STARTED", "in_turn": True}]}
@@ -197,6 +198,7 @@ def test_rank_that_its_peers_wait_for_in_vain_hangs_and_all_go_on(tmp_path, weig
     assert re.search(r"Rank 1 \(process \d+\) hangs in iteration 7\. Restart 1, of", output(tmp_path))
 
 
+@pytest.mark.nightly
 def test_where_everything_was_killed_the_next_start_goes_on_from_memory(tmp_path, weights):
     """A replay between leaves the copies alone."""
     sections = {"checkpoint": MEMORY_ALONE, "task_options": {"slow_step_s": 0.02}}

@@ -271,6 +271,7 @@ def test_rank_invariant_run_of_two_ranks_is_replayed_on_two_and_on_one(tmp_path)
         assert one(moment.trainer.update.model).tolist() == weights
 
 
+@pytest.mark.nightly
 def test_two_ranks_come_back_together_and_one_does_not_come_back_alone(tmp_path):
     config(tmp_path / "run", 10, distributed={"nproc_per_node": 2}, checkpoint={"every": {"iterations": 5}})
     two = ("--nproc-per-node", 2)

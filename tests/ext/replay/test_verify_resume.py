@@ -123,11 +123,13 @@ def test_run_that_depends_on_what_is_not_saved_is_caught(tmp_path, verify, forge
     assert rows[1].split()[:3] == row and len(rows) <= 12
 
 
+@pytest.mark.nightly
 def test_clocks_are_left_out_and_said_to_be(tmp_path, verify):
     code, said, _ = verify(config(tmp_path, "clock"), "--iterations", 6)
     assert code == 0 and "not compared" in said and "clock now" in said
 
 
+@pytest.mark.nightly
 def test_run_shorter_than_asked_for_is_compared_to_its_end(tmp_path, verify):
     code, said, _ = verify(config(tmp_path), "run.max_epochs=1")
     assert code == 0 and "killed at iteration 4, resumed from 3" in said and "3 to 6 are equal" in said
@@ -167,6 +169,7 @@ fit(make_model(), loss_fn, data, directory="the users second", max_epochs=1)
 """
 
 
+@pytest.mark.nightly
 def test_script_is_verified_up_to_the_end_of_its_first_call_of_fit(tmp_path, verify, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
