@@ -116,9 +116,9 @@ def pytest_runtest_makereport(item, call):
         reason = str(report.longrepr[2]).removeprefix("Skipped: ")
         if KIND or not reason.startswith(fake.ONLY):
             report.outcome, report.longrepr = "failed", f"skipped: {reason}"
-    # more processes than cores take turns: so much longer may a test take
+    # more processes than cores take turns, those that a test starts too: so much longer may it take
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
-    allowed_s = BUDGET_S * max(1.0, max(workers, os.getloadavg()[0]) / (os.cpu_count() or 1))
+    allowed_s = 3 * BUDGET_S * max(1.0, max(workers, os.getloadavg()[0]) / (os.cpu_count() or 1))
     is_judged = workers and call.when == "call" and report.passed and not is_long(item)
     if is_judged and call.duration > allowed_s:
         report.outcome = "failed"

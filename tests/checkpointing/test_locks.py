@@ -122,7 +122,7 @@ def save_for_ever(folder):
         save_and_prune(folder, iteration)
 
 
-@pytest.mark.parametrize("locks", [True, False])
+@pytest.mark.parametrize("locks", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_no_read_beside_a_run_that_saves_each_iteration_fails(tmp_path, locks, monkeypatch):
     def refuse(descriptor, kind):
         raise OSError(errno.ENOLCK, "No locks available")

@@ -171,7 +171,8 @@ def start_ranks(count, function, *arguments, joined=True, **places):
 
 
 def _answers_of(world, timeout_s):
-    answers, failed, deadline = {}, {}, time.monotonic() + timeout_s
+    answers, failed = dict[int, object](), dict[int, str]()
+    deadline = time.monotonic() + timeout_s
     while len(answers) + len(failed) < len(world) and time.monotonic() < deadline:
         waiting = {child.connection: rank for rank, child in enumerate(world) if rank not in {**answers, **failed}}
         for connection in wait(list(waiting), max(0.0, deadline - time.monotonic())):
