@@ -24,7 +24,9 @@ class Transfer:
         return cls(sum(file.bytes for file in manifest.files.values()), seconds)
 
     def __str__(self) -> str:
-        return f"{in_units(self.bytes)} in {self.seconds:.3g} s, {in_units(round(self.bytes / max(self.seconds, 1e-9)))}/s"
+        return (
+            f"{in_units(self.bytes)} in {self.seconds:.3g} s, {in_units(round(self.bytes / max(self.seconds, 1e-9)))}/s"
+        )
 
 
 @dataclass
