@@ -31,7 +31,6 @@ from ignite_engine.engine.boundary import EpochEnds, RunEnds, RunPauses, StepBou
 from ignite_engine.engine.feed import End, Feed
 from ignite_engine.engine.position import Next, next_of
 from ignite_engine.engine.progress import Progress
-from ignite_engine.engine.saved_progress import in_eval_mode
 from ignite_engine.engine.stop_requests import StopRequests
 from ignite_engine.errors import RollBack
 from ignite_engine.events import TrainingEvents
@@ -83,8 +82,6 @@ class Loop:
                     "call it on an event of an iteration."
                 ) from None
             self.resume.clear()
-            if self.state.status == "interrupted":  # a run() that goes on has the modes that its handlers have set
-                self.resume.in_eval_mode = in_eval_mode(self.update)
             self._complete(time.time() - started)
         except BaseException as error:
             self._raise_unless_handled(error)
