@@ -5,6 +5,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ignite_engine import Windows, loader
+from tests.kit.tiny import RewoundLoader
 
 
 def sample(number):
@@ -174,17 +175,6 @@ class RewoundStream(Rewound):
 
     def load_state_dict(self, state):
         self.at, self.loaded = state["at"], True
-
-
-class RewoundLoader(DataLoader):
-    """A loader that is its own iterator, and begins anew where it is asked for one."""
-
-    def __iter__(self):
-        self.iterator = super().__iter__()
-        return self
-
-    def __next__(self):
-        return next(self.iterator)
 
 
 class StreamOfSamples(IterableDataset):

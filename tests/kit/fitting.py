@@ -7,6 +7,7 @@ from ignite.engine import Events
 from torch import nn
 
 from ignite_engine import fit, seed_everything
+from tests.kit import saved as in_folder
 
 QUIET = {"logging": dict.fromkeys(("clearml", "progress", "report", "console", "memory", "throughput"), False)}
 _generator = torch.Generator().manual_seed(5)
@@ -65,8 +66,8 @@ def read(folder, name="summary"):
 
 def saved(folder):
     """The iterations of a run's checkpoints."""
-    return sorted(int(path.name[-8:]) for path in (folder / "checkpoints").glob("iteration_*"))
+    return in_folder.iterations(folder / "checkpoints")
 
 
 def manifest(folder, iteration):
-    return json.loads((folder / "checkpoints" / f"iteration_{iteration:08}" / "manifest.json").read_text())
+    return in_folder.manifest(folder / "checkpoints", iteration)

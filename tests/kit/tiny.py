@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from ignite.engine import Events
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from ignite_engine import Trainer, TrainingEvents, Update, loader
 from ignite_engine.handlers import Checkpoint, MetricLogger
@@ -39,6 +39,17 @@ class Passes:
         number, self.passes = self.passes, self.passes + 1
         for index in range(self.counts[number % len(self.counts)]):
             yield torch.tensor([100.0 * (number + 1) + index])
+
+
+class RewoundLoader(DataLoader):
+    """A loader that is its own iterator, and begins anew where it is asked for one."""
+
+    def __iter__(self):
+        self.iterator = super().__iter__()
+        return self
+
+    def __next__(self):
+        return next(self.iterator)
 
 
 def mse(model, batch):

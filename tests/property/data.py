@@ -19,6 +19,7 @@ from torch.utils.data import (
 
 from ignite_engine import Windows, loader
 from ignite_engine.ext.windows import Files
+from tests.kit.tiny import RewoundLoader
 from tests.property.models import samples_of
 
 
@@ -172,17 +173,6 @@ class StatefulBatches:
 
     def load_state_dict(self, state):
         self.next, self.loaded = state["next"], True
-
-
-class RewoundLoader(DataLoader):
-    """A loader that is its own iterator, and begins anew where it is asked for one."""
-
-    def __iter__(self):
-        self.iterator = super().__iter__()
-        return self
-
-    def __next__(self):
-        return next(self.iterator)
 
 
 class OwnStream:
