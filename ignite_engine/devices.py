@@ -169,6 +169,14 @@ def set_generator_states(states: dict[str, Any]) -> None:
         set_generator_state(torch.device(accelerator.type, number), state)
 
 
+def seed_torch(seed: int) -> None:
+    """Seed torch's generators: that of the CPU, and those of all devices, if only when they are used first."""
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:  # it would format a traceback for each kind of device that may yet be used
+        torch.default_generator.manual_seed(seed)
+
+
 def seed_generators(seed: int) -> None:
     """Seed all devices' generators, if this process has used one."""
     used = _used()

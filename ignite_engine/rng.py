@@ -277,7 +277,7 @@ def seed_everything(seed: int) -> None:
         raise ValueError(f"seed must be at least 0, got {seed}.")
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    devices.seed_torch(seed)
 
 
 def seed_device(seed: int, device: torch.device) -> None:

@@ -243,8 +243,9 @@ def plain_config(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return plain
 
 
+@cache
 def current_versions() -> dict[str, str]:
-    """Versions that a resumed run may want to compare."""
+    """Versions that a resumed run may want to compare; not to be changed."""
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for package in ("ignite-engine", "pytorch-ignite"):
         try:

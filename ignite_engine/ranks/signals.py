@@ -171,8 +171,9 @@ def receive_forwarded() -> None:
 
 def ignore_all() -> None:
     """The process ends: what comes now is late."""
-    for number in (*SIGNALS, *FORWARDED.values()):
-        signal.signal(number, signal.SIG_IGN)
+    for handler in (_ignore, signal.SIG_IGN):  # Python complains of one that came before, and finds SIG_IGN
+        for number in (*SIGNALS, *FORWARDED.values()):
+            signal.signal(number, handler)
 
 
 @contextmanager

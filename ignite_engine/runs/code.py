@@ -20,14 +20,15 @@ def commit_of_code() -> dict[str, Any]:
     is_script = program.suffix == ".py" and "site-packages" not in program.parts and program.name != "__main__.py"
     folder = program.resolve().parent if is_script else Path.cwd()
 
-    def git(*arguments: str) -> str:
-        command = [*_GIT, "-C", str(folder), *arguments]
+    command = [*_GIT, "-C", str(folder), "status", "--porcelain=v2", "--branch", "-uno"]
+    try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
         )
-        return done.stdout.strip()
-
-    try:
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "-uno"))}
     except (OSError, subprocess.SubprocessError):
         return {}
+    lines = done.stdout.splitlines()
+    commit = next(line.split()[-1] for line in lines if line.startswith("# branch.oid "))
+    if commit == "(initial)":  # there is none yet
+        return {}
+    return {"commit": commit, "dirty": not all(line.startswith("#") for line in lines)}

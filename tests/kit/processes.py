@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
@@ -137,7 +138,7 @@ def wait_until(condition, process=None, timeout_s=60.0):
 
 # ----------------------------------------------------------------------------------------------------------- ranks
 
-USES = 12
+USES = 24
 """After so many a world is started anew: the groups that it has made keep threads, which wake up all the time."""
 _worlds, _uses = {}, {}
 
@@ -154,6 +155,7 @@ def ranks(count, function, *arguments, timeout_s=60.0):
     world = _worlds.pop(count, None) or start_ranks(count, _stand_ready)
     request = cloudpickle.dumps((function, arguments, dict(os.environ), os.getcwd()))
     for rank in world:
+        rank.signal(signal.SIGCONT)
         rank.connection.send_bytes(request)
     answers = _answers_of(world, timeout_s)
     _uses[count] = _uses.get(count, 0) + 1
@@ -161,6 +163,8 @@ def ranks(count, function, *arguments, timeout_s=60.0):
         _end(world)
     else:
         _worlds[count] = world
+        for rank in world:
+            rank.signal(signal.SIGSTOP)  # its threads wake up 100 times a second
     return answers
 
 
@@ -303,33 +307,42 @@ def _serve(address):
         for name in PRELOADED:
             importlib.import_module(name)
         importlib.import_module("tests.kit.processes")  # the children know this module by its name
+        for reference in list(weakref.finalize._registry):  # torch's: 40 ms at the end of each child
+            reference.atexit = False
         gc.collect()
         gc.freeze()  # a collection in a child would touch, and so copy, all that the server made
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
-        socket = listener._listener._socket
+        socket, kept = listener._listener._socket, dict[int, _Kept]()
         while True:
-            ready = wait([socket, 0])
+            ready = wait([socket, 0, *kept])
             if 0 in ready:
                 return
-            connection = listener.accept()
-            if os.fork() == 0:
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                socket.close()
-                _keep(connection)
-            connection.close()
+            for descriptor in ready:
+                if descriptor in kept:
+                    over = kept[descriptor]
+                    over.end(client_is_gone=descriptor == over.client)
+                    for watched in (over.process, over.client):
+                        del kept[watched]
+                        os.close(watched)
+            if socket in ready:
+                with contextlib.suppress(EOFError, OSError):
+                    new = _Kept(listener.accept(), [socket, *(each.connection for each in kept.values())])
+                    kept |= {new.process: new, new.client: new}
 
 
-def _keep(connection):
-    """Fork the child, tell its number and its end; it is killed where its client ends."""
-    with contextlib.suppress(EOFError, OSError):
-        request = connection.recv()
+class _Kept:
+    """A child as the server sees it: it is killed where its client ends, and its end is told."""
+
+    def __init__(self, connection, of_others):
+        self.connection, request = connection, connection.recv()
+        self.client = os.pidfd_open(request["client"])
         begins, begun = os.pipe()
         goes_on, told = os.pipe()
         if (pid := os.fork()) == 0:
             os.setsid()
-            os.close(begins)
-            os.close(begun)
-            os.close(told)
+            for descriptor in (begins, begun, told):
+                os.close(descriptor)
+            for other in of_others:
+                other.close()
             os.read(goes_on, 1)  # its number was sent: an answer comes after that
             os.close(goes_on)
             sys.modules["tests.kit.processes"]._connection = connection
@@ -337,15 +350,21 @@ def _keep(connection):
         os.close(begun)
         os.close(goes_on)
         os.read(begins, 1)  # it leads a session, or has ended: a signal to its group misses it no more
-        connection.send(pid)
+        os.close(begins)
+        self.pid, self.process = pid, os.pidfd_open(pid)
+        with contextlib.suppress(OSError):
+            connection.send(pid)
         os.close(told)
-        process, client = os.pidfd_open(pid), os.pidfd_open(request["client"])
-        if client in wait([process, client]):
+
+    def end(self, *, client_is_gone):
+        """The child has ended, or its client has."""
+        if client_is_gone:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        connection.send(("code", code))
-    os._exit(0)
+                os.killpg(self.pid, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        with contextlib.suppress(OSError):
+            self.connection.send(("code", code))
+        self.connection.close()
 
 
 def _child(request, connection):
