@@ -235,8 +235,20 @@ def ends(folder):
 ENDINGS = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 143, "completes": 0, "raises": 1}
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("launcher", ["Parallel", "Parallel, which forwards", "torchrun"])
+@pytest.mark.parametrize(
+    ("launcher", "ending"),
+    [
+        pytest.param(launcher, ending, marks=[] if launcher in launchers else pytest.mark.nightly)
+        for ending, launchers in {
+            "SIGINT": ("torchrun",),
+            "SIGTERM": ("Parallel", "Parallel, which forwards"),
+            "SIGHUP": ("Parallel",),
+            "completes": ("Parallel", "torchrun"),
+            "raises": ("Parallel", "torchrun"),
+        }.items()
+        for launcher in ("Parallel", "Parallel, which forwards", "torchrun")
+    ],
+)
 def test_exit_code_says_how_a_run_ended(launcher, ending, agent, tmp_path):
     """Signals go to all processes, or to the parent alone."""
     if launcher == "torchrun":
@@ -283,8 +295,14 @@ def build_slowly(local_rank, folder):
     threading.Event().wait(WAITS_S)
 
 
-@pytest.mark.parametrize("to_group", [True, False])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "to_group"),
+    [
+        (signal.SIGINT, True),
+        (signal.SIGTERM, False),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((signal.SIGINT, False), (signal.SIGTERM, True))),
+    ],
+)
 def test_signal_before_ranks_train_is_their_exit_code(number, to_group, tmp_path):
     process = start(lambda: parallel(build_slowly, tmp_path))
     wait_until(lambda: len(list(tmp_path.glob("building_*"))) == 2, process)
@@ -348,7 +366,11 @@ def exits(local_rank, codes):
 
 @pytest.mark.parametrize(
     ("codes", "begin_again"),
-    [((143, 143), False), ((2, 2), False), ((143, 1), True)],  # of the last, one failed: torchrun stopped its peer
+    [
+        ((143, 143), False),
+        pytest.param((2, 2), False, marks=pytest.mark.nightly),
+        ((143, 1), True),  # one failed: torchrun stopped its peer
+    ],
 )
 def test_ranks_that_were_stopped_end_at_once_when_torchrun_starts_them_again(codes, begin_again, agent):
     for attempt in range(2):

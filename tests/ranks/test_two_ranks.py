@@ -15,6 +15,7 @@ from ignite_engine.errors import Interrupted
 from ignite_engine.handlers import Checkpoint, Evaluation, GracefulStop, StopFile, WallClockLimit
 from tests.kit.clock import still_clock
 from tests.kit.processes import ranks
+from tests.kit.tiers import tiered
 from tests.kit.tiny import Numbers, linear, one, trainer_of
 
 ITERATIONS, STEP_S = 40, 0.04
@@ -96,7 +97,14 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.row("G2")
-@pytest.mark.parametrize(("how", "background"), [*((how, False) for how in STOPS), ("SIGTERM to rank 1", True)])
+@pytest.mark.parametrize(
+    ("how", "background"),
+    [
+        *((how, False) for how in ("SIGINT to both", "SIGTERM to rank 1", "stop file", "time limit")),
+        *(pytest.param(how, False, marks=pytest.mark.nightly) for how in ("SIGHUP to rank 0", "request of rank 1")),
+        pytest.param("SIGTERM to rank 1", True, marks=pytest.mark.nightly),
+    ],
+)
 def test_both_ranks_stop_at_one_iteration(how, background, whole, tmp_path):
     prepare, code, reason = STOPS[how]
 
@@ -185,7 +193,7 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("name", ENDINGS)
+@pytest.mark.parametrize("name", tiered(ENDINGS, "start", "fetching", "iteration", "epoch completed"))
 def test_terminate_on_one_rank_ends_all_at_the_same_iteration(name):
     prepare, place = ENDINGS[name]
 

@@ -13,6 +13,7 @@ from ignite_engine import Trainer
 from ignite_engine.handlers import Checkpoint
 from tests.kit import runs
 from tests.kit.processes import ranks, start_ranks
+from tests.kit.tiers import tiered
 from tests.kit.tiny import linear, numbers_loader, trainer_of
 
 TASK = f"{Path(__file__).with_name('failing.py')}:build"
@@ -56,7 +57,7 @@ CASES = {  # how it fails, which rank, words of what is said of it, and the exit
 
 @pytest.mark.row("G6")
 @pytest.mark.parametrize(
-    "case", [pytest.param(each, marks=[pytest.mark.nightly] * (CASES[each][0] in WAITS)) for each in CASES]
+    "case", tiered(CASES, "an exception", "a sample that cannot be read", "an exit of rank 0", "a kill")
 )
 def test_every_rank_and_the_summary_name_what_failed_on_one(case, tmp_path):
     how, failing, words, expected = CASES[case]

@@ -20,6 +20,7 @@ from ignite_engine.ranks import data_size, use_mesh
 from tests.kit.collectives import Collectives
 from tests.kit.processes import ranks
 from tests.kit.sharded import gathered
+from tests.kit.tiers import tiered
 
 GLOBAL_BATCH, SAMPLES, CLASSES = 8, 21, 12
 
@@ -185,6 +186,7 @@ TRAINED = {
     "fsdp fp16": (fsdp, {"precision": "fp16"}, (2, 3, 10), (2, 3, 5)),
     "tp and fsdp fp16": (tp_and_fsdp, {"precision": "fp16"}, None, None),
 }
+QUICK = ("ddp", "fsdp", "hsdp", "tp, loss_parallel", "auto_model", "ddp, reduced each", "fsdp, reduced each")
 
 
 @cache
@@ -209,7 +211,7 @@ def assert_collectives(found, *expected):
 
 
 @pytest.mark.row("B2", "B3", "B5")
-@pytest.mark.parametrize("case", TRAINED)
+@pytest.mark.parametrize("case", tiered(TRAINED, *QUICK))
 def test_any_wrapping_trains_to_the_weights_of_one_process_and_reduces_once_per_update(case):
     wrap, options, of_two, of_one = TRAINED[case]
     found = ranks(4, lambda rank: train(wrap, **options))

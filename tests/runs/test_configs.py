@@ -9,6 +9,7 @@ import yaml
 from tests.kit import runs
 from tests.kit.processes import ranks
 from tests.kit.refusals import CommandRefused, command, refusals
+from tests.kit.tiers import tiered
 
 TASK = """
 import torch
@@ -103,7 +104,7 @@ def newest(folder):
 
 
 @pytest.mark.row("I3")
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", tiered(STRATEGIES, "fsdp"))
 def test_a_run_of_any_strategy_ends_with_the_weights_of_one_process(name, alone, tmp_path):
     """With parameter groups, and 9 samples of validation: 2 batches or 1 on a rank."""
     size, distributed = STRATEGIES[name]

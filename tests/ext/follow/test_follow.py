@@ -159,7 +159,7 @@ def announced(process):
     return [json.loads(row)["iteration"] for row in process.said().splitlines() if row.startswith("{")]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_the_command_measures_what_the_run_does_on_as_many_ranks(tmp_path, ranks):
     every_second = {"checkpoint": {"every": 2, "keep_last": 9}, "evaluation": {"every": 2}}
     config = write_config(tmp_path, run={"max_epochs": 1}, ema={"decay": 0.9}, **every_second)
@@ -200,7 +200,8 @@ def test_a_run_keeps_its_best_by_a_follower_that_is_killed_and_started_again(tmp
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "where"), [(signal.SIGINT, 130, "evaluating"), (signal.SIGTERM, 143, "waiting")]
+    ("number", "code", "where"),
+    [(signal.SIGINT, 130, "evaluating"), pytest.param(signal.SIGTERM, 143, "waiting", marks=pytest.mark.nightly)],
 )
 def test_a_signal_ends_it_cleanly_and_the_run_does_not_notice(tmp_path, number, code, where):
     slow = {"slow_evaluation_s": 20.0} if where == "evaluating" else {}

@@ -28,6 +28,7 @@ from tests.ext.recovery.runs import (
 from tests.kit.clock import still_clock
 from tests.kit.faults import can_mount, kill_this_process, mount_small_file_system
 from tests.kit.processes import ChildFailed, child, ended, start, start_ranks, wait_until
+from tests.kit.tiers import tiered
 from tests.kit.tiny import linear, trainer_of, weights
 
 
@@ -61,8 +62,8 @@ ANYWHERE = (
     [
         ("plain", 1, ANYWHERE, [0, 2, 7, 10, 11, 23]),
         ("plain", 4, [Death(7), Death(12), Death(16), Death(22)], [0, 4, 8, 12, 20]),
-        ("ddp", 1, [Death(3), Death(7, rank=1)], [0, 2, 6]),
-        ("fsdp", 1, [Death(6, rank=1)], [0, 5]),
+        pytest.param("ddp", 1, [Death(3), Death(7, rank=1)], [0, 2, 6], marks=pytest.mark.nightly),
+        pytest.param("fsdp", 1, [Death(6, rank=1)], [0, 5], marks=pytest.mark.nightly),
         ("fsdp", "auto", [Death(5, rank=1)], [0, 4]),  # the first ones, by which it measures
     ],
     ids=lambda value: str(value) if isinstance(value, str | int) else "",
@@ -156,7 +157,10 @@ BETWEEN = {
 }
 
 
-@pytest.mark.parametrize("what", BETWEEN)
+@pytest.mark.parametrize(
+    "what",
+    tiered(BETWEEN, "the newest slot is damaged", "both are damaged", "the newest checkpoint is deleted", "nothing"),
+)
 def test_of_a_copy_and_the_disk_the_newest_that_is_whole_is_resumed(what, tmp_path, undisturbed):
     act, begun, words = BETWEEN[what]
     folder = tmp_path / "run"
@@ -265,7 +269,7 @@ def test_only_the_user_may_read_a_copy_which_is_as_old_as_its_last_iteration(tmp
 
 
 @pytest.mark.skipif(not can_mount(), reason="a file system cannot be mounted here")
-@pytest.mark.parametrize("size_kib", [16, 40, 64])
+@pytest.mark.parametrize("size_kib", [pytest.param(16, marks=pytest.mark.nightly), 40, 64])
 def test_a_full_shared_memory_is_one_warning_and_training_goes_on(size_kib, tmp_path, undisturbed):
     def work():
         mount_small_file_system(SHARED_MEMORY, size_kib)

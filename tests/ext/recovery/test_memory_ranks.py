@@ -12,7 +12,13 @@ from tests.kit.processes import start_ranks
 @pytest.mark.row("K4")
 @pytest.mark.parametrize(
     ("before", "now", "worlds"),
-    [("ddp", "ddp", (2, 1)), ("ddp", "ddp", (1, 2)), ("fsdp", "plain", (2, 1)), ("ddp", "fsdp", (2, 2))],
+    [
+        ("ddp", "ddp", (2, 1)),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (("ddp", "ddp", (1, 2)), ("fsdp", "plain", (2, 1)), ("ddp", "fsdp", (2, 2)))
+        ),
+    ],
     ids=["fewer ranks", "more ranks", "sharded, then not", "not sharded, then so"],
 )
 def test_on_other_ranks_or_in_another_layout_it_goes_on_as_from_disk(before, now, worlds, tmp_path):
@@ -36,7 +42,7 @@ def tear(path):
         file.write(b"torn")
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("what", ["torn", "missing"])
 def test_what_one_rank_lacks_no_rank_takes(layout, what, tmp_path):
     folder = tmp_path / "run"

@@ -21,6 +21,7 @@ from tests.kit import runs
 from tests.kit.processes import ROOT, wait_until
 from tests.kit.refusals import command
 from tests.kit.runs import CONFIG, free_port, group_is_gone, interrupt, summary, write_config
+from tests.kit.tiers import tiered
 
 KILLS = int(os.environ.get("KILLS", "20"))
 """Of the nightly test; a hundred are a thorough one."""
@@ -107,7 +108,9 @@ def test_killed_process_goes_on_to_the_same_bits_and_says_so(tmp_path, weights):
     assert "SIGSEGV in iteration 30" in resumed[1]["reason"]
 
 
-@pytest.mark.parametrize("killed", [[1], [0], [0, 1]], ids=str)
+@pytest.mark.parametrize(
+    "killed", [*(pytest.param([rank], marks=pytest.mark.nightly) for rank in (1, 0)), [0, 1]], ids=str
+)
 def test_killed_ranks_take_their_peers_along_and_all_go_on_from_memory(tmp_path, weights, killed):
     options = {"deaths": [{"rank": rank, "at": 7} for rank in killed]}
     ended = finish(tmp_path, supervised(tmp_path, ranks=2, task_options=options, checkpoint=MEMORY_ALONE))
@@ -141,7 +144,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("why", ENDS)
+@pytest.mark.parametrize("why", tiered(ENDS, "all restarts of an hour", "an exception of one rank"))
 def test_what_ends_a_run_is_named(tmp_path, why):
     ranks, restarts, died, words, count = ENDS[why]
     process = supervised(tmp_path, "--restarts", restarts, ranks=ranks, task_options={"deaths": died})
@@ -167,7 +170,7 @@ def test_ctrl_c_means_what_it_does_without_restarts(tmp_path, when):
         assert summary(tmp_path)["status"] == "interrupted" and "Restart" not in output(tmp_path)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_ranks_whose_parent_was_killed_save_and_end(tmp_path, ranks):
     process = supervised(tmp_path, ranks=ranks, task_options={"slow_step_s": 0.05}, checkpoint=MEMORY_ALONE)
     wait_until(lambda: number_in(tmp_path / "at_0") > 3, process)
@@ -181,6 +184,7 @@ def test_ranks_whose_parent_was_killed_save_and_end(tmp_path, ranks):
     assert copies_of(tmp_path) == []
 
 
+@pytest.mark.nightly  # tests/ranks has ranks that stop, and above are those that are killed
 def test_stopped_rank_is_killed_by_its_peers_and_all_go_on(tmp_path, weights):
     options = {"deaths": [{"rank": 1, "at": 7, "how": "SIGSTOP"}]}
     waits = {"heartbeat_timeout": 1.0}

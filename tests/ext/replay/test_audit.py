@@ -58,7 +58,7 @@ def edit_the_log(run, planted):
 
 
 @pytest.mark.row("L3")
-@pytest.mark.parametrize("forge", [edit_a_weight, edit_the_log])
+@pytest.mark.parametrize("forge", [pytest.param(edit_a_weight, marks=pytest.mark.nightly), edit_the_log])
 def test_forgery_is_found_where_its_segment_is_drawn(forge, forged, tmp_path):
     def planted(plant):
         return trained(tmp_path / "planted", 32, logging=LOGGED, task_options={"plant": plant})
@@ -79,6 +79,7 @@ def test_damaged_checkpoint_is_named(forged):
     assert "checkpoint of iteration 20 is damaged" in found[20, 30]
 
 
+@pytest.mark.nightly  # test_equal_runs_have_none... replays across a stop
 def test_honest_run_that_was_stopped_went_on_and_was_made_longer_passes(tmp_path):
     run = trained(tmp_path / "run", 18, task_options={"stop_at": 13}, **CONSTANT)
     trained(run, 18, **CONSTANT)
@@ -106,7 +107,11 @@ def test_sharded_run_of_two_ranks_passes_and_has_one_trail(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("what", "iteration", "name"), [("weight", 9, "0.weight after the step"), ("sample", 4, "the bytes of the batch")]
+    ("what", "iteration", "name"),
+    [
+        ("weight", 9, "0.weight after the step"),
+        pytest.param("sample", 4, "the bytes of the batch", marks=pytest.mark.nightly),
+    ],
 )
 def test_planted_difference_is_named_at_its_iteration(what, iteration, name, tmp_path):
     plant = {what: iteration}

@@ -16,6 +16,7 @@ from tests.ext.replay.runs import config, content, edit_lines, script, scripted,
 from tests.kit import runs
 from tests.kit.processes import ranks
 from tests.kit.refusals import CommandRefused, command, refusals
+from tests.kit.tiers import tiered
 from tests.kit.tiny import Numbers, linear, mse, numbers_loader, one, trainer_of
 
 VARIANTS = {
@@ -98,7 +99,8 @@ BUILDS = {
 
 
 @pytest.mark.row("L1")
-@pytest.mark.parametrize("what", BUILDS)
+# torch may wait 5 s for the end of a persistent worker
+@pytest.mark.parametrize("what", tiered(BUILDS, "fit", "a script", "windows"))
 def test_run_of_a_script_is_built_by_its_function(what, tmp_path):
     build, last = BUILDS[what]
     built = build(tmp_path)
