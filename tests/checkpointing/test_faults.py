@@ -60,11 +60,19 @@ WORKS = {
     "a prune": (prune, (100, 200, 300), 300),
     "new labels": (annotate, (100,), 300),
 }
+LONG = {"several writers": "full disk", "the same iteration again": "killed"}
+"""Works of many operations, with the fault of every day; a save and a prune have all of them."""
 
 
 @pytest.mark.row("D6")
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("name", WORKS)
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        pytest.param(name, fault, marks=[] if name not in LONG or fault == LONG[name] else pytest.mark.nightly)
+        for name in WORKS
+        for fault in FAULTS
+    ],
+)
 def test_at_any_file_operation_the_newest_one_is_whole_and_the_next_save_works(tmp_path, name, fault):
     work, before, size = WORKS[name]
     for iteration in before:

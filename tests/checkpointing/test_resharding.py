@@ -51,7 +51,7 @@ OTHER = [
     ("tp+fsdp", 2, "tp"),
     ("tp+fsdp", 1, "plain"),
 ]
-QUICK = {"fsdp", "ddp", "plain", "tp"}
+QUICK = {"fsdp", "plain", "tp"}
 
 
 def tiered(cases):

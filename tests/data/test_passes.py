@@ -10,6 +10,7 @@ from ignite_engine.handlers import Checkpoint
 from tests.data.kinds import EpochSampler, RewoundLoader, Samples
 from tests.kit.resume import EVERYWHERE, assert_resumes, program
 from tests.kit.seen import Seen
+from tests.kit.tiers import tiered
 from tests.kit.tiny import Passes
 
 
@@ -117,14 +118,14 @@ CURRICULA = {
 }
 
 
-@pytest.mark.parametrize("kind", CURRICULA)
+@pytest.mark.parametrize("kind", tiered(CURRICULA, "batch sampler"))
 def test_epochs_of_a_sampler_that_grows_have_their_own_length_also_where_it_resumes(tmp_path, kind):
     made = program([Seen], data=lambda: CURRICULA[kind](Samples(10)), limits={"max_epochs": 3})
     for how, places in (("stop", EVERYWHERE), ("same process", (1, 2, 3, 5, 6))):
         assert_resumes(made, tmp_path / how, at=places, how=[how])
 
 
-@pytest.mark.parametrize("steps", [None, 2, 3, 5])
+@pytest.mark.parametrize("steps", tiered((None, 2, 3, 5), None, 3))
 def test_other_groups_from_anywhere_take_each_batch_once(steps, tmp_path):
     """Iterations are another unit then: what counts is the place in the data."""
 

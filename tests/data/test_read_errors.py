@@ -17,6 +17,7 @@ from tests.kit.processes import ranks
 from tests.kit.refusals import refusals
 from tests.kit.resume import EVERYWHERE, Program, assert_resumes
 from tests.kit.seen import Seen
+from tests.kit.tiers import tiered
 from tests.kit.tiny import linear, one, weights
 
 
@@ -146,7 +147,16 @@ def test_own_iterator_may_go_on_after_an_error():
     assert trainer.run(Reader(), max_epochs=2).iteration == 8
 
 
-@pytest.mark.parametrize("options", [{}, {"steps": 2}, {"steps": 3, "weighted": True}, {"torchdata": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.nightly),
+        pytest.param({"steps": 2}, marks=pytest.mark.nightly),
+        {"steps": 3, "weighted": True},
+        {"torchdata": True},
+    ],
+    ids=str,
+)
 def test_resumed_anywhere_it_ends_with_the_same_bits(options, tmp_path):
     options = dict(options)
     torchdata = options.pop("torchdata", False)
@@ -247,7 +257,7 @@ def samples_of(reports):
 
 
 @pytest.mark.row("H5")
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", tiered(PLANS, "weighted", "own state"))
 def test_ranks_leave_the_same_out_and_stay_in_step_also_resumed_and_on_fewer_ranks(name, tmp_path):
     """Of samples 0, 1 and 2 no rank has anything to train on: with a batch of one that is no iteration."""
     whole, stopped, resumed = zip(*ranks(3, plan_on_a_rank, name, tmp_path / "run"), strict=True)
@@ -268,7 +278,7 @@ def test_ranks_leave_the_same_out_and_stay_in_step_also_resumed_and_on_fewer_ran
 
 
 @pytest.mark.row("H5")
-@pytest.mark.parametrize("name", sorted(PLANS.keys() - {"own state"}))
+@pytest.mark.parametrize("name", tiered(sorted(PLANS.keys() - {"own state"}), "groups", "weighted"))
 def test_on_another_number_of_ranks_each_sample_comes_once(name, tmp_path):
     stopped = ranks(3, stop_on_a_rank, name, tmp_path / "run")
     rest = run_plan(name, tmp_path / "run")

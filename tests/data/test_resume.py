@@ -16,7 +16,9 @@ from tests.kit.seen import Seen
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torchdata
 ONCE = {"begins anew", "loader that begins anew"}
-"""Their iterators cannot be asked for again in the middle of a pass."""
+"""Their iterators cannot be asked for again in the middle of a pass, as the same process would."""
+QUICK = ("loader", "stream", "unsized", "torchdata", "windows")
+"""The kinds that every day resume without accumulation, too: one of each way in which a place is found again."""
 
 
 def loss_of(trainer):
@@ -28,12 +30,16 @@ def over(kind, steps=None, handlers=(), **options):
 
 
 @pytest.mark.row("D13", "H3")
-@pytest.mark.parametrize(("how", "steps"), [("stop", None), ("stop", 3), ("same process", 3)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_resumes_in_mid_epoch(kind, steps, how, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "how", "steps"),
+    [
+        *((kind, how, 3) for kind in KINDS for how in ("stop", "same process") if how == "stop" or kind not in ONCE),
+        *((kind, "stop", None) for kind in QUICK),
+        *(pytest.param(kind, "stop", None, marks=pytest.mark.nightly) for kind in KINDS if kind not in QUICK),
+    ],
+)
+def test_resumes_in_mid_epoch(kind, how, steps, tmp_path):
     """Groups of three end a pass with a short one, while the loader says already that its pass is over."""
-    if how == "same process" and kind in ONCE:
-        pytest.skip("its iterator is asked for again")
     limits = {"max_epochs": 3 if steps else 2}
     assert_resumes(over(kind, steps, limits=limits), tmp_path, at=EVERYWHERE if how == "stop" else PLACES, how=[how])
 
@@ -59,10 +65,21 @@ LENGTHS = {
     "stream that is cut at its last batch": ("stream", [cut_epoch_at(4)], {"max_epochs": 3}),
     "torchdata that is cut at its last batch": ("torchdata", [cut_epoch_at(4)], {"max_epochs": 3}),
 }
+QUICK_LENGTHS = (
+    "epochs beyond a pass without a length",
+    "cut in a second pass",
+    "stream that is cut at its last batch",
+)
 
 
-@pytest.mark.parametrize("how", ["stop", "same process"])
-@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *((name, "same process") for name in LENGTHS),
+        *((name, "stop") for name in LENGTHS if name in QUICK_LENGTHS),
+        *(pytest.param(name, "stop", marks=pytest.mark.nightly) for name in LENGTHS if name not in QUICK_LENGTHS),
+    ],
+)
 def test_resumes_in_epochs_of_other_lengths(name, how, tmp_path):
     kind, handlers, limits = LENGTHS[name]
     assert_resumes(
@@ -164,7 +181,7 @@ def ended_and_resumed(made, folder, attach):
     return losses, trainer.state.iteration
 
 
-@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize("steps", [pytest.param(None, marks=pytest.mark.nightly), 2])
 @pytest.mark.parametrize("kind", ENDING)
 def test_signal_while_data_is_read_loses_no_sample(kind, steps, tmp_path):
     made = program([Seen], data=ENDING[kind], accumulation_steps=steps)
@@ -175,7 +192,7 @@ def test_signal_while_data_is_read_loses_no_sample(kind, steps, tmp_path):
         assert ends.at is None and found == expected, number
 
 
-@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize("steps", [pytest.param(None, marks=pytest.mark.nightly), 2])
 @pytest.mark.parametrize("kind", sorted(ENDING.keys() - {"windows"}))
 def test_run_that_ends_with_a_group_in_hand_has_it_again(kind, steps, tmp_path):
     made = program([Seen], data=ENDING[kind], accumulation_steps=steps)

@@ -76,7 +76,9 @@ class Subclass(DataLoader): ...
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("make", [loader, DataLoader, Subclass, StatefulDataLoader])
+@pytest.mark.parametrize(
+    "make", [loader, DataLoader, pytest.param(Subclass, marks=pytest.mark.nightly), StatefulDataLoader]
+)
 def test_loader_workers_end_with_the_run(make, fails):
     before = set(multiprocessing.active_children())
     trainer, batches = Trainer(lambda engine, batch: batches.append(batch)), []
@@ -136,13 +138,13 @@ WITH_WORKERS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["loader", "DataLoader"])
+@pytest.mark.parametrize("kind", ["loader", pytest.param("DataLoader", marks=pytest.mark.nightly)])
 def test_resumes_with_workers_that_have_fetched_ahead(kind, tmp_path):
     made = program([Seen], data=WITH_WORKERS[kind])
     assert_resumes(made, tmp_path, at=(2,), how=["stop", "same process"])
 
 
-@pytest.mark.parametrize("kind", ["Generated", "Counted"])
+@pytest.mark.parametrize("kind", ["Generated", pytest.param("Counted", marks=pytest.mark.nightly)])
 def test_stream_in_workers_goes_on_where_it_was_in_a_second_resume_too(kind, tmp_path):
     """Torchdata counts twice what it has replayed."""
     import tests.data.kinds as kinds

@@ -9,6 +9,7 @@ import pytest
 
 from tests.kit.processes import wait_until
 from tests.kit.runs import group_is_gone, interrupt, lines, summary, train, trained, write_config
+from tests.kit.tiers import tiered
 
 # far below the 20 s that the blocked loader takes, and far above what a loaded machine needs to exit
 WAITS_S = 12.0
@@ -81,9 +82,7 @@ CASES = {  # options of the task, workers, where it is interrupted, by what
 
 
 @pytest.mark.row("D2", "D15", "G1", "G3", "C4")
-@pytest.mark.parametrize(
-    "case", [pytest.param(each, marks=[pytest.mark.nightly] * (CASES[each][1] > 0)) for each in CASES]
-)
+@pytest.mark.parametrize("case", tiered(CASES, "training, SIGINT", "training, SIGKILL", "evaluation, SIGKILL"))
 def test_interrupted_run_goes_on_to_the_same_end(case, tmp_path, whole):
     """The signal goes to the whole group, loader workers too."""
     slow, workers, there, number = CASES[case]
@@ -105,7 +104,7 @@ def test_interrupted_run_goes_on_to_the_same_end(case, tmp_path, whole):
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGTERM])
 def test_interrupted_while_the_loader_waits(number, workers, tmp_path, whole):
     config = config_of(tmp_path, slow=BLOCKS, data={"num_workers": workers}, logging={"every": 1})
     process = train(config)

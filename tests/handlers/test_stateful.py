@@ -15,7 +15,8 @@ from torch.optim import lr_scheduler as of_torch
 from ignite_engine import TrainingEvents, Windows, create_evaluator, handlers
 from ignite_engine.checkpointing import LoadSource
 from tests.kit.processes import ranks
-from tests.kit.resume import HOW, assert_resumes, program
+from tests.kit.resume import assert_resumes, program
+from tests.kit.tiers import tiered
 from tests.kit.tiny import linear, mse, numbers_loader
 from tests.test_schedules import OwnSchedule, cyclical, warmed_up
 
@@ -192,10 +193,18 @@ ON_TWO_RANKS = ("EMA", "EarlyStopping", "MetricLogger", "TrainingMetrics", "Mode
 @pytest.mark.row("E2", "F4")
 @pytest.mark.parametrize("name", STATEFUL)
 def test_resumes(name, tmp_path):
-    drawn = name.startswith(
-        ("EMA", "EarlyStopping", "LRSchedule", "MetricLogger", "metrics")
-    )  # by tests/property in all ways
-    assert_resumes(STATEFUL[name](), tmp_path, how=("stop",) if drawn else HOW)
+    assert_resumes(STATEFUL[name](), tmp_path, how=("stop",) if name.startswith(DRAWN) else ("stop", "same process"))
+
+
+DRAWN = ("EMA", "EarlyStopping", "LRSchedule", "MetricLogger", "metrics")
+"""By tests/property, which breaks off in all ways."""
+
+
+@pytest.mark.parametrize(
+    "name", tiered([name for name in STATEFUL if not name.startswith(DRAWN)], "Checkpoint of the best", "Evaluation")
+)
+def test_resumes_however_it_was_broken_off(name, tmp_path):
+    assert_resumes(STATEFUL[name](), tmp_path, how=("raise", "kill"))
 
 
 def test_a_mean_has_the_same_bits_wherever_its_interval_was_cut(tmp_path):
@@ -219,7 +228,7 @@ def test_a_bank_that_loads_between_windows_resumes(tmp_path):
 
 
 @pytest.mark.row("C7")
-@pytest.mark.parametrize("name", ON_TWO_RANKS)
+@pytest.mark.parametrize("name", tiered(ON_TWO_RANKS, "EMA", "MetricLogger", "LRSchedule of a plateau"))
 def test_resumes_on_two_ranks(name, tmp_path):
     ranks(2, resumes, name, tmp_path)
 
