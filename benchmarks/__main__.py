@@ -75,7 +75,7 @@ BENCHMARKS = (
     Benchmark(
         "rank_invariant", "the same bits on any number of ranks", "--rounds 15 --steps 8", "--rounds 2 --steps 2"
     ),
-    Benchmark("stop_vote", "ranks that agree on stops", "--rounds 15 --steps 100", "--rounds 2 --steps 5"),
+    Benchmark("agreement", "ranks that agree on stops", "--rounds 15 --steps 100", "--rounds 2 --steps 5"),
 )
 
 

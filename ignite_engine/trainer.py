@@ -17,8 +17,8 @@ from ignite_engine.engine.length import Length
 from ignite_engine.engine.loop import Loop
 from ignite_engine.engine.position import last_iteration
 from ignite_engine.engine.progress import Ending, Left, Progress
+from ignite_engine.engine.requests import COLLECT, END, SAVE, Requests
 from ignite_engine.engine.roll_back import RollBacks, arguments_again
-from ignite_engine.engine.stop_requests import StopRequests
 from ignite_engine.errors import Interrupted, RollBack, check_type, is_whole
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.ranks import agreement
@@ -110,7 +110,7 @@ class Trainer(Engine):
         self.register_events(*TrainingEvents, event_to_attr=EVENT_COUNTERS)
         self.resume_state = ResumeState()
         self.registry = Registry(self.resume_state)
-        self.requests = StopRequests()
+        self.requests = Requests()
         self.intervals = Intervals()
         self.progress = Progress(
             self.state,
@@ -224,32 +224,32 @@ class Trainer(Engine):
     def terminate(self, skip_completed: bool = False) -> None:
         """End the run as Ignite does: at once, without the rest of the epoch.
 
-        On several ranks, where perhaps not all of them call it, all end at the next step boundary at which they ask
-        each other for it: every 16 iterations, and at the end of the epoch.
+        Where perhaps not all ranks call it, all end at the step boundary at which they learn of it, one or two
+        iterations later; with ``rank_invariant`` at the next one, on one process too.
         """
-        if self.requests.single_process or self.state.status != "running":
+        at_once = self.requests.single_process and not self.requests.exact
+        if at_once or self.state.status != "running":
             super().terminate(skip_completed)
         else:
-            option = "skip_completed" if skip_completed else True
-            self.requests.request_end(f"terminate() on rank {agreement.rank()}", option)
+            self.requests.request_end("skip_completed" if skip_completed else True)
 
     def request_save(self) -> None:
         """Ask for a checkpoint at the next step boundary on which all ranks agree; safe in a signal handler."""
-        self.requests.request_save()
+        self.requests.asked.add(SAVE)
 
     def report_background_done(self) -> None:
         """Say that what a handler does in the background has ended; safe in any thread.
 
         At the next step boundary on which all ranks agree ``state.background_done`` is set on each of them.
         """
-        self.requests.report_background_done()
+        self.requests.asked.add(COLLECT)
 
-    def vote_at_next_boundary(self) -> None:
-        """Agree at the next step boundary on what any rank has requested.
+    def agree_at_next_boundary(self) -> None:
+        """Agree at the very next step boundary on what any rank has requested, not one or two iterations later.
 
         Every rank calls it, in a handler of the same event.
         """
-        self.requests.vote_now()
+        self.requests.agree_at_next_boundary()
 
     def call_at_end(self, callback: Callable[[Trainer], None]) -> None:
         """Call ``callback(trainer)`` when this ``run()`` ends in whatever way, an exception included."""
@@ -356,7 +356,7 @@ class Trainer(Engine):
 
     def _begin_again(self, arguments: start.RunArguments) -> Loop:
         """Resume what was loaded; what was requested meanwhile is requested still."""
-        stop, end = self.requests.stop, self.requests.end
+        stop, before = self.requests.stop, self.requests.asked | self.requests.agreed
         try:
             loop = self._begin(arguments_again(arguments, self.state, self.progress))
         except BaseException as failure:
@@ -364,9 +364,9 @@ class Trainer(Engine):
             raise
         if stop is not None:
             self.requests.request_stop(*stop)
-        if end is not None:
-            self.requests.request_end(*end)
-        self.requests.request_save()  # a run that is killed from there on knows what to leave out
+        if END in before:
+            self.requests.request_end(True)
+        self.request_save()  # a run that is killed from there on knows what to leave out
         return loop
 
     def _begin(self, arguments: start.RunArguments) -> Loop:
@@ -397,7 +397,7 @@ class Trainer(Engine):
         self._skipped_before = state.skipped_steps
         state.boundary = Boundary()
         self.should_terminate = self.should_terminate_single_epoch = self.should_interrupt = False
-        self.requests.reset()
+        self.requests.begin(exact=getattr(self.update, "rank_invariant", False) is True)
         if isinstance(model := getattr(self.update, "model", None), nn.Module):
             saved_progress.set_modes(model, self.resume_state.in_eval_mode)
         if hasattr(self.update, "run_starts"):

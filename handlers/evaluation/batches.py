@@ -61,7 +61,7 @@ class EvaluationBatches:
     """Iterated once by the evaluator, and by hand on a rank that has no batch (see ``holders``).
 
     The batches end early when all ranks know of a stop: on one process also during a wait for the loader, on several
-    after the same number, a rank that has no more of them voting along.
+    after the same number, a rank that has no more of them exchanging along.
 
     Args:
         on_each_rank: a rank without a batch is an error.
@@ -93,12 +93,13 @@ class EvaluationBatches:
         _check(name, self._lengths, on_each_rank=self._on_each_rank)
         self._check_metrics_of_batches()
         self._extra_forwards = self._count_extra_forwards() if waits else 0
-        # a rank that forwards along cannot vote along
-        self._voting = self.common if waits else max(self._lengths)
+        # a rank that forwards along cannot exchange anything along
+        self._exchanging = self.common if waits else max(self._lengths)
         self.progress: EvaluationProgress | None = None
         self.at_end: Callable[[], None] | None = None
         """Called where no rank has a batch left, if the evaluator asks for one more than there are."""
-        self._vote = agreement.Vote()
+        self._row: Callable[[], list[float]] | None = None
+        self._exchanged = 0
         self._iterator: Any = None
         self._peeked: list[Any] = []
 
@@ -169,7 +170,6 @@ class EvaluationBatches:
             self._iterator = iterator = begin_pass(self.data) if progress is None else iter(self.source)
         if progress is not None:
             progress.restore_rng()
-        self._vote.restart(batches)
         requests, alone = self.trainer.requests, self.single_process and progress is None
         while self.limit is None or batches < self.limit:
             if requests.stop is not None if alone else self._stops(batches):
@@ -195,7 +195,7 @@ class EvaluationBatches:
                     self.evaluator.step(self.evaluator, batch)  # type: ignore[attr-defined]  # checked above
             yield batch
             batches += 1
-        if not self.single_process and self._vote_until_peers_finish(batches):
+        if not self.single_process and self._wait_until_peers_finish(batches):
             self._interrupt(iterator)
         elif self.at_end is not None:
             self.at_end()
@@ -214,27 +214,39 @@ class EvaluationBatches:
 
     def _stops(self, batches: int) -> bool:
         """Whether all ranks stop after so many; then the progress is kept."""
-        if not self.single_process and self.sized and batches >= self._voting:
+        if not self.single_process and self.sized and self._exchanged >= self._exchanging:
             return False
+        stops = self.trainer.stop_requested if self.single_process else self._exchange(has_more=True)[0]
         # while each rank has batches: the position of one that has none left is not that of the others
-        writes = self.progress is not None and (self.single_process or batches < self.common)
-        union = self._vote.poll(batches, int(self.trainer.stop_requested) | _HAS_MORE)
-        stops = bool(union & _STOP)
-        if self.progress is not None and writes and stops:
+        if stops and self.progress is not None and (self.single_process or batches < self.common):
             self.progress.capture(batches)
         return stops
 
-    def _vote_until_peers_finish(self, batches: int) -> bool:
-        """Vote along, without a batch, until no rank has one, or all stop."""
+    def _exchange(self, *, has_more: bool) -> tuple[bool, bool]:
+        """Whether all ranks stop, and whether one has a batch: as they said when this was called before."""
+        before = self._read()
+        self._exchanged += 1
+        if not before[0] and before[1]:
+            self._row = agreement.start_sum([float(self.trainer.stop_requested), float(has_more)])
+        return before
+
+    def _read(self) -> tuple[bool, bool]:
+        if self._row is None:
+            return False, True
+        (stops, have_more), self._row = self._row(), None
+        return bool(stops), bool(have_more)
+
+    def _wait_until_peers_finish(self, batches: int) -> bool:
+        """Exchange along, without a batch, until no rank has one, or all stop; whether they do."""
         if self.sized:
-            return any(self._stops(batch) for batch in range(batches, self._voting))
+            while self._exchanged < self._exchanging:
+                if self._stops(batches):
+                    return True
+            return self._read()[0]
         while True:
-            batches += 1
-            if not self._vote.is_due(batches):
-                continue
-            union = self._vote.poll(batches, int(self.trainer.stop_requested))
-            if union & _STOP or not union & _HAS_MORE:
-                return bool(union & _STOP)
+            stops, have_more = self._exchange(has_more=False)
+            if stops or not have_more:
+                return stops
 
     def _interrupt(self, iterator: Any) -> None:
         self.interrupted = True
@@ -258,4 +270,3 @@ def _pass_of(data: Any) -> int:
 
 
 _END = object()
-_STOP, _HAS_MORE = 1, 2

@@ -224,7 +224,7 @@ class Evaluation:
                 if agreement.rank() in holders:
                     evaluator.run(batches, max_epochs=1, epoch_length=batches.epoch_length)
                 else:
-                    for _ in batches:  # there is none, but it votes along
+                    for _ in batches:  # there is none, but it exchanges along
                         pass
             if not all_hold and not batches.interrupted:
                 evaluator.state.metrics = agreement.gather_objects(evaluator.state.metrics)[holders[0]]
@@ -244,7 +244,7 @@ class Evaluation:
 
     def _stop(self, trainer: Trainer) -> None:
         """All ranks have interrupted the evaluation: nothing is trained before the run ends."""
-        trainer.vote_at_next_boundary()
+        trainer.agree_at_next_boundary()
         if (windows := trainer.progress.windows) is not None and self._changes:
             windows.is_evaluated_again = True
         if trainer.progress.at_boundary:

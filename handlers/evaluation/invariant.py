@@ -83,7 +83,7 @@ class InvariantSums:
         """While the evaluator runs; a collective after the last batch of each rank.
 
         Args:
-            shares_after_the_last: else :meth:`share` is called when no rank has a batch: until then they vote.
+            shares_after_the_last: else :meth:`share` is called when no rank has a batch, until when they exchange.
 
         What it draws at random is a function of the batch and of the generators now, which are the same on every rank.
         """

@@ -14,7 +14,7 @@ from ignite.engine import Engine, Events
 from ignite_engine.engine.boundary import RunEnds, StepBoundary
 from ignite_engine.engine.position import EpochIs, is_done
 from ignite_engine.engine.progress import Progress
-from ignite_engine.engine.stop_requests import StopRequests
+from ignite_engine.engine.requests import Requests
 from ignite_engine.errors import StopRequested
 from ignite_engine.events import TrainingEvents
 from ignite_engine.ext.windows.windowed_source import WindowedSource
@@ -35,7 +35,7 @@ class Feed:
     ``DATALOADER_STOP_ITERATION``."""
 
     def __init__(
-        self, engine: Engine, state: TrainingState, progress: Progress, requests: StopRequests, boundary: StepBoundary
+        self, engine: Engine, state: TrainingState, progress: Progress, requests: Requests, boundary: StepBoundary
     ) -> None:
         self._engine, self._state, self._progress = engine, state, progress
         self._requests, self._boundary = requests, boundary

@@ -49,8 +49,8 @@ def every(
         windows: of :class:`~ignite_engine.Windows`.
         samples, tokens: after the iteration in which their number over all ranks reaches a multiple; ``state.samples``
             and ``state.tokens`` have the numbers since the run began, over every resume.
-        seconds, minutes: since it last came, by rank 0's clock; on several ranks up to about 0.25 s and an iteration
-            later. What a handler does then comes at another iteration in each run.
+        seconds, minutes: since it last came, by rank 0's clock; on several ranks up to two iterations later.
+            What a handler does then comes at another iteration in each run.
         count: ``count(batch) -> int``, of a micro-batch on the host. Of samples: by default the first dimension of the
             first tensor. Of tokens: by default the update's ``weight_fn``.
 
@@ -178,6 +178,7 @@ class Intervals:
             self._add_count(trainer, interval)
         elif isinstance(interval, Clock) and not any(clock is interval for clock in self._clocks):
             self._clocks.append(interval)
+            trainer.requests.kinds.append(interval)
             self._due.append(self._next(interval))
             self._came_at.append(-1)
         if not self._attached and (self._counts or self._clocks):
@@ -235,15 +236,16 @@ class Intervals:
 
     def _read_clocks(self, requests: Any, iteration: int) -> None:
         now = time.monotonic()
-        due = [place for place, at in enumerate(self._due) if now >= at]
-        if not requests.single_process:
-            for place in due:
-                self._due[place] = math.inf  # until all have agreed
-            if due:
-                requests.request_ticks(due)
-            due = requests.take_ticks()
-        for place in due:
-            self._came_at[place], self._due[place] = iteration, self._next(self._clocks[place])
+        for place, clock in enumerate(self._clocks):
+            is_due = now >= self._due[place]
+            if not requests.single_process:
+                if is_due:
+                    self._due[place] = math.inf  # until all have agreed
+                    requests.asked.add(clock)
+                is_due = clock in requests.agreed
+                requests.agreed.discard(clock)
+            if is_due:
+                self._came_at[place], self._due[place] = iteration, self._next(clock)
 
     def _next(self, clock: Clock) -> float:
         return time.monotonic() + clock.in_seconds if agreement.rank() == 0 else math.inf

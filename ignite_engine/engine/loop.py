@@ -31,7 +31,7 @@ from ignite_engine.engine.boundary import EpochEnds, RunEnds, RunPauses, StepBou
 from ignite_engine.engine.feed import End, Feed
 from ignite_engine.engine.position import Next, next_of
 from ignite_engine.engine.progress import Progress
-from ignite_engine.engine.stop_requests import StopRequests
+from ignite_engine.engine.requests import Requests
 from ignite_engine.errors import RollBack
 from ignite_engine.events import TrainingEvents
 from ignite_engine.state import Boundary, TrainingState
@@ -48,7 +48,7 @@ class Loop:
         update: Callable[[Engine, Any], Any],
         state: TrainingState,
         progress: Progress,
-        requests: StopRequests,
+        requests: Requests,
         registry: Registry,
         resume: ResumeState,
     ) -> None:
@@ -92,7 +92,6 @@ class Loop:
     def _start(self) -> None:
         engine, state = self.engine, self.state
         state.times[Events.EPOCH_COMPLETED.name] = state.times[Events.COMPLETED.name] = 0.0
-        self.requests.first_vote_after(state.iteration)
         self._fire(Events.STARTED)
         self.registry.check_all_claimed()
         self.boundary.agree_to_end()

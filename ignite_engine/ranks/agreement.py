@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import itertools
 import pickle
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,7 +22,6 @@ from ignite_engine.errors import PeerFailed, one_line
 
 T = TypeVar("T")
 
-_VOTE_PERIOD_S = 0.25
 _ROW, _SIZE = 4096, 8
 
 
@@ -139,6 +137,21 @@ def start_gather(values: Sequence[float]) -> Callable[[], list[list[float]]]:
     return rows
 
 
+def start_sum(values: Sequence[float]) -> Callable[[], list[float]]:
+    """The sums over all ranks, without waiting: what is returned gives them, once, when it is called.
+
+    Every rank starts it at the same place among those of its kind, whatever other collectives come in between.
+    """
+    total = torch.tensor(list(values), dtype=torch.float64)
+    work = dist.all_reduce(total, group=cpu_group("sums"), async_op=True)
+
+    def sums() -> list[float]:
+        work.wait()
+        return total.tolist()
+
+    return sums
+
+
 def mean_of(column: Sequence[float]) -> float:
     """Mean of one value per rank; of equal ones it is exactly that value, which the rounded sum of three may miss."""
     first = column[0]
@@ -251,51 +264,3 @@ def wait_for_all() -> None:
     """Return once every rank has called this."""
     if world_size() > 1:
         dist.barrier(group=cpu_group())
-
-
-class Vote:
-    """Requests of single ranks, received by all of them at the same iteration.
-
-    Ranks exchange bits only at voting iterations, about 0.25 s apart; each result also names the next voting
-    iteration, so all ranks always agree on when to vote. Between votes :meth:`poll` is one comparison.
-    """
-
-    def __init__(self) -> None:
-        self._next = 0
-        self._last_iteration = 0
-        self._last_time = time.monotonic()
-
-    def restart(self, iteration: int) -> None:
-        """Start a run at ``iteration``: the first vote is at the next one."""
-        self._next = iteration + 1
-        self._last_iteration, self._last_time = iteration, time.monotonic()
-
-    def vote_now(self) -> None:
-        """Vote at the next :meth:`poll` whatever its iteration; every rank calls this at the same place."""
-        self._next = 0
-
-    def is_due(self, iteration: int) -> bool:
-        """Whether :meth:`poll` votes at this iteration."""
-        return iteration >= self._next
-
-    def poll(self, iteration: int, requests: int, *, now: bool = False) -> int:
-        """The union of all ranks' request bits, or 0 between votes.
-
-        Args:
-            requests: this rank's bits; on one process they are the result.
-            now: vote at this iteration even if it is not a voting one; the same on every rank.
-        """
-        if world_size() == 1:
-            return requests
-        if iteration < self._next and not now:
-            return 0
-        elapsed = time.monotonic() - self._last_time
-        steps = max(iteration - self._last_iteration, 1)
-        period = max(1, min(1000, int(_VOTE_PERIOD_S * steps / max(elapsed, 1e-6))))
-        rows = gather_floats([float(requests), float(period)])
-        self._last_iteration, self._last_time = iteration, time.monotonic()
-        self._next = iteration + int(min(row[1] for row in rows))
-        union = 0
-        for row in rows:
-            union |= int(row[0])
-        return union

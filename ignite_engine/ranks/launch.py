@@ -44,7 +44,7 @@ class Parallel(IgniteParallel):
     """Launch a function on one process or many; arguments and use are those of ``idist.Parallel``.
 
     Args:
-        timeout: how long a rank waits for another one, in every group, the votes' included; seconds or a timedelta.
+        timeout: how long a rank waits for another one, in every group, ours included; seconds or a timedelta.
             None: torch's own (30 min on gloo, 10 min on nccl).
         heartbeat_timeout: seconds without a sign of life from a rank, after which all ranks end; they watch each other
             while the function runs (:class:`~ignite_engine.ranks.watch.Watch`).

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,7 +19,10 @@ NAMES = {
 
 
 class Collectives(TorchDispatchMode):
-    """Within it, ``counts`` grows with each collective of this process, by kind, backward on the CPU included."""
+    """Within it, ``counts`` grows with each collective of this process, by kind, backward on the CPU included.
+
+    Sums of float64 are left out: those are of what the engine's ranks ask of each other, once in an iteration.
+    """
 
     def __init__(self):
         super().__init__()
@@ -32,6 +36,7 @@ class Collectives(TorchDispatchMode):
             namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd")
             and "wait" not in name
             and "_wrap" not in name
+            and not (name == "allreduce_" and args[0][0].dtype is torch.float64)
         ):
             self.counts[NAMES.get(name, name)] += 1
         return func(*args, **(kwargs or {}))

@@ -218,7 +218,7 @@ class Run:
 
     def _vote(self):
         if self.stop is not None and self.trainer.state.iteration >= self.at:
-            self.trainer.vote_at_next_boundary()  # else a run of a quarter of a second ends before its ranks ask
+            self.trainer.agree_at_next_boundary()  # not one or two iterations later
 
     def _read(self):
         if self.stop is not None and self.stop.event == "a sample is read" and os.getpid() == self._pid:

@@ -53,7 +53,7 @@ def streamed(*arguments, **options):
 
 def stop_here(trainer):
     trainer.request_stop("a pause")
-    trainer.vote_at_next_boundary()
+    trainer.agree_at_next_boundary()
 
 
 # ------------------------------------------------------------------------------------------------------------- ends

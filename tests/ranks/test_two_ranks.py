@@ -10,7 +10,7 @@ from ignite.handlers import TerminateOnNan
 from ignite.metrics import Average
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_engine import TrainingEvents, create_evaluator, loader, seed_everything
+from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader, seed_everything
 from ignite_engine.errors import Interrupted
 from ignite_engine.handlers import Checkpoint, Evaluation, GracefulStop, StopFile, WallClockLimit
 from tests.kit.clock import still_clock
@@ -185,11 +185,12 @@ def terminates_on_nan(trainer, rank):
 # with the iteration and the epoch, which no clock decides: a run that is killed and run again ends there, too
 ENDINGS = {
     "start": (terminates(Events.STARTED), (0, 0)),
-    "epoch started": (terminates(Events.EPOCH_STARTED(once=2)), (48, 2)),
-    "fetching": (terminates(Events.GET_BATCH_STARTED(once=5)), (16, 1)),
-    "iteration": (terminates(Events.ITERATION_COMPLETED(once=5)), (16, 1)),
+    "epoch started": (terminates(Events.EPOCH_STARTED(once=2)), (42, 2)),
+    "fetching": (terminates(Events.GET_BATCH_STARTED(once=5)), (7, 1)),
+    "first iteration": (terminates(Events.ITERATION_COMPLETED(once=1)), (2, 1)),
+    "iteration": (terminates(Events.ITERATION_COMPLETED(once=5)), (6, 1)),
     "epoch completed": (terminates(Events.EPOCH_COMPLETED(once=2)), (80, 2)),
-    "not a number": (terminates_on_nan, (16, 1)),
+    "not a number": (terminates_on_nan, (8, 1)),
 }
 
 
@@ -203,4 +204,37 @@ def test_terminate_on_one_rank_ends_all_at_the_same_iteration(name):
         state = trainer.run(loader(Numbers(80)), max_epochs=3)
         return (state.iteration, state.epoch), state.status, state.reason
 
-    assert ranks(2, work) == [(place, "completed", "terminate() on rank 1")] * 2
+    assert ranks(2, work) == [(place, "completed", "terminate")] * 2
+
+
+@pytest.mark.parametrize("event", [Events.ITERATION_STARTED, Events.ITERATION_COMPLETED])
+def test_terminate_ends_a_rank_invariant_run_at_the_same_iteration_on_one_process_and_two(event):
+    def work(rank, ending):
+        trainer = Trainer(invariant_update(), global_micro_batches=2)
+        if rank == ending:
+            trainer.add_event_handler(event(once=5), lambda: trainer.terminate())
+        state = trainer.run(loader(Numbers(80), 2), max_epochs=1)
+        return state.iteration, state.reason, [each.tolist() for each in trainer.update.model.parameters()]
+
+    one_process = work(0, 0)
+    assert one_process[:2] == (5, "terminate")
+    assert ranks(2, work, 1) == [one_process] * 2
+
+
+def invariant_update():
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return Update(model, optimizer, lambda model, batch: model(batch[0]).square().mean(), rank_invariant=True)
+
+
+@pytest.mark.parametrize("at", [1, 2, 7])
+def test_a_stop_that_one_rank_asks_for_is_heard_within_two_iterations(at):
+    def work(rank):
+        trainer = trainer_of(DistributedDataParallel(linear()), lr=0.01)
+        if rank == 1:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=at), lambda: trainer.request_stop("enough"))
+        state = trainer.run(loader(Numbers(80)), max_epochs=3)
+        return state.iteration, state.status, state.reason
+
+    first, second = ranks(2, work)
+    assert first == second and first[1:] == ("interrupted", "enough") and first[0] <= at + 1

@@ -1,6 +1,6 @@
-"""What it costs that two ranks agree on stops: a DDP step with the engine's vote, with a vote in every step, without.
+"""What it costs that two ranks agree on stops: a DDP step with the engine's row, with one it waits for, without.
 
-    python -m benchmarks.stop_vote [--rounds N] [--steps N] [--width N] [--json PATH]
+    python -m benchmarks.agreement [--rounds N] [--steps N] [--width N] [--json PATH]
 
 Two gloo ranks on this machine, one thread each. In each round every contender takes the same number of steps, in an
 order drawn for the round. See ``benchmarks/README.md`` for how to read it.
@@ -29,11 +29,11 @@ from benchmarks.turns import Times, on_ranks, take_turns
 from ignite_engine.ranks import agreement
 
 RANKS = 2
-NONE, ENGINE, EVERY = "no vote", "the engine's vote", "a vote in every step"
+NONE, ENGINE, EVERY = "no exchange", "a row, read a step later", "a row that is waited for"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.stop_vote", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.agreement", description=__doc__)
     parser.add_argument("--rounds", type=int, default=30, help="counted rounds, default 30")
     parser.add_argument("--steps", type=int, default=200, help="steps of a contender in a round, default 200")
     parser.add_argument("--width", type=int, default=256, help="of the model's four layers, default 256")
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, values in times.items():
         cost = ratio_of_medians(values, times[NONE])
         print(f"{name:22} {1e6 * median(values):8.1f} us a step   to {NONE}: {cost}")
-    goal = Goal.of("step with the engine's vote on stops / without", ratio_of_medians(times[ENGINE], times[NONE]), None)
+    goal = Goal.of("step with a row of requests / without", ratio_of_medians(times[ENGINE], times[NONE]), None)
     if options.json:
         report = {"machine": machine(), "seconds_per_step": times, "goals": [asdict(goal)]}
         options.json.write_text(json.dumps(report))
@@ -61,30 +61,35 @@ def _work(rounds: int, steps: int, width: int) -> Times:
     layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())]
     model = DistributedDataParallel(nn.Sequential(*layers))
     optimizer = torch.optim.AdamW(model.parameters())
-    inputs, vote, iteration = torch.randn(32, width), agreement.Vote(), 0
+    inputs = torch.randn(32, width)
 
-    def turn(poll: Callable[[int], object]) -> Callable[[], float]:
+    def turn(exchange: Callable[[], object]) -> Callable[[], float]:
         def timed() -> float:
-            nonlocal iteration
             dist.barrier()
-            vote.restart(iteration)
             started = time.perf_counter()
             for _ in range(steps):
-                iteration += 1
                 optimizer.zero_grad()
                 model(inputs).square().mean().backward()
                 optimizer.step()
-                poll(iteration)
+                exchange()
             return (time.perf_counter() - started) / steps
 
         return timed
 
-    votes: dict[str, Callable[[int], object]] = {
-        NONE: lambda iteration: 0,
-        ENGINE: lambda iteration: vote.poll(iteration, 0),
-        EVERY: lambda iteration: vote.poll(iteration, 0, now=True),
+    row = [0.0] * 5
+    sent = agreement.start_sum(row)
+
+    def a_step_later() -> None:
+        nonlocal sent
+        sent()
+        sent = agreement.start_sum(row)
+
+    exchanges: dict[str, Callable[[], object]] = {
+        NONE: lambda: None,
+        ENGINE: a_step_later,
+        EVERY: lambda: agreement.start_sum(row)(),
     }
-    return take_turns({name: turn(poll) for name, poll in votes.items()}, rounds)
+    return take_turns({name: turn(exchange) for name, exchange in exchanges.items()}, rounds)
 
 
 if __name__ == "__main__":
