@@ -21,7 +21,7 @@ NAMES = {
 class Collectives(TorchDispatchMode):
     """Within it, ``counts`` grows with each collective of this process, by kind, backward on the CPU included.
 
-    Sums of float64 are left out: those are of what the engine's ranks ask of each other, once in an iteration.
+    Rows of float64 are left out: those are of what the engine's ranks ask of each other, once in an iteration.
     """
 
     def __init__(self):
@@ -36,7 +36,7 @@ class Collectives(TorchDispatchMode):
             namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd")
             and "wait" not in name
             and "_wrap" not in name
-            and not (name == "allreduce_" and args[0][0].dtype is torch.float64)
+            and not (name == "allreduce_" and args[0][0].dtype is torch.float64 and args[0][0].dim())
         ):
             self.counts[NAMES.get(name, name)] += 1
         return func(*args, **(kwargs or {}))
