@@ -1,6 +1,8 @@
 """Who may import whom: the core knows no handler and nothing of ``ext/``, and no handler knows another."""
 
 import ast
+import gc
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -48,6 +50,19 @@ HANDLER_FILES = files_of(HANDLERS)
 SOURCES = files_of(ROOT / "ignite_engine") + HANDLER_FILES
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_collection():
+    """Else all trees would be looked through again and again while they grow."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@cache
+def tree_of(path):
+    return ast.parse(path.read_text(), str(path))
+
+
 @cache
 def imports(path, *, at_import_time=False):
     """The absolute dotted names that a file imports, each with its line; of ``from a import b`` both a and a.b.
@@ -59,7 +74,7 @@ def imports(path, *, at_import_time=False):
     module = module_name(path)
     parents = (module if path.name == "__init__.py" else module.rpartition(".")[0]).split(".")
     found = []
-    for node in _nodes(ast.parse(path.read_text(), str(path)), at_import_time):
+    for node in _nodes(tree_of(path), at_import_time):
         if isinstance(node, ast.Import):
             found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -176,7 +191,9 @@ def kinds_named_in(path):
     """``line: expression`` of each use of torch's modules for devices, generic ones too, and of each kind's name."""
     kinds = {"cuda", "mps", "xpu", "cudnn"}
     modules = kinds | {"accelerator", "get_device_module"}
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    if not re.search("|".join(modules), path.read_text()):
+        return
+    for node in ast.walk(tree_of(path)):
         of_torch = isinstance(node, ast.Attribute) and node.attr in modules and "torch" in ast.unparse(node.value)
         if of_torch or (isinstance(node, ast.Constant) and node.value in kinds):
             yield f"{node.lineno}: {ast.unparse(node)}"
@@ -214,6 +231,7 @@ def test_bare_name_handlers_is_never_imported(folder):
     bare = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in files_of(ROOT / folder)
+        if re.search(r"(?<!\.)\bhandlers\b", path.read_text())  # most of the time would be parsing
         for name, line in imports(path)
         if name == "handlers" or name.startswith("handlers.")
     ]
