@@ -66,7 +66,8 @@ def test_the_manifest_is_the_last_file_to_come_and_the_first_to_go(tmp_path, sto
     assert there(tmp_path / "mirror") == [4]
 
 
-def test_killed_at_any_operation_the_mirror_holds_whole_checkpoints_alone_and_the_next_start_goes_on(tmp_path):
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.nightly)], ids=["each third one", "each"])
+def test_killed_at_any_operation_the_mirror_holds_whole_checkpoints_alone_and_the_next_start_goes_on(step, tmp_path):
     """Of two uploads and a deletion; each is one of the store's operations."""
     folder, mirror = tmp_path / "run", f"faulty://{tmp_path / 'mirror'}"
     train(folder, None, 2)
@@ -77,9 +78,7 @@ def test_killed_at_any_operation_the_mirror_holds_whole_checkpoints_alone_and_th
         train(folder, mirror, 4, keep_last=1)
         return len(store.seen)
 
-    kill_at = 0
-    for state in range(100):
-        kill_at = state + 1
+    for kill_at in range(1, 100, step):
         if ended(work, kill_at)[0] != KILLED:
             break
         assert there(tmp_path / "mirror") in ([], [2], [2, 4], [4])
@@ -95,9 +94,10 @@ def test_training_does_not_wait_for_a_slow_store_and_the_newest_comes_next(tmp_p
     store.fault = lambda operation, name: goes_on.wait(30) if operation == "write" else None
 
     def attach(trainer):
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: wait_until(lambda: writes(store)))
+
         @trainer.on(Events.ITERATION_COMPLETED(once=7))
         def look():
-            wait_until(lambda: writes(store))
             names.extend(sorted(path.name for path in (tmp_path / "run").glob("iteration_*")))
             goes_on.set()
 
