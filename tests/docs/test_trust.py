@@ -35,7 +35,7 @@ data: {batch_size: 4}
 """
 COMMANDS = [
     ["train", "config.yaml"],
-    ["train", "config.yaml", "run.max_iterations=16"],
+    ["train", "config.yaml", "run.max_iterations=16", "logging.clearml=false"],
     ["evaluate", "config.yaml"],
     ["report", "run"],
     ["compare", "run", "run"],
