@@ -27,7 +27,7 @@ def test_every_edge_of_a_run_resumes_bit_for_bit(how, tmp_path):
 
 
 @pytest.mark.row("D15")
-@pytest.mark.parametrize("kind", ["MT19937", "PCG64"])
+@pytest.mark.parametrize("kind", ["MT19937", pytest.param("PCG64", marks=pytest.mark.nightly)])
 def test_resumed_run_draws_on_from_every_generator_of_the_host(kind, tmp_path):
     def drawn(trainer):
         return [random.random(), random.gauss(0, 1), np.random.random(), np.random.randn(), torch.rand(()).item()]

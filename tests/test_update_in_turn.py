@@ -97,7 +97,7 @@ def test_optimizer_of_another_kind_is_left_out_by_its_own_name(tmp_path, turn):
     assert run(torch.optim.RMSprop, [named]).state.iteration == 3
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.nightly), "fp16"])
 def test_resumed_run_ends_with_every_state_of_the_whole_one(tmp_path, precision):
     def build():
         gan = networks()

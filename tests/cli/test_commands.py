@@ -228,7 +228,7 @@ def test_any_other_failure_is_code_1_with_its_traceback(folder):
     )
 
 
-@pytest.mark.parametrize("several", [(), TWO])
+@pytest.mark.parametrize("several", [(), pytest.param(TWO, marks=pytest.mark.nightly)])
 def test_a_last_checkpoint_that_cannot_be_saved_is_one_line_and_code_1(several, folder):
     """No file may grow above 8 KiB; the log and the summary are smaller."""
     process = runs.command(folder, "train", "my_config.yaml", *several, file_limit=8192)
@@ -249,7 +249,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_as_asked_in_one_line_and_code_1(
     assert [iteration for iteration in saved(folder / "run") if manifest(folder / "run", iteration)["healthy"]][-1] == 7
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.nightly), (signal.SIGTERM, 143)]
+)
 def test_a_signal_ends_with_its_code_and_the_same_command_resumes(number, code, folder):
     command("train", "my_config.yaml", "run.directory=whole")
     held = folder / "held"
@@ -268,7 +270,7 @@ def test_a_signal_ends_with_its_code_and_the_same_command_resumes(number, code, 
     assert read(folder / "run")["weights_sha256"] == read(folder / "whole")["weights_sha256"]
 
 
-@pytest.mark.parametrize("several", [(), TWO])
+@pytest.mark.parametrize("several", [(), pytest.param(TWO, marks=pytest.mark.nightly)])
 def test_a_second_start_in_the_folder_of_a_run_is_refused_in_one_line(several, folder):
     command("train", "my_config.yaml", "run.directory=alone")
     held = folder / "held"

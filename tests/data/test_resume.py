@@ -31,17 +31,24 @@ def over(kind, steps=None, handlers=(), **options):
 
 @pytest.mark.row("D13", "H3")
 @pytest.mark.parametrize(
-    ("kind", "how", "steps"),
+    ("kind", "how", "steps", "at"),
     [
-        *((kind, how, 3) for kind in KINDS for how in ("stop", "same process") if how == "stop" or kind not in ONCE),
-        *((kind, "stop", None) for kind in QUICK),
-        *(pytest.param(kind, "stop", None, marks=pytest.mark.nightly) for kind in KINDS if kind not in QUICK),
+        *((kind, "stop", 3, "the first ones") for kind in KINDS),
+        *((kind, "same process", 3, "places") for kind in KINDS if kind not in ONCE),
+        *((kind, "stop", None, "everywhere") for kind in QUICK),
+        *(
+            pytest.param(kind, "stop", steps, "everywhere", marks=pytest.mark.nightly)
+            for steps in (3, None)
+            for kind in KINDS
+            if steps or kind not in QUICK
+        ),
     ],
 )
-def test_resumes_in_mid_epoch(kind, how, steps, tmp_path):
+def test_resumes_in_mid_epoch(kind, how, steps, at, tmp_path):
     """Groups of three end a pass with a short one, while the loader says already that its pass is over."""
     limits = {"max_epochs": 3 if steps else 2}
-    assert_resumes(over(kind, steps, limits=limits), tmp_path, at=EVERYWHERE if how == "stop" else PLACES, how=[how])
+    places = {"the first ones": (1, 2, 3), "places": PLACES, "everywhere": EVERYWHERE}[at]
+    assert_resumes(over(kind, steps, limits=limits), tmp_path, at=places, how=[how])
 
 
 def cut_epoch_at(iteration, event=Events.ITERATION_COMPLETED):

@@ -80,8 +80,15 @@ def test_samples_and_tokens_of_whole_iterations(accumulation_steps):
 INTERVALS = ({"epochs": 0.4}, {"samples": 7}, {"tokens": 11, "count": tokens_of})
 
 
-@pytest.mark.parametrize("how", ["stop", "same process"])
-def test_a_resumed_run_has_the_places_of_the_whole_one(how, tmp_path):
+@pytest.mark.parametrize(
+    ("how", "at"),
+    [
+        *(("stop", PLACES), ("same process", PLACES)),
+        pytest.param("stop", EVERYWHERE, marks=pytest.mark.nightly),
+    ],
+    ids=["stop", "same process", "stop anywhere"],
+)
+def test_a_resumed_run_has_the_places_of_the_whole_one(how, at, tmp_path):
     """What is counted is saved, and so are the lines of each."""
     handlers = [
         lambda each=each: (Seen(lambda trainer: "due", name=next(iter(each))), every(**each)) for each in INTERVALS
@@ -93,7 +100,7 @@ def test_a_resumed_run_has_the_places_of_the_whole_one(how, tmp_path):
             seen.attach(trainer, event)
 
     made = program([attach], data=lambda: numbers_loader(11, shuffle=True), limits={"max_epochs": 2})
-    assert_resumes(made, tmp_path, at=EVERYWHERE if how == "stop" else PLACES, how=[how])
+    assert_resumes(made, tmp_path, at=at, how=[how])
 
 
 def test_clocks_come_as_often_as_they_say_and_start_with_the_run(clock):

@@ -45,7 +45,7 @@ def train(name, folder, last, *overrides):
     return read(folder)
 
 
-LONG = ("byte_gpt", "digits")
+LONG = ("byte_gpt", "digits", "nanogpt_cpu")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in LONG)) for name in SMALL])

@@ -148,6 +148,7 @@ def test_finished_run_started_again_only_evaluates_also_where_that_was_interrupt
     assert finish(config, whole) == BATCHES and "val/accuracy" in summary(tmp_path)["metrics"]
 
 
+@pytest.mark.nightly  # tests/ranks/test_two_ranks.py has one of two ranks
 def test_stopped_evaluation_goes_on_where_it_was(tmp_path, whole):
     config = config_of(tmp_path, slow=EVALUATION, evaluation={"resumes": True})
     process = train(config)
@@ -159,6 +160,7 @@ def test_stopped_evaluation_goes_on_where_it_was(tmp_path, whole):
 # ------------------------------------------------------------------------------------------------------------- limits
 
 
+@pytest.mark.nightly  # tests/ranks/test_two_ranks.py has one, and tests/runs one in a run's folder
 def test_stop_file_stops_a_run_once(tmp_path, whole):
     config, path = config_of(tmp_path, slow=STEPS, run={"stop_file": "stop"}), tmp_path / "run" / "stop"
     process = train(config)

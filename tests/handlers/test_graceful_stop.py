@@ -254,7 +254,10 @@ def a_program(folder, *, waits):
     return weights(trainer)
 
 
-@pytest.mark.parametrize(("number", "code"), [(INT, 130), (TERM, 143), (HUP, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [pytest.param(INT, 130, marks=pytest.mark.nightly), (TERM, 143), pytest.param(HUP, 143, marks=pytest.mark.nightly)],
+)
 def test_program_with_loader_workers_saves_and_exits_with_the_signals_code(number, code, tmp_path):
     """Ctrl-C and a closed terminal signal the whole group: the loader's workers get it too."""
     process = start(lambda: a_program(tmp_path, waits=True))

@@ -140,7 +140,9 @@ def test_a_value_that_is_a_parameter_or_a_buffer_is_logged_as_it_was(tmp_path):
     assert (line["scale"], line["parameter"], line["buffer"]) == (2.5, 2.5, 5.0)
 
 
-@pytest.mark.parametrize("broken_after", [1, 3, 5, 6, 11])
+@pytest.mark.parametrize(
+    "broken_after", [*(pytest.param(each, marks=pytest.mark.nightly) for each in (1, 5)), 3, 6, 11]
+)
 def test_resumed_run_has_the_lines_of_the_whole_one(broken_after, tmp_path):
     def run(folder, at=99):
         trainer = trainer_of()

@@ -18,6 +18,7 @@ from ignite_engine import Trainer, loader
 from ignite_engine.errors import Interrupted
 from ignite_engine.handlers import Checkpoint, GracefulStop
 from tests.kit.processes import ranks
+from tests.kit.tiers import tiered
 from tests.kit.tiny import Numbers, trainer_of
 
 
@@ -258,7 +259,7 @@ REPEATED = {
 }
 
 
-@pytest.mark.parametrize("name", REPEATED)
+@pytest.mark.parametrize("name", tiered(REPEATED, "each rank its own"))
 def test_a_rank_that_is_resumed_without_a_batch_repeats_the_one_that_it_had_last(name, tmp_path):
     for pairs in ranks(2, repeated, tmp_path, *REPEATED[name]):
         for whole, resumed in pairs:

@@ -12,6 +12,7 @@ from ignite_engine import Trainer, Update, create_evaluator, loader
 from ignite_engine.handlers import Checkpoint, Evaluation
 from tests.kit.processes import ranks
 from tests.kit.saved import parts
+from tests.kit.tiers import tiered
 from tests.kit.tiny import Numbers, mse, one
 
 # ---------------------------------------------------------------------------------------------------------- gradients
@@ -73,7 +74,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiered(CASES, "own update"))
 def test_gradients_are_summed_in_one_order_from_the_first_step_of_a_resumed_run_on(case, tmp_path):
     """Three ranks: the sum of two is the same in any order."""
     make_model, make_trainer = CASES[case]

@@ -124,7 +124,7 @@ def head_and_moments(trainer):
     return found
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize("layout", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp"])
 def test_sharded_weights_and_moments_are_loaded_again(layout, tmp_path):
     def work(rank):
         teacher, _, data = trainer_in("fsdp", tmp_path / "teacher")

@@ -90,13 +90,14 @@ def train(rank, data, empty):
 CASES = [
     (2, "list", False),
     (2, "stream", True),
-    (2, "loader", False),
-    (3, "list", True),
     (3, "loader", False),
-    (4, "stream", False),
     (2, "dealt", False),
     (4, "dealt", False),  # 12 micro-batches, 5 for each update: uneven shares, and at the end 2 for 4 ranks
     (4, "one sample", True),
+    *(
+        pytest.param(*case, marks=pytest.mark.nightly)
+        for case in ((2, "loader", False), (3, "list", True), (4, "stream", False))
+    ),
 ]
 
 

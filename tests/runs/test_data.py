@@ -16,6 +16,7 @@ from torch.utils.data import (
 
 from tests.kit.fitting import TRAIN, VAL, at, digest, fitted, stop
 from tests.kit.processes import ranks
+from tests.kit.tiers import tiered
 
 SAMPLES, WEIGHTS = TensorDataset(*TRAIN), torch.arange(1.0, 49.0)
 
@@ -111,7 +112,12 @@ KINDS = {  # the data, what is said of it, and whether its resume is exact (None
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    tiered(
+        KINDS, "plain loader", "its batches", "sampler", "forgetful sampler", "stream with a state", "shuffle buffer"
+    ),
+)
 def test_what_people_have_is_trained_on_stopped_and_resumed(kind, tmp_path, caplog):
     make, line, exact = KINDS[kind]
     size = {"batch_size": ... if isinstance(make().get("train"), DataLoader | Batches) else 12}

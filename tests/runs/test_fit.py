@@ -96,7 +96,10 @@ def test_ctrl_c_saves_and_ends_a_script_returns_in_a_session_and_the_same_call_r
 
 @pytest.mark.parametrize(
     ("place", "number"),
-    [*((place, signal.SIGINT) for place in ("first batch", "evaluation", "save")), ("step", signal.SIGHUP)],
+    [
+        *(pytest.param(place, signal.SIGINT, marks=pytest.mark.nightly) for place in ("first batch", "save")),
+        *(("evaluation", signal.SIGINT), ("step", signal.SIGHUP)),
+    ],
 )
 def test_a_signal_loses_nothing_wherever_it_comes(place, number, tmp_path, monkeypatch):
     pressed, fsync = [], os.fsync
@@ -240,7 +243,7 @@ def test_a_metric_that_a_handler_writes_may_be_a_tensor(kind, tmp_path):
     assert run.summary["status"] == "completed"
 
 
-@pytest.mark.parametrize("schedule", ["cosine", None])
+@pytest.mark.parametrize("schedule", ["cosine", pytest.param(None, marks=pytest.mark.nightly)])
 def test_a_resumed_run_goes_on_with_another_rate(schedule, tmp_path):
     """From there on those of a run that began with it; the same call again goes on, and so does one without."""
 

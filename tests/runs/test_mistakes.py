@@ -248,7 +248,7 @@ test_second_starts = refusals(
 @pytest.mark.parametrize(
     "wrong", [{"seed": 4}, {"optimizer": "SGD"}, {"resume": {"lr": "fast"}}, {"resume": {"lr": {"optimzer": 1.0}}}]
 )
-@pytest.mark.parametrize("is_finished", [False, True])
+@pytest.mark.parametrize("is_finished", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_start_that_is_refused_leaves_the_folder_as_it_was(wrong, is_finished, tmp_path):
     fitted(tmp_path, handlers=[] if is_finished else [at(4, stop)])
     names = ("config.yaml", "environment.json", "summary.json", "history.jsonl", "metrics.jsonl")

@@ -268,7 +268,16 @@ def test_parameters_that_come_from_outside_during_the_run_are_reported():
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-def test_names_do_not_depend_on_the_wrapping(tmp_path):
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        nn.DataParallel,
+        torch.compile,
+        pytest.param(lambda each: nn.DataParallel(torch.compile(each)), marks=pytest.mark.nightly),
+    ],
+    ids=["DataParallel", "compile", "both"],
+)
+def test_names_do_not_depend_on_the_wrapping(wrap, tmp_path):
     model = linear()
     trainer = Trainer(Update(nn.DataParallel(model), torch.optim.AdamW(model.parameters(), lr=0.1), mse))
     attached(trainer, tmp_path)
@@ -277,10 +286,9 @@ def test_names_do_not_depend_on_the_wrapping(tmp_path):
     names = [name for name, _ in model.named_parameters()]
     assert list(parts["model"]) == list(parts["optimizer"]["state"]) == names
     assert parts["optimizer"]["param_groups"][0]["params"] == names
-    for wrap in (nn.DataParallel, torch.compile, lambda each: nn.DataParallel(torch.compile(each))):
-        other = linear()
-        load_weights(wrap(other), tmp_path)
-        assert torch.equal(one(other), one(model))
+    other = linear()
+    load_weights(wrap(other), tmp_path)
+    assert torch.equal(one(other), one(model))
 
 
 def test_the_state_of_an_optimizer_finds_its_parameters_in_another_order(tmp_path):

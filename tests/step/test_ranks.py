@@ -225,7 +225,7 @@ def both_runs(rank, folder, kind):
     return list(goes_back(rank, folder, kind))
 
 
-@pytest.mark.parametrize("kind", ["ddp", "stream", "sharded"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("stream", marks=pytest.mark.nightly), "sharded"])
 def test_two_ranks_go_back_together(kind, tmp_path):
     outcomes = ranks(2, both_runs, tmp_path, kind)
     for (end, begun, left_out), (whole, *_) in outcomes:

@@ -305,7 +305,9 @@ def test_what_is_measured_before_a_window_is_in_the_line_of_its_first_iteration(
     assert not any("val/window" in line for line in lines)
 
 
-@pytest.mark.parametrize("kind", ["own", "list", "files", "iterable", "workers"])
+@pytest.mark.parametrize(
+    "kind", ["own", "list", "files", "iterable", pytest.param("workers", marks=pytest.mark.nightly)]
+)
 def test_an_evaluation_of_all_windows_is_one_each_time(tmp_path, kind):
     """Also of windows that are trained on, and of a stream that has one position."""
     streams = {

@@ -78,7 +78,14 @@ def changed_by_an_update_of_ones_own():
 
 @pytest.mark.row("D16")
 @pytest.mark.usefixtures("slow_writes")
-@pytest.mark.parametrize("build", [changed_by_handlers, changed_by_the_forward_pass, changed_by_an_update_of_ones_own])
+@pytest.mark.parametrize(
+    "build",
+    [
+        changed_by_handlers,
+        changed_by_the_forward_pass,
+        pytest.param(changed_by_an_update_of_ones_own, marks=pytest.mark.nightly),
+    ],
+)
 def test_every_checkpoint_is_that_of_a_run_that_waited(build, tmp_path):
     """Whoever changes weights and states before the save has ended."""
     for name in ("waited", "beside"):

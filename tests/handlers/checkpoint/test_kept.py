@@ -151,8 +151,16 @@ def known(checkpoint):
 
 
 @pytest.mark.row("C7")
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("average", [None, "all", "val", "other"])
+@pytest.mark.parametrize(
+    ("average", "background"),
+    [
+        *((None, True), ("all", False), ("val", True), ("other", False)),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in ((None, False), ("all", True), ("val", False), ("other", True))
+        ),
+    ],
+)
 def test_the_weights_that_were_evaluated_come_back(tmp_path, average, background):
     """Evaluated again, they have the best value, bit for bit; so they have in a model of their own."""
     sets = {"all": None, "val": ["val"], "other": ["other"]}

@@ -14,6 +14,7 @@ from ignite_engine.handlers import Checkpoint, Evaluation, LRSchedule, MetricLog
 from tests.kit import saved
 from tests.kit.refusals import refusals, refuses
 from tests.kit.resume import assert_resumes, program
+from tests.kit.tiers import tiered
 from tests.kit.tiny import linear, numbers_loader, trainer_of, weights
 
 EACH = Events.ITERATION_COMPLETED
@@ -55,7 +56,7 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", tiered(EXACT, "all at once", "drawn beside a save"))
 def test_stopped_run_ends_with_the_bits_of_the_whole_one(name, tmp_path):
     assert_resumes(EXACT[name], tmp_path, how=("stop", "raise", "same process"))
 

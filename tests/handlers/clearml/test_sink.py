@@ -108,7 +108,7 @@ def test_metrics_config_environment_model_and_outcome_are_reported(tmp_path, lib
 
 
 @pytest.mark.row("F2")
-@pytest.mark.parametrize("variables", [{}, ONLINE], ids=["offline", "online"])
+@pytest.mark.parametrize("variables", [pytest.param({}, marks=pytest.mark.nightly), ONLINE], ids=["offline", "online"])
 def test_resumed_run_continues_its_task_and_no_point_appears_twice(variables, tmp_path, library, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

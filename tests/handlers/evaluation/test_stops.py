@@ -79,11 +79,19 @@ CASES = {
     "goes on in a drawn order": {"resumes": True, "data": Drawn},
     "goes on in a stream": STREAM,
 }
+LAST = ("beside a save", "at the end, without a length", "goes on in a stream")
+"""Of these it is the last one every day, of the others the first."""
 
 
 @pytest.mark.row("C4", "C5")
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    ("case", "last"),
+    [
+        pytest.param(case, last, marks=[] if last == (case in LAST) else pytest.mark.nightly)
+        for case in CASES
+        for last in (False, True)
+    ],
+)
 def test_a_stopped_evaluation_is_made_by_the_resumed_run_to_the_same_bits(case, last, tmp_path):
     """Though that is stopped within it, too: nothing is trained between the evaluation and the end of the run."""
     options = CASES[case]
