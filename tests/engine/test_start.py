@@ -166,20 +166,41 @@ def test_checkpoint_that_is_made_before_the_run_is_resumed_at_its_beginning(tmp_
     assert (state.start, state.iteration, state.epoch) == (Start.RESUMED, 8, 2)
 
 
-def test_epoch_that_was_saved_when_it_was_full_completes_without_another_iteration(tmp_path):
+@pytest.mark.parametrize(("limits", "expected"), [({"max_epochs": 2}, [(1, 3), (2, 6)]), ({"max_iters": 3}, [(1, 3)])])
+def test_epoch_that_was_saved_when_it_was_full_completes_without_another_iteration(limits, expected, tmp_path):
     """An exception in EPOCH_COMPLETED, saved by ``on_exception``: all iterations of the epoch are done."""
     trainer = trainer_of()
     Checkpoint(tmp_path, on_exception=True).attach(trainer)
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        trainer.run(numbers_loader(6, 2), max_epochs=2)
+        trainer.run(numbers_loader(6, 2), **limits)
     resumed, epochs = saved(tmp_path), []
     resumed.add_event_handler(
         Events.EPOCH_COMPLETED, lambda: epochs.append((resumed.state.epoch, resumed.state.iteration))
     )
-    resumed.run(numbers_loader(6, 2), max_epochs=2)
+    resumed.run(numbers_loader(6, 2), **limits)
 
-    assert epochs == [(1, 3), (2, 6)]
+    assert epochs == expected
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_epoch_that_was_ended_where_the_run_stopped_has_no_more_iterations_when_it_is_resumed(at, tmp_path):
+    """``terminate_epoch()`` at METRICS_READY of the boundary at which the run stops: the end of the epoch is left."""
+
+    def cut(trainer):
+        def stop():
+            trainer.request_stop("enough")
+            trainer.state.metrics["x"] = 1.0
+
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=at), stop)
+        trainer.add_event_handler(TrainingEvents.METRICS_READY, lambda: trainer.terminate_epoch())
+
+    assert saved(tmp_path, cut).run(numbers_loader(8, 2), max_epochs=2).iteration == at
+    trainer, epochs = saved(tmp_path), []
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: epochs.append(trainer.state.iteration))
+    trainer.run(numbers_loader(8, 2), max_epochs=2)
+
+    assert epochs == [at, at + 4]
 
 
 def measured(evaluated_at, asked_at, asked):
