@@ -32,7 +32,8 @@ def assert_durable(seen, name, before=()):
     for path in written:
         assert places(seen, "write", path)[-1] < places(seen, "fsync", path)[-1] < renamed, path
         folder = [at for at in places(seen, "fsync", temporary) if seen[at][1] == temporary]
-        assert any(places(seen, "open", path)[0] < at < renamed for at in folder), path
+        last = renamed if path == manifest else places(seen, "open", manifest)[0]
+        assert any(places(seen, "open", path)[0] < at < last for at in folder), path
     for path in data:
         assert places(seen, "fsync", path)[-1] < places(seen, "open", manifest)[0], path
     durable = next(at for at in places(seen, "fsync", ".") if at > renamed and seen[at][1] == ".")
