@@ -124,9 +124,11 @@ class EarlyStopping:
         self.best, self.bad, self._followed.seen_at = state["best"], state["bad"], state["seen_at"]
         self.last = state.get("last")  # it was not always saved
 
+    def begin_anew(self) -> None:
+        """A run starts over: nothing was measured."""
+        self.best, self.last, self.bad = None, None, 0
+
     def _start(self, trainer: Trainer) -> None:
-        if trainer.starts_fresh(self.name):
-            self.best, self.last, self.bad = None, None, 0
         self._followed.begin(trainer)
         if not trainer.progress.epoch_is_full():
             self._finish_if_due(trainer)

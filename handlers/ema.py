@@ -131,8 +131,12 @@ class EMA:
         """Whether the evaluation of that name uses the average."""
         return self.evaluate is None or name in self.evaluate
 
+    def begin_anew(self) -> None:
+        """A run starts over: so does the average, at the weights that it starts with."""
+        self._averages = {}
+
     def _start(self, trainer: Trainer) -> None:
-        if not self._averages or trainer.starts_fresh(self.name):
+        if not self._averages:
             self._reset()
 
     def _swap_in(self, trainer: Trainer) -> None:

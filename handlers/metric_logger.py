@@ -181,11 +181,13 @@ class MetricLogger:
         for name in self._loaded.keys() & self._meters.keys():
             self._meters[name].continue_from(self._loaded.pop(name))
 
+    def begin_anew(self) -> None:
+        """A run starts over: nothing was logged."""
+        self._rows, self._means, self._not_finite_at, self._loaded = [], {}, None, {}
+        for meter in self._meters.values():
+            meter.reset()
+
     def _start(self, trainer: Trainer) -> None:
-        if trainer.starts_fresh(self.name):
-            self._rows, self._means, self._not_finite_at, self._loaded = [], {}, None, {}
-            for meter in trainer.state.meters.values():
-                meter.reset()
         self._meters = trainer.state.meters
         trainer.state.not_finite_at = self._not_finite_at
         names = trainer.update.updates if isinstance(trainer.update, Updates) else ()

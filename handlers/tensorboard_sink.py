@@ -50,12 +50,14 @@ class TensorBoardSink:
             guarded.guard(require)("tensorboard")
 
         def start(trainer: Trainer) -> None:
-            if trainer.starts_fresh(self.name):
-                self._written = {}
             trainer.call_at_end(guarded.guard(lambda trainer: self.close()))
 
         start.replayed = False  # type: ignore[attr-defined]
         trainer.add_event_handler(Events.STARTED, start)
+
+    def begin_anew(self) -> None:
+        """A run starts over: nothing was written."""
+        self._written = {}
 
     def write(self, iteration: int, values: Values) -> None:
         """Write the numbers among ``values``; rank 0 only.

@@ -70,9 +70,11 @@ class WandBSink:
         """Continue the saved run when the training starts."""
         self.run_id, self._written = state["run_id"], dict(state["written"])
 
+    def begin_anew(self) -> None:
+        """A training starts over, with a run of its own."""
+        self.run_id, self._written = None, {}
+
     def _start(self, trainer: Trainer) -> None:
-        if trainer.starts_fresh(self.name):
-            self.run_id, self._written = None, {}
         import wandb
         from ignite.handlers.wandb_logger import WandBLogger
 
@@ -147,9 +149,11 @@ class MLflowSink:
         """Continue the saved run when the training starts."""
         self.run_id, self._written = state["run_id"], dict(state["written"])
 
+    def begin_anew(self) -> None:
+        """A training starts over, with a run of its own."""
+        self.run_id, self._written = None, {}
+
     def _start(self, trainer: Trainer) -> None:
-        if trainer.starts_fresh(self.name):
-            self.run_id, self._written = None, {}
         import mlflow
         from ignite.handlers.mlflow_logger import MLflowLogger
 

@@ -101,7 +101,7 @@ class TrainingMetrics:
             engine.state.metrics = agreement.gather_objects(engine.state.metrics)[holders[0]]
         self.values = {f"{self.label}/{key}": value for key, value in engine.state.metrics.items()}
         publish(trainer.state, self.values)
-        self._begin_again()
+        self.begin_anew()
 
     def state_dict(self) -> dict[str, Any]:
         """The metrics are parts of their own."""
@@ -110,13 +110,12 @@ class TrainingMetrics:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._recorded = state["recorded"]
 
-    def _begin_again(self) -> None:
+    def begin_anew(self) -> None:
+        """A run starts over: nothing was measured."""
         self._recorded = 0
         self._engine.fire_event(Events.EPOCH_STARTED)  # at which Ignite's metrics reset themselves
 
     def _start(self, trainer: Trainer) -> None:
-        if trainer.starts_fresh(self.name):
-            self._begin_again()
         self._discard()
 
     def _discard(self) -> None:

@@ -278,13 +278,6 @@ class Trainer(Engine):
         """How many handlers an event has, whatever their filters say."""
         return len(bus.handlers_of(self, event))
 
-    def starts_fresh(self, name: str) -> bool:
-        """Whether the object registered as ``name`` starts over: the run is fresh, and no state was loaded into it.
-
-        For handlers of STARTED, which then drop what an earlier run in this process has left in them.
-        """
-        return self.state.start is Start.FRESH and name not in self.resume_state.loaded
-
     def run(
         self,
         data: Iterable[Any] | None = None,
@@ -404,8 +397,8 @@ class Trainer(Engine):
             self.update.run_starts()
         for model in self._models():
             settle_buckets(model)
-        if policy is not None and self.starts_fresh("non_finite"):
-            policy.journal.clear()
+        if state.start is Start.FRESH:
+            self.registry.begin_anew()
         parts = (self.update, state, self.progress, self.requests, self.registry, self.resume_state)
         return Loop(self, *parts)
 

@@ -390,6 +390,10 @@ class Checkpoint:
             return
         self._best, followed.seen_at = state["best"], state["measured_at"]
 
+    def begin_anew(self) -> None:
+        """A run starts over: there is no best one."""
+        self._best = None
+
     def _start(self, trainer: Trainer) -> None:
         self._refuse_old()
         if trainer.state.start is Start.RESUMED:
@@ -397,8 +401,6 @@ class Checkpoint:
         self._due = self._must = False
         if self.options.on_exception and agreement.world_size() > 1:
             logger.warning("on_exception has no effect on several ranks: the others may be in another iteration.")
-        if trainer.starts_fresh(self.name):
-            self._best = None  # an earlier run's in this process
         if self._followed is not None:
             self._followed.begin(trainer)
         self._named = set(trainer.registry.resumed_otherwise)  # which were logged

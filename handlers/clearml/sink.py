@@ -143,10 +143,12 @@ class ClearMLLogger:
         yield min(within_s, self._left_s)
         self._left_s = max(self._left_s - (time.monotonic() - began), 0.0)
 
+    def begin_anew(self) -> None:
+        """A run starts over, with a task of its own."""
+        self.task_id, self._run, self._written = None, None, {}
+
     def _start(self, trainer: Trainer) -> None:
         self._trainer, self._left_s = trainer, _STOP_WITHIN_S
-        if trainer.starts_fresh(self.name):
-            self.task_id, self._run, self._written = None, None, {}
         self._run = self._run or uuid.uuid4().hex
         folder = self.directory.absolute() / "clearml"
         folder.mkdir(parents=True, exist_ok=True)

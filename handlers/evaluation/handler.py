@@ -95,9 +95,10 @@ class Evaluation:
         """All that the last evaluation has measured, by ``<name>/<metric>``, as the metrics gave it."""
         self._rebuilt: tuple[Any, Any] = (None, None)
         """``data``, and the loader that is iterated in its place."""
-        self._reset()
+        self.begin_anew()
 
-    def _reset(self) -> None:
+    def begin_anew(self) -> None:
+        """A run starts over: nothing was evaluated."""
         self._evaluated_at: int | None = None
         """The iteration of the last evaluation in this run."""
         self._evaluated_before: int | None = None
@@ -146,14 +147,12 @@ class Evaluation:
         return {**state, **windows, **progress}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._reset()
+        self.begin_anew()
         self._evaluated_before, self._unfinished_at = state["evaluated_at"], state["unfinished_at"]
         self._rng = state["rng"]
         self._saved_windows, self._progress = state.get("windows"), state.get("progress")
 
     def _start(self, trainer: Trainer) -> None:
-        if trainer.starts_fresh(self.name):
-            self._reset()
         if self._windows is not None and self._saved_windows is not None:
             self._windows.load_state_dict(self._saved_windows)
             self._saved_windows = None

@@ -140,6 +140,15 @@ class Registry:
         local = {name: obj.state_dict() for name, obj in self.objects.items() if name not in self.shared}
         return shared, local
 
+    def begin_anew(self) -> None:
+        """A run starts over: objects with ``begin_anew()`` drop what an earlier run in this process has left in them.
+
+        Not those into which a state was loaded since.
+        """
+        for name, obj in self.objects.items():
+            if name not in self._resume.loaded and hasattr(type(obj), "begin_anew"):
+                obj.begin_anew()  # type: ignore[attr-defined]  # its type has it
+
     def flush_to_disk(self) -> None:
         """Let what writes files of its own, as sinks do, make durable what its state relies on."""
         for obj in self.objects.values():

@@ -43,6 +43,10 @@ class NonFinitePolicy:
         self._buffers: list[Tensor] = []
         self._copies: list[Tensor] = []
 
+    def begin_anew(self) -> None:
+        """A run starts over: nothing was left out."""
+        self.journal.clear()
+
     def leaves_out(self, iteration: int) -> bool:
         """Whether the step of this iteration was left out, or is to be."""
         return iteration in self.journal
