@@ -98,6 +98,7 @@ def test_training_does_not_wait_for_a_slow_store_and_the_newest_comes_next(tmp_p
 
         @trainer.on(Events.ITERATION_COMPLETED(once=7))
         def look():
+            wait_until(lambda: not (tmp_path / "run" / "iteration_00000004").exists())  # it goes beside training
             names.extend(sorted(path.name for path in (tmp_path / "run").glob("iteration_*")))
             goes_on.set()
 
