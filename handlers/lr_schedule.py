@@ -12,7 +12,7 @@ from ignite.engine import Engine, Events
 from ignite.handlers.param_scheduler import LRScheduler as IgniteTorchScheduler
 from ignite.handlers.param_scheduler import ParamGroupScheduler, ParamScheduler, ReduceLROnPlateauScheduler
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ignite_engine import Trainer, Updates
 from ignite_engine.errors import StateMismatch, leave_out
@@ -81,8 +81,8 @@ class LRSchedule:
             # Ignite reads the next LR of a torch scheduler without setting the previous one: many return wrong ones
             inner = scheduler.lr_scheduler
             scheduler = getattr(inner, "_lr_scheduler", inner)
-        known = isinstance(scheduler, (Schedule, LRScheduler, ParamScheduler, ParamGroupScheduler))
-        if not known and not all(hasattr(scheduler, method) for method in _PARTS):
+        self._called = isinstance(scheduler, ParamScheduler | ParamGroupScheduler)
+        if not self._called and not all(hasattr(scheduler, method) for method in _PARTS):
             raise TypeError(
                 f"scheduler must be a Schedule, a torch or an Ignite scheduler, got {type(scheduler).__name__}; "
                 "make one for instance with warmup_cosine(optimizer, warmup=100, total=10_000)."
@@ -90,11 +90,10 @@ class LRSchedule:
         self.scheduler: Any = scheduler
         self.name = name
         self._followed = None if metric is None else FollowedMetric(metric, f"LRSchedule(metric={metric!r})")
-        self._called = isinstance(scheduler, (ParamScheduler, ParamGroupScheduler))
         self._primed = not self._called
         self._per_update = True
         self._built_lrs = [float(group["lr"]) for group in self._optimizer.param_groups]
-        self._used: list[Any] = []  # not for a Schedule that steps with the optimizer, which can be asked
+        self._used: list[Any] = []
 
     def attach(self, trainer: Engine, event: Any = TrainingEvents.OPTIMIZER_STEP_COMPLETED) -> None:
         """Step at ``event``; register the state under :attr:`name`, and set the LR of the first update."""
@@ -105,7 +104,7 @@ class LRSchedule:
         stepped: Any = TrainingEvents.OPTIMIZER_STEP_COMPLETED
         if isinstance(update, Updates):
             stepped = update.stepped(self._optimizer)
-        known = getattr(getattr(trainer, "update", None), "optimizers", None)
+        known = getattr(update, "optimizers", None)
         if isinstance(known, Mapping) and not any(self._optimizer is optimizer for optimizer in known.values()):
             raise ValueError(
                 f"The optimizer of LRSchedule {self.name!r} is not one of the trainer's ({', '.join(known)}): "
@@ -116,8 +115,7 @@ class LRSchedule:
             # before subscribing, which would register it as unshared
             trainer.register(self.name, self, shared=True, kind="schedule")
         trainer.add_event_handler(Events.STARTED, self._start)
-        if not self._per_update:
-            trainer.add_event_handler(stepped, self._note_used)
+        trainer.add_event_handler(stepped, self._note_used)
         trainer.add_event_handler(stepped if self._per_update else event, self)
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self._publish)
         if self._followed is not None:
@@ -127,8 +125,6 @@ class LRSchedule:
         trainer.add_event_handler(Events.COMPLETED, self._warn_if_unmoved)
 
     def __call__(self, trainer: Engine) -> None:
-        if self._per_update and not isinstance(self.scheduler, Schedule):
-            self._note_used(trainer)
         if self._called:
             self.scheduler(trainer)
         elif self._followed is None:
@@ -189,7 +185,7 @@ class LRSchedule:
         return optimizer[0] if isinstance(optimizer, list) else optimizer  # type: ignore[no-any-return]  # theirs is untyped
 
     def _start(self, trainer: Engine) -> None:
-        if isinstance(self.scheduler, Schedule) and self.scheduler.shape is not None:
+        if isinstance(self.scheduler, Schedule) and self.scheduler.spans_run:
             self._span_the_run(trainer, self.scheduler)
         self._prepare(trainer)
         is_resumed = isinstance(trainer, Trainer) and trainer.state.start is Start.RESUMED
@@ -221,9 +217,9 @@ class LRSchedule:
         before, unit = schedule.total, "update" if self._per_update else "epoch"
         if before == end:
             return
-        was = schedule.lrs_at(schedule.steps) if schedule.is_known else []
+        was = [] if before is None else schedule.get_last_lr()
         schedule.set_total(end)
-        now = schedule.lrs_at(schedule.steps)
+        now = schedule.get_last_lr()
         if schedule.steps and was and agreement.rank() == 0:
             logger.warning(
                 "The run now ends after %s %d, not %d, and its schedule with it: from here on the LR follows the new "
@@ -236,7 +232,7 @@ class LRSchedule:
             self._followed.begin(trainer)
         # on STARTED too: the loaded state of an optimizer holds an LR, also if this schedule's state was left out
         if isinstance(self.scheduler, Schedule):
-            if self.scheduler.is_known:
+            if self.scheduler.total is not None:
                 self.scheduler.apply()
         elif not self._primed:
             self.scheduler(trainer)
@@ -251,10 +247,7 @@ class LRSchedule:
 
     def _publish(self, trainer: Engine) -> None:
         groups = self._optimizer.param_groups
-        if isinstance(self.scheduler, Schedule) and self._per_update:
-            lrs = self.scheduler.lrs_at(max(self.scheduler.steps - 1, 0))
-        else:
-            lrs = [float(lr) for lr in self._used or [group["lr"] for group in groups]]
+        lrs = [float(lr) for lr in self._used or [group["lr"] for group in groups]]
         key = "lr" if self.name == "lr_schedule" else f"lr/{self.name.removeprefix('lr_schedule/')}"
         trainer.state.metrics[key] = lrs[0]
         if len(lrs) > 1:
@@ -262,10 +255,9 @@ class LRSchedule:
                 trainer.state.metrics[f"{key}/{group.get('name', index)}"] = lr
 
     def _warn_if_unmoved(self, trainer: Engine) -> None:
-        state, steps = trainer.state, self.scheduler.steps if isinstance(self.scheduler, Schedule) else len(self._used)
-        if state.iteration and not (
-            steps or getattr(state, "optimizer_steps", 0) or getattr(state, "skipped_steps", 0)
-        ):
+        state = trainer.state
+        updates = [self._used, getattr(state, "optimizer_steps", 0), getattr(state, "skipped_steps", 0)]
+        if state.iteration and not any(updates):
             warnings.warn(
                 f"LRSchedule {self.name!r} did not step in {state.iteration} iterations: the update fired no "
                 "OPTIMIZER_STEP_COMPLETED; fire it after optimizer.step(), as Update does.",

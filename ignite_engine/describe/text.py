@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -65,7 +66,10 @@ def _rates(engine: Engine, length: Length) -> list[str]:
         by_epoch = event in (Events.EPOCH_STARTED, Events.EPOCH_COMPLETED)
         steps = None if type(handler) is Filtered else length.epochs if by_epoch else length.iterations
         if isinstance(scheduler, Schedule) and steps:
-            lines += lr_text(_over(scheduler, steps), steps, unit="epoch" if by_epoch else "update")
+            if scheduler.total is None:
+                scheduler = copy.copy(scheduler)
+                scheduler.set_total(steps)
+            lines += lr_text(scheduler, steps, unit="epoch" if by_epoch else "update")
         else:
             first = ", ".join(f"{float(group['lr']):g}" for group in scheduler.optimizer.param_groups)
             lines.append(f"  from {first}")
@@ -80,15 +84,6 @@ def _schedules(engine: Engine) -> Iterator[tuple[Any, Any, Any]]:
             is_schedule = isinstance(getattr(owner, "scheduler", None), Schedule | LRScheduler | ReduceLROnPlateau)
             if is_schedule and not name_of(handler).rpartition(".")[2].startswith("_"):  # its bookkeeping
                 yield event, handler, owner
-
-
-def _over(schedule: Schedule, steps: int) -> Schedule:
-    """The schedule itself, or a copy over ``steps`` if its length is that of its run."""
-    if schedule.is_known or schedule.shape is None:
-        return schedule
-    known = Schedule(schedule.optimizer, schedule.shape(steps), schedule.description)
-    known.base_lrs = schedule.base_lrs
-    return known
 
 
 def _contents(registry: Registry) -> list[str]:

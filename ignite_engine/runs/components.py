@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -232,7 +233,7 @@ def make_schedules(
                 "got a ReduceLROnPlateau, which follows a metric: give {'name': 'plateau', 'metric': 'val/loss'}, with "
                 "factor, patience and min_delta.",
             )
-        if isinstance(schedule, Schedule) and not schedule.is_known and total is not None:
+        if isinstance(schedule, Schedule) and schedule.total is None and total is not None:
             schedule.set_total(total)
     return made
 
@@ -289,7 +290,7 @@ def make_schedule(
     """
     if section.name == "plateau":
         what = f"plateau: as below, until {section.metric} stops improving"
-        return Schedule(optimizer, lambda step: 1.0, what)
+        return Schedule(optimizer, lambda step, total: 1.0, math.inf, what)
     factory = SCHEDULES[section.name]
     given = {
         "min_ratio": section.min_ratio,

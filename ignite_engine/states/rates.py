@@ -57,7 +57,7 @@ def set_rates(registry: Registry, rates: Rates) -> None:
                     f"The rate of a resume is the base of a schedule of this package, and a {type(schedule).__name__} "
                     f"keeps its own: build it with the new rate, and begin it again with {leave_out(name)}."
                 )
-        if isinstance(schedule, Schedule) and schedule.is_known:
+        if isinstance(schedule, Schedule) and schedule.total is not None:
             schedule.apply()
     for key in rates if isinstance(rates, Mapping) else ():
         if key not in known:
