@@ -385,7 +385,7 @@ class Trainer(Engine):
         else:
             where = f"iteration {state.iteration}, epoch {state.epoch}"
             self.logger.info(f"Engine run resuming ({state.start.value}) from {where} with {limit}.")
-        self.intervals.begin(state, fresh=state.start is Start.FRESH)
+        self.intervals.begin(self, fresh=state.start is Start.FRESH)
         state.status, state.reason = "running", None
         self._skipped_before = state.skipped_steps
         state.boundary = Boundary()
@@ -453,9 +453,13 @@ class Trainer(Engine):
 
     def add_event_handler(self, event_name: Any, handler: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As Ignite's, in the order of phases; an object with a state that is attached here is registered, too."""
-        if isinstance(interval := getattr(event_name, "filter", None), Interval):
-            self.intervals.add(self, interval)
         handle = super().add_event_handler(event_name, handler, *args, **kwargs)
+        if isinstance(interval := getattr(event_name, "filter", None), Interval):
+            try:
+                self.intervals.add(self, interval)
+            except ValueError:
+                handle.remove()
+                raise
         if not isinstance(event_name, EventsList):  # of a list Ignite calls this for each event
             bus.sort_in_last(self, event_name)
         owner = handler if isinstance(handler, Stateful) else getattr(handler, "__self__", None)

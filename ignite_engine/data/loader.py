@@ -135,7 +135,7 @@ def resumable(
         shuffle, own_seed, drawn = False, seed or 0, sampler
     else:
         return data
-    options: dict[str, Any] = {"num_workers": data.num_workers}
+    options: dict[str, Any] = {"num_workers": data.num_workers, "in_order": data.in_order}
     if data.num_workers:
         options["prefetch_factor"] = data.prefetch_factor
         options["persistent_workers"] = data.persistent_workers

@@ -87,6 +87,16 @@ def handlers_of(engine: Engine, event: Any) -> list[Registered]:
     return engine._event_handlers.get(event) or []
 
 
+def filtered(engine: Engine) -> list[tuple[Any, Filtered]]:
+    """The handlers behind a filter, each with its event."""
+    return [
+        (event, handler)
+        for event, handlers in engine._event_handlers.items()
+        for handler, *_ in handlers
+        if type(handler) is Filtered
+    ]
+
+
 def events_with_handlers(engine: Engine) -> list[Any]:
     """The events that have a handler, in the order in which they occur, then those registered later."""
     known = [*_IN_ORDER, *Events, *TrainingEvents]

@@ -16,6 +16,7 @@ from typing import Any
 
 from ignite.engine import Events
 
+from ignite_engine.engine import bus
 from ignite_engine.engine.position import EpochIs
 from ignite_engine.errors import is_number
 from ignite_engine.events import Phase, TrainingEvents
@@ -178,7 +179,7 @@ class Intervals:
             self._add_count(trainer, interval)
         elif isinstance(interval, Clock) and not any(clock is interval for clock in self._clocks):
             self._clocks.append(interval)
-            trainer.requests.kinds.append(interval)
+            trainer.requests.clocks.append(interval)
             self._due.append(self._next(interval))
             self._came_at.append(-1)
         if not self._attached and (self._counts or self._clocks):
@@ -186,9 +187,14 @@ class Intervals:
             trainer.add_event_handler(Events.ITERATION_STARTED, self._begin_iteration)
             trainer.add_event_handler(Events.ITERATION_COMPLETED, self._end_iteration)
 
-    def begin(self, state: Any, *, fresh: bool) -> None:
-        """A run begins: clocks start, and what is not counted is not known."""
-        self._rows = None
+    def begin(self, trainer: Any, *, fresh: bool) -> None:
+        """A run begins: clocks start, and what is not counted is not known, nor what no handler asks for any more."""
+        state, self._rows = trainer.state, None
+        asked_for = [handler.filter for _, handler in bus.filtered(trainer)]
+        units = {interval.unit for interval in asked_for if isinstance(interval, Counted)}
+        self._counts = {unit: count for unit, count in self._counts.items() if unit in units}
+        self._clocks = [clock for clock in self._clocks if any(clock is interval for interval in asked_for)]
+        trainer.requests.clocks[:] = self._clocks
         for unit in TOTALS:
             total = getattr(state, unit)
             setattr(state, unit, None if unit not in self._counts else 0 if fresh or total is None else total)

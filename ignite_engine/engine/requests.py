@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable
 from ignite_engine.ranks import agreement
 
 STOP, END, SAVE, COLLECT = "stop", "end", "save", "collect"
+KINDS = (STOP, END, SAVE, COLLECT)
 SLOW_S = 0.5
 
 
@@ -29,8 +30,8 @@ class Requests:
         """There is no other rank to agree with."""
         self.exact = False
         """The run ends at the same iteration on any number of ranks: a request waits for the step boundary."""
-        self.kinds: list[Hashable] = [STOP, END, SAVE, COLLECT]
-        """What can be asked for: these, and every clock of the run's intervals."""
+        self.clocks: list[Hashable] = []
+        """Those of the run's intervals: at its time each of them can be asked for."""
         self.asked: set[Hashable] = set()
         """By this rank, and not agreed on yet."""
         self.agreed: set[Hashable] = set()
@@ -117,7 +118,7 @@ class Requests:
 
     def _send(self) -> Callable[[], list[float]]:
         now = time.monotonic()
-        own = [float(kind in self.asked) for kind in self.kinds]
+        own = [float(kind in self.asked) for kind in (*KINDS, *self.clocks)]
         row = agreement.start_sum([now - self._sent_at, *own])
         self._sent_at = now
         return row
@@ -125,4 +126,4 @@ class Requests:
     def _read(self, row: Callable[[], list[float]]) -> set[Hashable]:
         seconds, *asked = row()
         self._seconds = seconds / agreement.world_size()
-        return {kind for kind, ranks in zip(self.kinds, asked, strict=False) if ranks}
+        return {kind for kind, ranks in zip((*KINDS, *self.clocks), asked, strict=False) if ranks}

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import itertools
 import pickle
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -44,25 +45,28 @@ def on_ranks(ranks: Sequence[int]) -> str:
     return f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-_groups: dict[tuple[int, str], dist.ProcessGroup] = {}
+# by the default group, which they must not outlive: that aborts the process at its exit
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]] = weakref.WeakKeyDictionary()
 _lent: set[tuple[str, int]] = set()
 
 
-def cpu_group(purpose: str = "votes") -> dist.ProcessGroup:
+def _own_groups() -> dict[str, Any]:
+    """The groups of ours beside the present default group, by what they are for."""
+    assert dist.group.WORLD is not None
+    return _groups.setdefault(dist.group.WORLD, {})
+
+
+def cpu_group(purpose: str = "decisions") -> dist.ProcessGroup:
     """A gloo group of all ranks, made on first use (a collective), and again for each new default group.
 
     Args:
         purpose: one group for each; another thread needs its own, or the exchanges mix.
     """
-    default = dist.group.WORLD
-    assert default is not None
-    # not the group itself: one that outlives the default group aborts the process at its exit
-    key = (id(default), purpose)
-    if key not in _groups:
-        for stale in [known for known in _groups if known[0] != id(default)]:
-            del _groups[stale]
-        _groups[key] = dist.new_group(backend="gloo", timeout=timeout())
-    return _groups[key]
+    groups = _own_groups()
+    if purpose not in groups:
+        groups[purpose] = dist.new_group(backend="gloo", timeout=timeout())
+    group: dist.ProcessGroup = groups[purpose]
+    return group
 
 
 @contextlib.contextmanager
@@ -84,11 +88,11 @@ def subgroup(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
 
     It has the backend of the default group.
     """
-    key = (id(dist.group.WORLD), str(parts))
-    if key not in _groups:
-        own, _ = dist.new_subgroups_by_enumeration([list(part) for part in parts], timeout=timeout())
-        _groups[key] = own
-    return _groups[key]
+    groups, key = _own_groups(), str(parts)
+    if key not in groups:
+        groups[key], _ = dist.new_subgroups_by_enumeration([list(part) for part in parts], timeout=timeout())
+    group: dist.ProcessGroup | None = groups[key]
+    return group
 
 
 def timeout() -> timedelta:
