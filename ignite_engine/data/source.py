@@ -18,7 +18,7 @@ from ignite_engine.data.place import Held, Place
 from ignite_engine.data.read_errors import ReadErrors, marked
 from ignite_engine.data.readers import ByIndex, Listed, Replayed, length_of
 from ignite_engine.data.sampler import ResumableSampler
-from ignite_engine.data.workers import begin_pass, end_workers
+from ignite_engine.data.workers import Begun, begin_pass, end_workers
 from ignite_engine.errors import StateMismatch, StopRequested, leave_out
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.step.micro_batches import Group, GroupWeights
@@ -172,7 +172,9 @@ class DataSource:
         return self.reader.open(place, self._begin)
 
     def _begin(self) -> Iterator[Any]:
-        self._iterator = begin_pass(self.data)
+        goes_on = self.reader.fetched is not None and not self.reader.keeps_state
+        # else an iterator of the user's may begin anew, where it was left in the middle
+        self._iterator = Begun(self.data) if goes_on else begin_pass(self.data)
         return self._iterator if self.read_errors is None else marked(self._iterator, self.data)
 
     def size_of(self, group: Any) -> int:
