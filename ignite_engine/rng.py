@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ignite_engine import devices
 from ignite_engine.errors import StateMismatch, check_type, is_whole
@@ -52,7 +53,7 @@ def plain(generators: tuple[Any, ...]) -> dict[str, Any]:
         numpy = name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)
     state: dict[str, Any] = {
         "python": (version, torch.from_numpy(np.array(internal, dtype=np.int64)), gauss),
-        "numpy": plain_state(numpy),
+        "numpy": tree_map(_plain, numpy),
         "torch": cpu,
     }
     state |= of_devices
@@ -75,7 +76,7 @@ def restore(state: dict[str, Any]) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal.tolist()), gauss))
     if isinstance(saved, dict):
-        _set_numpy(numpy_state(saved))
+        _set_numpy(tree_map(_of_numpy, saved, is_leaf=_is_array))
     else:
         name, keys, position, has_gauss, cached = saved
         _set_numpy((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
@@ -85,15 +86,10 @@ def restore(state: dict[str, Any]) -> None:
 
 def is_at(state: dict[str, Any]) -> bool:
     """Whether no number has been drawn since :func:`capture` returned this."""
-    return _same(state, capture())
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
-    if isinstance(one, tuple | list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+    before, now = tree_leaves(state), tree_leaves(capture())
+    return len(before) == len(now) and all(
+        torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other for one, other in zip(before, now)
+    )
 
 
 @contextmanager
@@ -148,22 +144,20 @@ def _numpy_state() -> Any:
     return np.random.get_state() if type(_bit_generator()) is np.random.MT19937 else np.random.get_state(legacy=False)
 
 
-def plain_state(state: Any) -> Any:
-    """A state of NumPy's, whose arrays of unsigned words become lists of numbers with their type."""
-    if isinstance(state, dict):
-        return {key: plain_state(value) for key, value in state.items()}
-    if isinstance(state, np.ndarray):
-        return {"dtype": str(state.dtype), "words": state.tolist()}
-    return state.item() if isinstance(state, np.generic) else state
+def _plain(value: Any) -> Any:
+    """A value of NumPy's state, of which arrays of unsigned words become lists of numbers with their type."""
+    if isinstance(value, np.ndarray):
+        return {"dtype": str(value.dtype), "words": value.tolist()}
+    return value.item() if isinstance(value, np.generic) else value
 
 
-def numpy_state(state: Any) -> Any:
-    """What :func:`plain_state` was made of."""
-    if not isinstance(state, dict):
-        return state
-    if set(state) == {"dtype", "words"}:
-        return np.array(state["words"], dtype=state["dtype"])
-    return {key: numpy_state(value) for key, value in state.items()}
+def _is_array(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {"dtype", "words"}
+
+
+def _of_numpy(value: Any) -> Any:
+    """What :func:`_plain` was made of."""
+    return np.array(value["words"], dtype=value["dtype"]) if _is_array(value) else value
 
 
 @lru_cache(maxsize=1)

@@ -24,6 +24,7 @@ from typing import Any, SupportsFloat
 import torch
 import yaml
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from ignite_engine.checkpointing.digests import tensor_bytes
 from ignite_engine.checkpointing.environment import environment_values
@@ -425,11 +426,7 @@ def plain_metric(name: str, value: Any) -> Any:
 
 def in_lists(value: Any) -> Any:
     """A metric's value with its tensors and arrays as numbers, or lists of them."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, Mapping):
-        return {key: in_lists(element) for key, element in value.items()}
-    return [in_lists(element) for element in value] if isinstance(value, list | tuple) else value
+    return tree_map(lambda leaf: leaf.tolist() if hasattr(leaf, "tolist") else leaf, value)
 
 
 def json_values(value: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 from ignite_engine.devices import widest_float
 from ignite_engine.evaluator import eval_mode
 from ignite_engine.step.losses import LossFn, parts, unusable_result
-from ignite_engine.step.micro_batches import check_weight
+from ignite_engine.step.micro_batches import check_weight, first_dimension
 
 
 def mean_loss(
@@ -29,6 +29,8 @@ def mean_loss(
         ``predict`` and ``metrics``; the mean is exact on any number of ranks.
     """
 
+    weigh = weight_fn or (lambda batch: 1 if (size := first_dimension(batch)) is None else size)
+
     def predict(model: nn.Module, batch: Any) -> tuple[torch.Tensor, float]:
         with eval_mode(loss_fn) if isinstance(loss_fn, nn.Module) else nullcontext():
             result = loss_fn(model, batch)
@@ -38,15 +40,8 @@ def mean_loss(
             if (unusable := unusable_result(result)) is not None:
                 raise ValueError(unusable) from error
             raise
-        weight = check_weight(weight_fn(batch)) if weight_fn is not None else float(_samples(batch))
+        weight = check_weight(weigh(batch))
         wide = loss.to(widest_float(loss.device))
         return wide * weight if weight else torch.zeros_like(wide), weight
 
     return predict, {"loss": Average(lambda output: output[0]) / Average(lambda output: output[1])}
-
-
-def _samples(batch: Any) -> int:
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.ndim else 1
-    inner = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return next((_samples(element) for element in inner), 1)

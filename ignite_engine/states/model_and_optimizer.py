@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from ignite_engine.checkpointing.nested import rebuilt
 from ignite_engine.errors import StateMismatch, leave_out
@@ -407,9 +408,7 @@ def _frozen(parameters: Mapping[str, Tensor]) -> list[str]:
 
 
 def _is_literal(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return all(_is_literal(element) for element in value)
-    return value is None or isinstance(value, bool | int | float | str)
+    return all(isinstance(leaf, bool | int | float | str | None) for leaf in tree_leaves(value))
 
 
 def _some(differences: list[str]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ignite_engine.checkpointing import CheckpointInfo, CheckpointStore
 from ignite_engine.checkpointing.digests import digests
+from ignite_engine.checkpointing.nested import rebuilt
 from ignite_engine.errors import CheckpointError, ReplayError, shortened
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ext.replay.logged import Kept
@@ -153,7 +154,9 @@ class _DigestsAtEnd:
         if trainer.state.iteration == self.iteration:
             objects, parts = trainer.registry.objects, {**shared, **local}
             self.parts = {
-                name: digests(_whole(state)) for name, state in parts.items() if not isinstance(objects.get(name), Kept)
+                name: digests(rebuilt(state, _whole))
+                for name, state in parts.items()
+                if not isinstance(objects.get(name), Kept)
             }
 
     def _at_boundary(self, trainer: Trainer) -> None:
@@ -165,13 +168,9 @@ class _DigestsAtEnd:
     _at_boundary.phase = Phase.LAST  # type: ignore[attr-defined]
 
 
-def _whole(state: Any) -> Any:
-    """A nested state with sharded tensors whole, as a checkpoint is read; a collective where there are some."""
-    if hasattr(state, "full_tensor"):
-        return state.full_tensor()
-    if isinstance(state, Mapping):
-        return {key: _whole(value) for key, value in state.items()}
-    return type(state)(map(_whole, state)) if type(state) in (list, tuple) else state
+def _whole(leaf: Any) -> Any:
+    """A sharded tensor whole, as a checkpoint is read, which is a collective; what else there is as it is."""
+    return leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf
 
 
 def _saved(checkpoint: Path) -> dict[str, Mapping[str, str]]:
