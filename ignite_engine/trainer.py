@@ -23,7 +23,7 @@ from ignite_engine.errors import Interrupted, RollBack, check_type, is_whole
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp_buckets import settle_buckets
-from ignite_engine.ranks.watching import cause_of, reason_of, watched_run
+from ignite_engine.ranks.watch import cause_of, reason_of, watched_run
 from ignite_engine.state import Boundary, Start, TrainingState
 from ignite_engine.states.registry import Registry, Stateful
 from ignite_engine.states.resume_state import ResumeState

@@ -29,7 +29,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from ignite_engine.ranks import agreement, signals
 from ignite_engine.ranks.joining import STORES, connect, disconnect, one_line_where_they_cannot_meet, warnings_said_once
 from ignite_engine.ranks.rank_process import Place, Rank, rank_main
-from ignite_engine.ranks.watching import HEARTBEAT_TIMEOUT_S, watched
+from ignite_engine.ranks.watch import HEARTBEAT_TIMEOUT_S, watched
 
 logger = logging.getLogger(__name__)
 

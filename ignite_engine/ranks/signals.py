@@ -31,8 +31,6 @@ FORWARDED: dict[int, int] = {
 _ORIGINS = {forwarded: number for number, forwarded in FORWARDED.items()}
 
 _WAKE = getattr(signal, "SIGRTMAX", signal.SIGURG + len(SIGNALS)) - len(SIGNALS)
-STACK: int | None = signal.SIGRTMAX - len(SIGNALS) - 1 if hasattr(signal, "SIGRTMAX") else None
-"""The one on which a thread writes where it is."""
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 _ORPHANS_MAY_SAVE_S = 30.0  # as torchrun allows from SIGTERM to SIGKILL
 _orphaned = threading.Lock()  # a second SIGTERM would end the process at once

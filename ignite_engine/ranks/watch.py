@@ -1,14 +1,16 @@
 """The ranks watch each other: the error of one ends all of them and is named by all, and so is one that is silent.
 
-Every rank has a thread that says twice a second what the rank does, and hears from rank 0
-(:mod:`ignite_engine.ranks.heartbeats`) when a rank has failed: it raised, its process ended, nothing is heard of it, or
-its peers' collective timed out waiting for it. It also ends a rank of ``multiprocessing`` whose parent was killed. On
-one process there is no watch.
+Rank 0 hosts a store. There each rank writes twice a second a row that says what it does, and looks for the failure that
+ends all of them: what is written first stands, for every rank. Rank 0 reads all rows, and says who is silent and whom
+the others wait for; the others read its row. Each rank looks at the processes of its own machine. On one process there
+is no watch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import json
 import logging
 import multiprocessing
 import os
@@ -18,27 +20,169 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 
 from ignite_engine.errors import PeerFailed, one_line, raised_by_all_ranks
-from ignite_engine.ranks import agreement, signals, watching
-from ignite_engine.ranks.heartbeats import BEAT_S, ENDED, SILENT, SILENT_S, Failure, Hub, Link, Message, connect
-from ignite_engine.ranks.stack import write_stack
-from ignite_engine.ranks.watching import HEARTBEAT_TIMEOUT_S
+from ignite_engine.ranks import agreement, signals
 
 logger = logging.getLogger(__name__)
 
+HEARTBEAT_TIMEOUT_S = 60.0
+"""A thread cannot say that it lives while native code of the main thread holds Python's lock."""
+BEAT_S = 0.5
+SILENT_S = 2.0
+"""A rank of which nothing is heard for so long, while a collective of its peers has broken, is gone."""
+_FIRST_PAUSE_S = 0.002
+_CONNECT_S = 5.0
 _LONGEST_NOTE = 1000
+_LONGEST_TRACE = 20_000
 _MAY_RAISE_S = 2.0
 _MAY_LEAVE_S = 30.0
 _VERDICT_S = 6.0
+
+_ENDED = "exited without reporting: it was killed, ran out of memory, or crashed in native code"
+_SILENT = "gave no sign of life for {:.0f} s: it is stopped or was killed, or its machine or the link to it is down"
+_STORES: Any = dist  # they are documented, but not exported for type checkers
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why all ranks end.
+
+    Attributes:
+        line: one line that names the ranks that failed, and how. It is the same on every rank, but where rank 0 is gone
+            each gives the last of its heartbeats that it has read.
+        ranks: those that failed; empty where none can be named.
+        run: the number of the run in which a rank raised; the next one forgets it.
+        trace: the traceback of what was raised.
+        code: the exit code of ranks that are ended for it.
+        kind: ``raised``: the rank may still leave by itself; ``ended``: it has; ``silent``: nothing is heard of it, its
+            process is stopped, if it lives; ``stuck``: it lives, and its peers wait for it.
+    """
+
+    line: str
+    ranks: Sequence[int] = ()
+    run: int = 0
+    trace: str = ""
+    code: int = 1
+    kind: Literal["raised", "ended", "silent", "stuck"] = "ended"
+
+    @property
+    def raised(self) -> bool:
+        return self.kind == "raised"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a rank says of itself.
+
+    Attributes:
+        beat: what it does.
+        lost: with what a collective of it broke.
+        left: how its function has ended.
+        code: the exit code that goes with it.
+        alone: it has heard that rank 0 has left.
+        count: of its rows; a rank that lives never writes the same one twice.
+    """
+
+    beat: str = "none"
+    lost: str | None = None
+    left: str | None = None
+    code: int = 0
+    alone: bool = False
+    count: int = 0
+
+
+class Rows:
+    """What a rank knows of all ranks, and whom it says to have failed.
+
+    Args:
+        timeout_s: a rank of which nothing is heard for so long has failed.
+    """
+
+    def __init__(self, ranks: int, timeout_s: float) -> None:
+        self.rows = [Row() for _ in range(ranks)]
+        self.timeout_s = timeout_s
+        self._heard_at, self._moved_at, self._whole_at = [0.0] * ranks, [0.0] * ranks, 0.0
+
+    def hear(self, rank: int, row: Row, now: float) -> None:
+        """Take a row that was read ``now``, on a clock that stands while this process is stopped."""
+        before, self.rows[rank] = self.rows[rank], row
+        if row.count != before.count:
+            self._heard_at[rank] = now
+        if row.beat != before.beat:
+            self._moved_at[rank] = now
+
+    def forget(self, now: float) -> None:
+        """What broke until ``now`` is past."""
+        self._whole_at = now
+
+    def limit_s(self, *, broken: bool) -> float:
+        """For how long a rank may be silent, or else has failed; less where a collective has broken."""
+        return min(SILENT_S, self.timeout_s) if broken else self.timeout_s
+
+    def verdict(self, heard: Collection[int], ended: Collection[int], now: float) -> Failure | None:
+        """Who has failed; None: nobody.
+
+        Args:
+            heard: the ranks whose rows are read.
+            ended: those whose processes have ended.
+        """
+        left = [rank for rank in heard if self.rows[rank].left is not None]
+        for rank in ended:
+            if rank not in left:
+                return Failure(f"rank {rank} {_ENDED}. {self._heartbeats([rank])}", [rank])
+        present = [rank for rank in heard if rank not in left]
+        broken = [rank for rank in present if self.rows[rank].lost is not None]
+        if not broken:
+            self._whole_at = now
+        limit_s, waited_s = self.limit_s(broken=bool(broken)), now - self._whole_at
+        if silent := [rank for rank in present if now - self._heard_at[rank] >= limit_s]:
+            return self.silent(silent, now)
+        if left and waited_s >= BEAT_S:
+            how = "; ".join(f"rank {rank} {self.rows[rank].left}" for rank in left)
+            code = max(self.rows[rank].code for rank in left)
+            # where rank 0 has left no rank knows of all that wait
+            waiting = "" if 0 in left else f", while {_named(broken)} waited for it"
+            return Failure(f"{how}{waiting}", left, code=code or 1)
+        if waited_s >= SILENT_S + BEAT_S and len(heard) == len(self.rows):
+            return self._stuck(broken, [rank for rank in present if rank not in broken], now)
+        return None
+
+    def silent(self, ranks: list[int], now: float) -> Failure:
+        seconds = max(now - self._heard_at[rank] for rank in ranks)
+        line = f"{_named(ranks)} {_SILENT.format(seconds)}. {self._heartbeats(ranks)}"
+        return Failure(line, ranks, kind="silent")
+
+    def _stuck(self, broken: list[int], others: list[int], now: float) -> Failure:
+        """All live, but a collective timed out, or a connection between two of them has ended."""
+        what = self.rows[broken[0]].lost
+        if not any("timed out" in str(self.rows[rank].lost).lower() for rank in broken):
+            line = f"{_named(broken)} lost a connection to a rank that still answers rank 0 ({what})"
+            return Failure(f"{line}. {self._heartbeats(broken)}", kind="stuck")
+        if not others:
+            return Failure(f"the ranks waited for each other ({what}). {self._heartbeats(broken)}", kind="stuck")
+        seconds = min(now - self._moved_at[rank] for rank in others)
+        line = f"{_named(others)} did not come while {_named(broken)} waited ({what}), and did the same thing for"
+        return Failure(f"{line} {seconds:.1f} s. {self._heartbeats(others)}", others, kind="stuck")
+
+    def _heartbeats(self, ranks: list[int]) -> str:
+        if len(ranks) == 1:
+            return f"Last heartbeat: {self.rows[ranks[0]].beat}"
+        return "Last heartbeats: " + "; ".join(f"rank {rank}: {self.rows[rank].beat}" for rank in ranks)
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
 
 
 class Watch:
@@ -50,10 +194,10 @@ class Watch:
     Raises:
         ValueError: it is shorter than two heartbeats.
 
-    When a rank fails, each rank logs it in one line and calls those given to ``watching.on_failure``. The main thread
-    gets :class:`~ignite_engine.errors.PeerFailed` instead of the error of a collective that broke. A rank whose main
-    thread does not end within 2 s (30 s if it has raised, or the failed rank has not ended either) is ended with its
-    stack logged. A silent process on this machine is killed.
+    When a rank fails, each rank logs it in one line and calls those given to :func:`on_failure`. The main thread gets
+    :class:`~ignite_engine.errors.PeerFailed` instead of the error of a collective that broke. A rank whose main thread
+    does not end within 2 s (30 s if it has raised, or the failed rank has not ended either) is ended with its stack
+    logged. A silent process on this machine is killed. A rank of ``multiprocessing`` whose parent was killed is ended.
     """
 
     def __init__(self, heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S) -> None:
@@ -62,50 +206,89 @@ class Watch:
                 f"heartbeat_timeout must be at least {2 * BEAT_S:g} s, as heartbeats are {BEAT_S} s apart, "
                 f"got {heartbeat_timeout_s:g}."
             )
-        self.heartbeat_timeout_s = heartbeat_timeout_s
         self.rank = agreement.rank()
         self.failure: Failure | None = None
         self.callbacks: list[Callable[[str], None]] = []
-        self._hub: Hub | None = None
-        self._link: Link | None = None
-        self._processes: list[_Process | None] = []
-        self._run = 0
+        self.ending: str | None = None
+        """How the function of this rank ends, if not by an exception."""
+        self._rows = Rows(agreement.world_size(), heartbeat_timeout_s)
+        self._store: Any = None
+        self._pidfds: dict[int, int] = {}
+        self._is_alone = False
+        self._threads: list[threading.Thread] = []
+        self._run = self._count = self._code = 0
         self._position: Callable[[], str] | None = None
         self._watched = threading.current_thread()
-        self._lock = threading.Lock()
-        self._learned = threading.Event()
-        self._decided, self._told = threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
         self._parent = multiprocessing.parent_process()
         self._parent_seen = os.getppid()  # of multiprocessing's fork server it is that one
-        self._left: set[int] = set()
-        self._hub_heartbeat = "none"
-        self._hub_left: Failure | None = None
-        self._waits_for_verdict = self._raised = self._raised_own = self._leaving = False
-        self._end_at = float("inf")
-        self.ending: str | None = None
-        self._code = 0
+        self._lock = threading.Lock()
+        self._news, self._over = threading.Event(), threading.Event()
+        self._learned, self._decided, self._told = threading.Event(), threading.Event(), threading.Event()
+        self._proposed: Failure | None = None
+        self._lost: str | None = None
+        self._raised = self._raised_own = self._leaving = False
+        self._learned_at = self._end_at = float("inf")
+        self._now_s = self._answered_at = 0.0  # on a clock that stands while this process is stopped, by Ctrl-Z say
 
     # -- the main thread ------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Watch:
-        if self._connect():
-            self._thread = threading.Thread(target=self._follow, name="watch", daemon=True)
-            self._thread.start()
-        watching.current = self
+        global current
+        try:
+            self._connect()
+        except (dist.DistError, PeerFailed) as error:
+            self._store = None
+            if self.rank == 0:
+                logger.warning(
+                    "The ranks cannot watch each other (%s): what fails on one rank is not named by the others.",
+                    one_line(error),
+                )
+        else:
+            self._threads = [threading.Thread(target=work, daemon=True) for work in (self._follow, self._guard)]
+            for thread in self._threads:
+                thread.start()
+        current = self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        global current
         cause = error if error is None else self.cause_of(error)
-        watching.current = None
-        self._leave(cause)
+        current, self._leaving = None, True
+        self._news.set()
+        for thread in self._threads:  # the first one may wait for a store that does not answer
+            thread.join(_MAY_RAISE_S)
+            self._over.set()
         if cause is not None and cause is not error:
             raise cause from error
 
+    def _connect(self) -> None:
+        """Meet the others at rank 0's store.
+
+        Raises:
+            DistError, PeerFailed: a rank cannot; on all ranks.
+        """
+        machine = _machine()
+        processes = agreement.gather_objects((os.getpid(), machine))
+        local = machine is not None and all(its_machine == machine for _, its_machine in processes)
+        address = "127.0.0.1" if local else os.environ.get("MASTER_ADDR") or socket.gethostname()
+
+        def meet(address: str, port: int) -> int:
+            waits = {"timeout": timedelta(seconds=_CONNECT_S), "wait_for_workers": False}
+            self._store = _STORES.TCPStore(address, port, is_master=self.rank == 0, **waits)
+            self._say_row()
+            return int(self._store.port)
+
+        port = agreement.on_rank_0(lambda: meet("127.0.0.1", 0))
+        agreement.together(lambda: meet(address, port) if self.rank else None)
+        for rank, (pid, its_machine) in enumerate(processes):
+            if rank != self.rank and machine is not None and its_machine == machine:
+                with contextlib.suppress(OSError, AttributeError):  # an older kernel, or another system
+                    self._pidfds[rank] = os.pidfd_open(pid)
+
     def cause_of(self, error: BaseException) -> BaseException:
-        """See :func:`ignite_engine.ranks.watching.cause_of`."""
+        """See :func:`cause_of`."""
         if isinstance(error, PeerFailed) or raised_by_all_ranks(error):
             return error
         broken = broken_collective(error) if isinstance(error, Exception) else None
@@ -118,17 +301,16 @@ class Watch:
             self.ending = f"{_called(error)}{self._at()}"
         if not isinstance(error, Exception):
             return error
-        if self._link is not None and self.failure is None:
+        if self._threads and self.failure is None:
             if broken:
-                self._waits_for_verdict = True
-                self._link.send(lost=broken)
-                if self._hub_left is not None:
-                    self._learn(self._hub_left)
+                self._lost = broken
+                self._news.set()
                 self._learned.wait(_VERDICT_S)
             if self.failure is None:
-                own = self._failure_of(error)
-                self._learn(own)
-                self._link.send(failed=asdict(own))
+                self._proposed = own = self._failure_of(error)
+                self._news.set()
+                if not self._learned.wait(_MAY_RAISE_S):
+                    self._learn(own)
         if self.failure is not None:
             self._told.wait(_MAY_RAISE_S)
         if not broken or self.failure is None or (self.failure.raised and self.rank in self.failure.ranks):
@@ -138,114 +320,118 @@ class Watch:
             peer.add_note(f"On rank {self.failure.ranks[0]}:\n{self.failure.trace}")
         return peer
 
-    def begin_run(self, position: Callable[[], str]) -> Callable[[], str] | None:
-        """A run begins: what a rank raised before is past, since all of them have gone on.
-
-        Returns:
-            The position of the run within which it begins, for :meth:`end_run`.
-        """
-        self._run += 1
+    @contextmanager
+    def run(self, position: Callable[[], str]) -> Iterator[None]:
+        """Within it is a run: what a rank raised before is past, since all of them have gone on."""
         outer, self._position = self._position, position
         self._watched = threading.current_thread()
+        self._run += 1
+        self._proposed = self._lost = None
+        self._rows.forget(self._now_s)
         if self.failure is not None and self.failure.raised:
             self.failure, self._end_at = None, float("inf")
-            self._learned.clear()
-            self._told.clear()
-            self._decided.clear()
-        self._raised = self._raised_own = self._waits_for_verdict = False
-        if self._link is not None:
-            self._link.send(run=self._run)
-            self._link.send(beat=self._heartbeat())  # the last one, if this rank is killed before the next
-        return outer
-
-    def end_run(self, outer: Callable[[], str] | None) -> None:
-        self._position = outer
+            for event in (self._learned, self._told, self._decided):
+                event.clear()
+        self._raised = self._raised_own = False
+        self._news.set()  # the last heartbeat, if this rank is killed before the next
+        try:
+            yield
+        finally:
+            self._position = outer
 
     def _failure_of(self, error: BaseException) -> Failure:
         texts = (str(note) for note in getattr(error, "__notes__", ()))
         notes = "".join(f" ({text.rstrip('.')})" for text in texts if "\n" not in text and len(text) < _LONGEST_NOTE)
-        trace = "".join(traceback.format_exception(error))[-20_000:]
+        trace = "".join(traceback.format_exception(error))[-_LONGEST_TRACE:]
         line = f"rank {self.rank} failed{self._at()}: {one_line(error)}{notes}"
-        return Failure(line, (self.rank,), self._run, trace, kind="raised")
+        return Failure(line, [self.rank], self._run, trace, kind="raised")
 
     def _at(self) -> str:
         return f" at {self._position()}" if self._position is not None else ""
 
-    # -- connecting and leaving -----------------------------------------------------------------------------------
-
-    def _connect(self) -> bool:
-        processes = agreement.gather_objects(_Process.this())
-        self._processes = processes
-        known = [process for process in processes if process is not None]
-        local = len(known) == len(processes) and len({process.network for process in known}) == 1
-        offer: tuple[str, int, str] | None = None
-        problem = ""
-        if self.rank == 0:
-            try:
-                self._hub = Hub(len(processes), self.heartbeat_timeout_s, local=local)
-                host = "127.0.0.1" if local else os.environ.get("MASTER_ADDR") or socket.gethostname()
-                offer = (host, self._hub.port, self._hub.token)
-            except OSError as error:
-                problem = one_line(error)
-        offer = agreement.broadcast_object(offer)
-        if offer is not None:
-            try:
-                self._link = connect(offer[:2], offer[2], self.rank)
-            except OSError as error:
-                problem = f"rank {self.rank} cannot connect to {offer[0]}, port {offer[1]}: {one_line(error)}"
-        problems = [reason for reason in agreement.gather_objects(problem) if reason]
-        if problems:
-            self._leave(None)
-            if self.rank == 0:
-                logger.warning(
-                    "The ranks cannot watch each other (%s): what fails on one rank is not named by the others.",
-                    problems[0],
-                )
-        return not problems
-
-    def _leave(self, error: BaseException | None) -> None:
-        if self._link is None:
-            return
-        self._leaving = True
-        self._link.send(left=self.ending or "returned from its function", code=self._code)
-        self._link.finish()
-        if self._hub is not None:
-            self._hub.close()
-        if self._thread is not None:
-            self._thread.join(BEAT_S)
-        self._link.close()
-        self._link = None
-
-    # -- the thread -----------------------------------------------------------------------------------------------
+    # -- the thread that uses the store ---------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        link = self._link
-        assert link is not None
-        silent_s, before, beat_at, closed = 0.0, time.monotonic(), 0.0, False
-        while not self._leaving and not closed:
-            if time.monotonic() >= beat_at:
-                link.send(beat=self._heartbeat())
-                beat_at = time.monotonic() + BEAT_S
+        pause_s, leaves_at = _FIRST_PAUSE_S, float("inf")
+        while True:
+            if leaving := self._leaving:
+                leaves_at = min(leaves_at, time.monotonic() + 2 * BEAT_S)
             try:
-                heard = link.receive() if wait([link.socket], BEAT_S / 2) else None
-            except (EOFError, OSError, ValueError):
-                heard = None
-                if not self._leaving and self.failure is None:
-                    self._learn(self._failure_of_hub(ENDED))
-                break
+                self._exchange(leaving)
+            except dist.DistError:
+                self._go_on_alone()
+            else:
+                known = all(row.alone or row.left is not None for row in self._rows.rows)
+                if leaving and (self.rank or known or time.monotonic() >= leaves_at):
+                    break
+            pause_s = _FIRST_PAUSE_S if self._news.wait(pause_s) else min(2 * pause_s, BEAT_S)
+            self._news.clear()
+        self._over.set()
+        self._kill_silent()
+        self._store = None
+        for pidfd in self._pidfds.values():
+            os.close(pidfd)
+
+    def _exchange(self, leaving: bool) -> None:
+        """Say what this rank does, hear what the others do, and whether one has failed.
+
+        Raises:
+            DistError: the store is gone.
+        """
+        over = wait([*self._pidfds.values()], 0.0)
+        ended = [rank for rank, pidfd in self._pidfds.items() if pidfd in over]
+        if 0 in ended and not self._is_alone:
+            self._go_on_alone()
+        if self._is_alone:
+            ended = [0]
+        run, failed = self._run, self.failure.ranks if self.failure is not None else ()
+        heard = sorted({0, self.rank, *ended, *failed}) if self.rank else range(len(self._rows.rows))
+        self._say_row(leaving)
+        for rank, text in zip(heard, self._store.multi_get([f"row_{rank}" for rank in heard]), strict=True):
+            self._rows.hear(rank, Row(**json.loads(text)), self._now_s)
+        self._answered_at = self._now_s
+        verdict = self._rows.verdict(heard, ended, self._now_s) if self.failure is None else None
+        proposed = self._proposed or verdict
+        written = "" if proposed is None else json.dumps(asdict(proposed))
+        if standing := self._store.compare_set(f"failure_{run}", "", written):
+            self._learn(Failure(**json.loads(standing)))
+        if self.rank and self._rows.rows[0].left is not None and not self._is_alone:
+            self._is_alone = True
+            self._say_row(leaving)  # rank 0 waits for that
+            self._go_on_alone()
+        if not self._raised and any(rank in ended or self._rows.rows[rank].left for rank in failed):
+            self._end_at = min(self._end_at, time.monotonic() + _MAY_RAISE_S)
+
+    def _say_row(self, leaving: bool = False) -> None:
+        self._count += 1
+        beat = self._position() if self._position is not None else "outside of run()"
+        left = (self.ending or "returned from its function") if leaving else None
+        row = Row(beat, self._lost, left, self._code, self._is_alone, self._count)
+        self._store.set(f"row_{self.rank}", json.dumps(asdict(row)))
+
+    def _go_on_alone(self) -> None:
+        """Rank 0 has left, or its process has ended: nothing more is heard than is known."""
+        self._is_alone = True
+        self._store = _STORES.HashStore()
+        for rank, row in enumerate(self._rows.rows):
+            self._store.set(f"row_{rank}", json.dumps(asdict(row)))
+        self._news.set()
+
+    # -- the thread that waits for nothing ------------------------------------------------------------------------
+
+    def _guard(self) -> None:
+        before = time.monotonic()
+        while not self._over.wait(BEAT_S / 2):
             now = time.monotonic()
-            elapsed, before = min(now - before, BEAT_S), now  # not while this process itself was stopped
-            silent_s = silent_s + elapsed if heard is None else 0.0
-            for message in heard or ():
-                self._hear(message)
-                closed = closed or "closed" in message
-            if silent_s >= (SILENT_S if self._waits_for_verdict else self.heartbeat_timeout_s):
-                self._learn(self._failure_of_hub(SILENT.format(silent_s), kind="silent"))
-            self._end_if_due()
+            self._now_s += min(now - before, BEAT_S)
+            before = now
+            if self.rank and self._now_s - self._answered_at >= self._rows.limit_s(broken=self._lost is not None):
+                self._learn(self._rows.silent([0], self._now_s))
+            if now >= self._learned_at + 2 * BEAT_S:  # the others know it, too: what breaks then is no news
+                self._kill_silent()
+            if self.failure is not None and now >= self._end_at:
+                self._end(self.failure)
             self._end_orphan()
-        while not self._leaving:
-            time.sleep(BEAT_S / 2)
-            self._end_if_due()
 
     def _end_orphan(self) -> None:
         """A rank of ``mp.spawn`` whose parent was killed ends; nothing else tells it, and its peers wait for it."""
@@ -254,45 +440,26 @@ class Watch:
         pid, self._parent = self._parent.pid, None
         threading.Thread(target=signals.end_orphan, args=(pid,), name="orphan", daemon=True).start()
 
-    def _failure_of_hub(self, how: str, kind: Literal["ended", "silent"] = "ended") -> Failure:
-        return Failure(f"rank 0 {how}. Last heartbeat: {self._hub_heartbeat}", (0,), kind=kind)
-
-    def _hear(self, message: Message) -> None:
-        if "hub" in message:
-            self._hub_heartbeat = message["hub"]
-        elif "failure" in message:
-            self._learn(Failure.of(message["failure"]))
-        elif "closed" in message:
-            self._hub_left = Failure(f"rank 0 {message['closed']}", (0,), code=message["code"] or 1)
-            if self._waits_for_verdict:
-                self._learn(self._hub_left)
-        elif "left" in message:
-            self._left.add(message["left"])
-            if self.failure is not None and not self._raised and message["left"] in self.failure.ranks:
-                self._end_at = min(self._end_at, time.monotonic() + _MAY_RAISE_S)
-
-    def _heartbeat(self) -> str:
-        """Where this rank is."""
-        return self._position() if self._position is not None else "outside of run()"
-
     def _learn(self, failure: Failure) -> None:
         with self._lock:
             if self.failure is not None or (failure.raised and failure.run < self._run):
                 return
-            self.failure = failure
-        if watching.learned is not None:
-            watching.learned(failure)
-        own = self.rank in failure.ranks
-        if not (failure.raised and own):
-            gone = not failure.raised or bool(self._left.intersection(failure.ranks))
-            self._end_at = time.monotonic() + (_MAY_RAISE_S if gone and not self._raised else _MAY_LEAVE_S)
-        if failure.kind == "silent":
-            for rank in failure.ranks:
-                if rank != self.rank:
-                    self._kill(rank)
+            self.failure, self._lost, self._learned_at = failure, None, time.monotonic()
+        if learned is not None:
+            learned(failure)
+        if not (failure.raised and self.rank in failure.ranks):
+            self._end_at = time.monotonic() + (_MAY_LEAVE_S if failure.raised or self._raised else _MAY_RAISE_S)
+        if failure.kind in ("silent", "stuck") and not self._raised:
+            _write_stack(self._watched)
         # a thread of its own: whatever the main thread holds, the end is not delayed
         threading.Thread(target=self._tell, args=(failure,), name="failure", daemon=True).start()
         self._learned.set()
+
+    def _kill_silent(self) -> None:
+        if self.failure is not None and self.failure.kind == "silent":
+            for pidfd in [self._pidfds[rank] for rank in self.failure.ranks if rank in self._pidfds]:
+                with contextlib.suppress(OSError):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
     def _tell(self, failure: Failure) -> None:
         try:
@@ -304,39 +471,26 @@ class Watch:
             self._told.set()
 
     def _say(self, failure: Failure) -> None:
-        speaks, configured = self._speaks(failure), logger.hasHandlers()
+        dead = () if failure.raised else failure.ranks
+        # rank 0, or the first that lives, speaks and writes for all
+        speaks = self.rank == next((rank for rank in range(len(self._rows.rows)) if rank not in dead), 0)
+        configured = logger.hasHandlers()
         if speaks or configured:
             logger.error("%s", failure.line)
         if speaks and self.rank != 0 and configured:
             print(failure.line, file=sys.stderr, flush=True)  # the log of rank 0 alone is shown on the console
         if configured and failure.trace:
             logger.error("%s", failure.trace.rstrip(), extra={"console": False})
-        if failure.kind in ("silent", "stuck") and not self._raised:
-            write_stack(self._watched)
         if speaks:
             for callback in list(self.callbacks):
                 callback(failure.line)
 
-    def _speaks(self, failure: Failure) -> bool:
-        """Whether this rank speaks and writes for all: rank 0, or the first that lives."""
-        ended = () if failure.raised else failure.ranks
-        return self.rank == next((rank for rank in range(len(self._processes)) if rank not in ended), 0)
-
-    def _kill(self, rank: int) -> None:
-        process, own = self._processes[rank], self._processes[self.rank]
-        if process is None or own is None or process.network != own.network:  # the link may be what is down
-            return
-        if process.machine == own.machine and process.lives():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(process.pid, signal.SIGKILL)
-
-    def _end_if_due(self) -> None:
-        if time.monotonic() < self._end_at or self.failure is None:
-            return
+    def _end(self, failure: Failure) -> None:
+        """End this process, whose main thread waits for a rank that has failed."""
 
         def say() -> None:
             logger.error("Rank %d did not end by itself.", self.rank, extra={"console": False})
-            write_stack(self._watched)
+            _write_stack(self._watched)
             time.sleep(0.1)
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
@@ -347,10 +501,32 @@ class Watch:
         for process in multiprocessing.active_children():
             if process.daemon:  # as at any other end; a worker whose dataset never returns would stay
                 process.kill()
-        os._exit(self.failure.code)
+        os._exit(failure.code)
 
 
-# -- what happened, and where -----------------------------------------------------------------------------------------
+def _write_stack(thread: threading.Thread) -> None:
+    """Have a thread write its stack, the innermost line first, to this rank's log file, or to stderr without one.
+
+    No other thread reads it: in CPython 3.11 both ``sys._current_frames`` and ``faulthandler.dump_traceback`` have
+    ended ranks whose threads ran.
+    """
+    files = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.FileHandler)]
+    file = next((handler.stream for handler in reversed(files) if handler.stream is not None), sys.stderr)
+    if thread.ident is not None and thread.is_alive():
+        with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):  # the file is closed, or is none
+            faulthandler.register(signal.SIGUSR2, file, all_threads=False)
+            signal.pthread_kill(thread.ident, signal.SIGUSR2)
+
+
+def _machine() -> tuple[str, int, int] | None:
+    """Where the processes can be seen and reached from this one; None: not on Linux, or not to be known."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return (boot, os.stat("/proc/self/ns/pid").st_ino, os.stat("/proc/self/ns/net").st_ino)
+    return None
+
+
+# -- what happened ----------------------------------------------------------------------------------------------------
 
 
 def broken_collective(error: BaseException) -> str | None:
@@ -374,32 +550,73 @@ def _exit_code(error: SystemExit | KeyboardInterrupt) -> int:
     return error.code if isinstance(error.code, int) else int(error.code is not None)
 
 
-@dataclass(frozen=True)
-class _Process:
-    """A process, and where it can be signalled and reached."""
+# -- what a run asks, on one process too ------------------------------------------------------------------------------
 
-    pid: int
-    started: str
-    machine: tuple[str, int]
-    network: tuple[str, int]
-
-    @classmethod
-    def this(cls) -> _Process | None:
-        """None: not on Linux, or not to be known."""
-        try:
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            spaces = {name: os.stat(f"/proc/self/ns/{name}").st_ino for name in ("pid", "net")}
-            return cls(os.getpid(), _started(os.getpid()), (boot, spaces["pid"]), (boot, spaces["net"]))
-        except OSError:
-            return None
-
-    def lives(self) -> bool:
-        """Whether it is still the same process, of those on this machine."""
-        try:
-            return _started(self.pid) == self.started
-        except OSError:
-            return False
+current: Watch | None = None
+"""The one that is entered."""
+learned: Callable[[Failure], None] | None = None
+"""Called when this rank hears of a failure; for a supervisor that is not one of the ranks."""
 
 
-def _started(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+def watched(local_rank: int, func: Callable[..., Any], heartbeat_timeout_s: float, *args: Any, **kwargs: Any) -> Any:
+    """Call ``func(local_rank, *args, **kwargs)``, watching the other ranks if there are any; a collective."""
+    with watching(heartbeat_timeout_s):
+        return func(local_rank, *args, **kwargs)
+
+
+@contextmanager
+def watching(heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S) -> Iterator[Watch | None]:
+    """Watch the other ranks; None on one process. Within another it is that one."""
+    if agreement.world_size() == 1:
+        yield None
+    elif current is not None:
+        yield current
+    else:
+        with Watch(heartbeat_timeout_s) as watch:
+            yield watch
+
+
+@contextmanager
+def watched_run(position: Callable[[], str]) -> Iterator[None]:
+    """Watch the other ranks during a run.
+
+    Args:
+        position: where the run is, as text; called in another thread.
+    """
+    with watching() as watch, contextlib.nullcontext() if watch is None else watch.run(position):
+        yield
+
+
+@contextmanager
+def on_failure(callback: Callable[[str], None]) -> Iterator[None]:
+    """Within it, call ``callback(line)`` when a rank fails: in another thread, on one rank that lives."""
+    if (watch := current) is None:
+        yield
+        return
+    watch.callbacks.append(callback)
+    try:
+        yield
+    finally:
+        watch.callbacks.remove(callback)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What to raise for ``error``, of which all ranks are told here: itself, or a :class:`PeerFailed`, chained to it,
+    where it is the consequence of another rank's failure."""
+    return error if current is None else current.cause_of(error)
+
+
+def known_failure() -> str | None:
+    """The line that names the rank that failed; None: none has, as far as this rank knows."""
+    return None if current is None or current.failure is None else current.failure.line
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a run failed, for its summary; on several ranks it names the one that did."""
+    if isinstance(error, PeerFailed):
+        return str(error)
+    if (line := known_failure()) is not None:
+        return line
+    if (watch := current) is not None and watch.ending is not None:
+        return f"rank {watch.rank} {watch.ending}"
+    return f"{type(error).__name__}: {error}"

@@ -26,7 +26,7 @@ from ignite_engine.errors import Interrupted, NotExact, PeerFailed, StateMismatc
 from ignite_engine.events import Phase
 from ignite_engine.ext.recovery import status as supervision
 from ignite_engine.ranks import agreement
-from ignite_engine.ranks.watching import cause_of, known_failure, on_failure, reason_of
+from ignite_engine.ranks.watch import cause_of, known_failure, on_failure, reason_of
 from ignite_engine.run_directory import PhaseTimes, RunDirectory, in_lists, plain_metric, weights_sha256
 from ignite_engine.runs.code import commit_of_code
 from ignite_engine.runs.history import Records, read_records

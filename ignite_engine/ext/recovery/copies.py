@@ -22,7 +22,7 @@ from ignite_engine.checkpointing.store import Checkpoints
 from ignite_engine.errors import CheckpointError, Interrupted, PeerFailed, one_line
 from ignite_engine.events import TrainingEvents
 from ignite_engine.ext.recovery.memory import Copy, Memory, NewestState
-from ignite_engine.ranks import agreement, watching
+from ignite_engine.ranks import agreement, watch
 from ignite_engine.states.sharding import layout_of_models
 
 if TYPE_CHECKING:
@@ -207,10 +207,8 @@ def _is_lost(error: BaseException | None) -> bool:
     """Whether a run ends without its last checkpoint by no mistake of its program: a peer was lost, its last save
     failed, or it was forced to end."""
     if isinstance(error, PeerFailed):
-        failure = None if watching.current is None else watching.current.failure
+        failure = None if watch.current is None else watch.current.failure
         return failure is not None and not failure.raised
     if isinstance(error, CheckpointError | Interrupted | KeyboardInterrupt):
         return True
-    from ignite_engine.ranks.watch import broken_collective
-
-    return error is not None and broken_collective(error) is not None  # the peer was not learned in time
+    return error is not None and watch.broken_collective(error) is not None  # the peer was not learned in time

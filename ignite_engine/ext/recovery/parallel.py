@@ -14,7 +14,7 @@ from ignite_engine import devices
 from ignite_engine.errors import check_type, is_whole
 from ignite_engine.ranks import launch
 from ignite_engine.ranks.joining import is_launched
-from ignite_engine.ranks.watching import HEARTBEAT_TIMEOUT_S, watched
+from ignite_engine.ranks.watch import HEARTBEAT_TIMEOUT_S, watched
 
 if TYPE_CHECKING:
     pass

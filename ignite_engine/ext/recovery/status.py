@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ignite.engine import Engine, Events
 
 from ignite_engine.events import Phase
-from ignite_engine.ranks import agreement, watching
-
-if TYPE_CHECKING:
-    from ignite_engine.ranks.heartbeats import Failure
+from ignite_engine.ranks import agreement, watch
 
 _FIELDS = ("begun", "updates", "hung")
 _ROW = 8 * len(_FIELDS)
@@ -79,11 +76,11 @@ def supervised(local_rank: int, row: RankStatus, told: Attempt, func: Any, args:
     """In a rank that was forked: call ``func(local_rank, ...)``, and write where it is into its row."""
     global current, attempt
     current, attempt = row, told
-    watching.learned = _note_hang
+    watch.learned = _note_hang
     func(local_rank, *args, **kwargs)
 
 
-def _note_hang(failure: Failure) -> None:
+def _note_hang(failure: watch.Failure) -> None:
     if current is not None and failure.kind in ("silent", "stuck"):
         current.hung = 1 + (failure.ranks[0] if failure.ranks else agreement.rank())
 
