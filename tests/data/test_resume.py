@@ -33,8 +33,8 @@ def over(kind, steps=None, handlers=(), **options):
 @pytest.mark.parametrize(
     ("kind", "how", "steps", "at"),
     [
-        *((kind, "stop", 3, "the first ones") for kind in KINDS if kind not in ONCE),
-        *((kind, "same process", 3, "places") for kind in KINDS),
+        *((kind, "stop", 3, "the first ones") for kind in KINDS),
+        *((kind, "same process", 3, "places") for kind in KINDS if kind not in ONCE),
         *((kind, "stop", None, "everywhere") for kind in QUICK),
         *(
             pytest.param(kind, "stop", steps, "everywhere", marks=pytest.mark.nightly)
