@@ -20,7 +20,6 @@ ON_TOP = {"handlers", "runs", "cli", "config", "__main__"}
 STANDING = {
     *(("cli", f"ext/{name}") for name in ("follow", "mirror", "recovery", "replay", "report")),
     *(("config", f"ext/{name}") for name in ("mirror", "sparse")),
-    *(("engine", f"ext/{name}") for name in ("windows",)),
     *(("handlers", f"ext/{name}") for name in ("mirror", "rank_invariant", "recovery", "windows")),
     *(("runs", f"ext/{name}") for name in ("rank_invariant", "recovery", "report", "windows")),
     *(("task", f"ext/{name}") for name in ("windows",)),

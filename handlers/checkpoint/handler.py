@@ -405,8 +405,8 @@ class Checkpoint:
             self._followed.begin(trainer)
         self._named = set(trainer.registry.resumed_otherwise)  # which were logged
         self._require_exact(trainer)
-        if trainer.progress.windows is not None and not trainer.has_event_handler(self._require_exact):
-            # the kind of their data is known when they are opened
+        if trainer.progress.ends_epochs is not None and not trainer.has_event_handler(self._require_exact):
+            # the kind of data of a window is known when it is opened
             trainer.add_event_handler(TrainingEvents.WINDOW_STARTED, self._require_exact)
         if (digests := trainer.registry.rank_digests) is not None:
             digests.listeners.append(self._require_exact)
@@ -420,9 +420,9 @@ class Checkpoint:
         mine = trainer.reproducibility(self._saver.filter)
         reasons = list(dict.fromkeys(reason for rank in agreement.gather_objects(mine) for reason in rank))
         self._name(reasons)
-        windows = trainer.progress.windows
+        source = trainer.progress.source
         # what makes the samples of a window is known in an open one
-        if self._found is not None and (windows is None or windows.window is not None):
+        if self._found is not None and (source is None or source.present is not None):
             loading.name_unknown(trainer.registry, self._found, reasons)
             self._named.update(trainer.registry.resumed_otherwise)
             self._found = None

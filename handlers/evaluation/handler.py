@@ -244,8 +244,8 @@ class Evaluation:
     def _stop(self, trainer: Trainer) -> None:
         """All ranks have interrupted the evaluation: nothing is trained before the run ends."""
         trainer.agree_at_next_boundary()
-        if (windows := trainer.progress.windows) is not None and self._changes:
-            windows.is_evaluated_again = True
+        if (source := trainer.progress.ends_epochs) is not None and self._changes:
+            source.is_evaluated_again = True
         if trainer.progress.at_boundary:
             trainer.finish("a stop in an evaluation")  # all ranks are here; terminate() would first ask them
 

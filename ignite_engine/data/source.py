@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
@@ -38,6 +39,139 @@ def reader_of(data: Any) -> Replayed:
     return WithState(data) if keeps_state(data) else Replayed(data)
 
 
+class BetweenPasses(Protocol):
+    """What a source that ends epochs asks of the run between two of its passes; each call may end or pause the run."""
+
+    @property
+    def epoch_iteration(self) -> int:
+        """Iterations of the epoch under way."""
+        ...
+
+    def consume_unreadable_tail(self) -> bool:
+        """Leave out what could not be read at the end of the pass."""
+        ...
+
+    def fire(self, event: Any) -> None:
+        """Run the handlers of an event."""
+        ...
+
+    def boundary(self, *, last: bool = False) -> None:
+        """A step boundary."""
+        ...
+
+    def fetch(self) -> Any:
+        """The first group of the pass that begins, None if it has none."""
+        ...
+
+    def end_run(self) -> None:
+        """There is no epoch any more, and the one that was begun is none."""
+        ...
+
+
+class EndsEpochs(Protocol):
+    """A source whose epochs are several passes, and that says which is the last."""
+
+    is_evaluated_again: bool
+    """An evaluation of the pass was stopped, and is repeated in it by a resumed run."""
+
+    @property
+    def first_group_pending(self) -> bool:
+        """The first group of a pass was fetched when the place was saved, and is not trained on."""
+        ...
+
+    def run_begins(self) -> None:
+        """The position at which a run begins is set."""
+        ...
+
+    def group_fetched(self, run: BetweenPasses) -> None:
+        """GET_BATCH_COMPLETED has come."""
+        ...
+
+    def first_of_next_pass(self, run: BetweenPasses) -> Any:
+        """The next group where a pass has no more, None at the end of the epoch."""
+        ...
+
+    def epoch_ended(self) -> None:
+        """The epoch is over."""
+        ...
+
+
+class Source(Protocol):
+    """What a Trainer iterates: a :class:`DataSource`, or what an :class:`OwnSource` makes."""
+
+    data: Any
+
+    @property
+    def place(self) -> Place: ...
+    @property
+    def present(self) -> DataSource | None:
+        """Over what is iterated now."""
+        ...
+
+    @property
+    def ends_epochs(self) -> EndsEpochs | None:
+        """Itself, if it does; else the run counts them."""
+        ...
+
+    @property
+    def iterations(self) -> int | None: ...
+    @property
+    def inexact(self) -> str | None: ...
+    @property
+    def changed(self) -> str | None: ...
+    @property
+    def was_open_when_saved(self) -> bool: ...
+    @property
+    def between_passes(self) -> bool: ...
+    def __iter__(self) -> Iterator[Any]: ...
+    def agree_lengths(self) -> None: ...
+    def begin_after(self, place: Place) -> None: ...
+    def continue_at(self, place: Place) -> None: ...
+    def consumed(self, batches: int) -> None: ...
+    def next_pass(self) -> None: ...
+    def abandon(self) -> None: ...
+    def freeze(self) -> None: ...
+    def close(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue at a saved place; what one rank refuses is raised on all. A collective."""
+        ...
+
+
+class OwnSource(ABC):
+    """Data that is more than one pass: it makes a source of its own, and cannot be iterated without."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Any]: ...
+
+    @abstractmethod
+    def make_source(
+        self, source_of: Callable[[Any], DataSource], state: Any, stops: Callable[[], bool], *, shares: bool
+    ) -> Source:
+        """Args:
+            source_of: makes the source over a loader.
+            state: of the run.
+            stops: whether this rank is to stop while it waits for data.
+            shares: the ranks share out the micro-batches of an iteration.
+
+        Raises:
+            ValueError: it cannot be shared out.
+        """
+
+    @abstractmethod
+    def check_epoch_length(self, epoch_length: int | None) -> None:
+        """Refuse a length of epochs that contradicts it.
+
+        Raises:
+            ValueError: it does.
+        """
+
+    @property
+    @abstractmethod
+    def settings(self) -> Mapping[str, Any]:
+        """What is the same on every rank."""
+
+
 class DataSource:
     """What a Trainer iterates: one pass over ``data`` per ``iter()``, in groups, counted by what was consumed.
 
@@ -50,6 +184,7 @@ class DataSource:
     all of them equally many.
     """
 
+    ends_epochs = None
     pads = False
     """A rank may have to repeat a batch, or groups are weighed ahead."""
     weights: GroupWeights | None = None
@@ -71,6 +206,10 @@ class DataSource:
         # as it is before it is read, as in a process that resumes
         self.fingerprint = fingerprint(data.dataset) if isinstance(data, DataLoader) else None
         """Of the dataset; None: it is not known what it holds."""
+
+    @property
+    def present(self) -> DataSource:
+        return self
 
     @property
     def sampler(self) -> ResumableSampler | None:
@@ -259,6 +398,9 @@ class DataSource:
         before, now = state.get("ranks", 1) * state["batch_size"], mesh.data_size() * self.data.batch_size
         steps = state.get("steps", self.steps)
         return state.get("ranks") != mesh.data_size() and (before == now or before * steps == now * self.steps)
+
+    def load(self, state: dict[str, Any]) -> None:
+        agreement.together(lambda: self.load_state_dict(state))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved place.

@@ -16,9 +16,6 @@ from ignite_engine.engine.position import EpochIs, is_done
 from ignite_engine.engine.progress import Progress
 from ignite_engine.engine.requests import Requests
 from ignite_engine.errors import StopRequested
-from ignite_engine.events import TrainingEvents
-from ignite_engine.ext.windows.windowed_source import WindowedSource
-from ignite_engine.ranks import agreement
 from ignite_engine.state import TrainingState
 
 logger = logging.getLogger(__name__)
@@ -62,10 +59,8 @@ class Feed:
         state.batch, state.output = group, None
         if state.dataloader is not None and self._fire(Events.GET_BATCH_COMPLETED):
             self._boundary.check()
-        if progress.windows is not None and not progress.windows.announced:
-            progress.begin_window()
-            if self._fire(TrainingEvents.WINDOW_STARTED):
-                self._boundary.check()
+        if progress.ends_epochs is not None:
+            progress.ends_epochs.group_fetched(self)
         return group
 
     def give_up_pass(self) -> None:
@@ -94,8 +89,9 @@ class Feed:
     def _first_of_next_pass(self) -> Any:
         """The first group of the next pass over the data, or the end of the epoch."""
         state, progress, engine = self._state, self._progress, self._engine
-        if progress.windows is not None:
-            return self._first_of_next_window(progress.windows)
+        if progress.ends_epochs is not None:
+            group = progress.ends_epochs.first_of_next_pass(self)
+            return End.OF_EPOCH if group is None else group
         if progress.consume_unreadable_tail():
             return End.OF_EPOCH
         emptied, measured = False, progress.epoch_is is EpochIs.MEASURED
@@ -118,38 +114,29 @@ class Feed:
             if (group := self._fetch()) is not End.OF_EPOCH:
                 return group
 
-    def _first_of_next_window(self, windows: WindowedSource) -> Any:
-        """The first group of the next window that has one, or the end of the epoch."""
-        engine, progress, begun_again = self._engine, self._progress, False
-        while True:
-            progress.consume_unreadable_tail()
-            if (announced := windows.announced) and not windows.completed:
-                windows.complete()
-                self._fire(TrainingEvents.WINDOW_COMPLETED)
-                if windows.is_evaluated_again:
-                    self._boundary.at(last=True, within_epoch=True)
-                    self._boundary.check()
-            progress.end_pass()
-            engine._dataloader_iter = None
-            if windows.epoch_is_over and not progress.epoch_iteration and not begun_again:
-                begun_again = windows.reader.begin_again()  # the epoch before has ended with the sequence
-            if windows.epoch_is_over:
-                if windows.reader.over and self._fire(Events.DATALOADER_STOP_ITERATION):
-                    self._boundary.check()
-                if not progress.epoch_iteration:
-                    self._stream_is_exhausted(windows)
-                return End.OF_EPOCH
-            if announced:
-                self._boundary.at(last=bool(engine.should_terminate), within_epoch=True)
-                self._boundary.check_or_pause()
-            engine._dataloader_iter = progress.open_pass()
-            if (group := self._fetch()) is not End.OF_EPOCH:
-                return group
+    # -- for a source that ends epochs --------------------------------------------------------------------------------
 
-    def _stream_is_exhausted(self, windows: WindowedSource) -> None:
-        """No window came in this epoch: the run is over, and the epoch is none."""
-        if not self._state.windows and agreement.rank() == 0:
-            logger.warning("No window with a batch came from %r: the run ends without an update.", windows.data.stream)
+    @property
+    def epoch_iteration(self) -> int:
+        return self._progress.epoch_iteration
+
+    def consume_unreadable_tail(self) -> bool:
+        return self._progress.consume_unreadable_tail()
+
+    def fire(self, event: Any) -> None:
+        if self._fire(event):
+            self._boundary.check()
+
+    def boundary(self, *, last: bool = False) -> None:
+        self._boundary.at(last=last or bool(self._engine.should_terminate), within_epoch=True)
+        self._boundary.check_or_pause()
+
+    def fetch(self) -> Any:
+        self._engine._dataloader_iter = self._progress.open_pass()
+        group = self._fetch()
+        return None if group is End.OF_EPOCH else group
+
+    def end_run(self) -> None:
         self._state.epoch -= 1  # or what is logged from here on is of an epoch without an iteration
         self._state.reason, self._engine.should_terminate = "end of data", True
         raise RunEnds

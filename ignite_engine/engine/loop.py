@@ -101,8 +101,9 @@ class Loop:
             engine.should_terminate_single_epoch = self.progress.epoch_ends
         # an evaluation that is done again here publishes and ends what it would have in the uninterrupted run
         at_end_of_epoch = within and (self.progress.epoch_is_full() or engine.should_terminate_single_epoch)
-        before_a_window = self.progress.windows is not None and self.progress.windows.first_group_pending
-        publishes_here = not (at_end_of_epoch or before_a_window)  # else the end of the epoch or iteration does
+        source = self.progress.ends_epochs
+        before_a_pass = source is not None and source.first_group_pending
+        publishes_here = not (at_end_of_epoch or before_a_pass)  # else the end of the epoch or iteration does
         measured = publishes_here and bool(state.metrics.fresh)
         if publishes_here:
             self.boundary.publish()

@@ -15,17 +15,12 @@ from ignite_engine import rng
 from ignite_engine.data.lookahead import Waiting
 from ignite_engine.data.read_errors import ReadErrors
 from ignite_engine.data.shares import source_of
-from ignite_engine.data.source import DataSource
+from ignite_engine.data.source import DataSource, EndsEpochs, OwnSource, Source
 from ignite_engine.engine.grouping import Grouping
 from ignite_engine.engine.position import EpochIs, Plan, Position, is_done, limit_reached
-from ignite_engine.ext.windows.windowed_source import WindowedSource
-from ignite_engine.ext.windows.windows import Windows
-from ignite_engine.ranks import mesh
 from ignite_engine.state import TrainingState
 
 logger = logging.getLogger(__name__)
-
-Source = DataSource | WindowedSource
 
 
 class Ending(Enum):
@@ -131,10 +126,9 @@ class Progress:
         state.max_epochs, state.max_iters = plan.max_epochs, plan.max_iters
         state.epoch_length, state.dataloader = plan.epoch_length, data
         state.iteration = position.iteration
-        # of the windows that have begun all are completed but the one that is open
-        open_now = source if isinstance(source, WindowedSource) and source.announced else None
-        state.windows_completed = state.windows - int(open_now is not None)
-        state.window = None if open_now is None else open_now.data.present
+        state.windows_completed, state.window = state.windows, None
+        if self.ends_epochs is not None:
+            self.ends_epochs.run_begins()
         self._forget_group()
 
     @property
@@ -143,27 +137,23 @@ class Progress:
         return self._fetched is None
 
     @property
-    def windows(self) -> WindowedSource | None:
-        """The source, where it is one of windows."""
-        return self.source if isinstance(self.source, WindowedSource) else None
+    def ends_epochs(self) -> EndsEpochs | None:
+        """The source, where it says which passes make an epoch."""
+        return None if self.source is None else self.source.ends_epochs
 
     @property
     def _present(self) -> DataSource | None:
-        """Over what is iterated now: the source, or its open window."""
-        return self.source.window if isinstance(self.source, WindowedSource) else self.source
+        """Over what is iterated now."""
+        return None if self.source is None else self.source.present
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
     def new_source(self, data: Any) -> Source:
-        """A source over the user's data. A collective; over windows it is one where a place is loaded or one opens."""
-        if isinstance(data, Windows):
-            if self.grouping.global_micro_batches is not None and not data.shared and mesh.data_size() > 1:
-                raise ValueError(
-                    "global_micro_batches deals one order of samples out to the ranks, and Windows(shared=False) gives "
-                    "each rank samples of its own: use shared windows, or accumulation_steps."
-                )
+        """A source over the user's data. A collective; data of a kind of its own may be one where a place is loaded."""
+        if isinstance(data, OwnSource):
             stops = (lambda: False) if self._waiting is None else self._waiting.stops_waiting
-            return WindowedSource(data, self._source_of, stops)
+            shares = self.grouping.global_micro_batches is not None
+            return data.make_source(self._source_of, self.state, stops, shares=shares)
         source = self._source_of(data)
         try:
             source.agree_lengths()
@@ -184,7 +174,7 @@ class Progress:
 
     def iterations_of(self, data: Any) -> int | None:
         """Iterations of a pass over ``data``, None if unknown; reads nothing. A collective."""
-        if isinstance(data, Windows):
+        if isinstance(data, OwnSource):
             return None
         if self.source is not None and data is self.user_data:  # it may be under way
             return self.source.iterations
@@ -303,21 +293,13 @@ class Progress:
         """The present pass or window is over."""
         if self.source is not None:
             self.source.next_pass()
-        self.state.window, self.state.windows_completed = None, self.state.windows
-
-    def begin_window(self) -> None:
-        """The first group of a window was fetched."""
-        assert self.windows is not None
-        self.windows.announce()
-        self.state.windows += 1
-        self.state.window = self.windows.data.present
 
     def end_epoch(self) -> None:
         """The epoch is over."""
         self.epochs_completed = self.state.epoch
         self.epoch_iteration = 0
-        if self.windows is not None:
-            self.windows.end_epoch()
+        if self.ends_epochs is not None:
+            self.ends_epochs.epoch_ended()
 
     @contextmanager
     def before_the_failure(self, update: Any) -> Iterator[bool]:

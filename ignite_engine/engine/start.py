@@ -15,12 +15,10 @@ from typing import Any
 
 from ignite_engine import rng
 from ignite_engine.data.place import Place
-from ignite_engine.data.source import DataSource
+from ignite_engine.data.source import DataSource, OwnSource, Source
 from ignite_engine.engine.position import EpochIs, Plan, Position, regrouped
-from ignite_engine.engine.progress import Ending, Progress, Source
+from ignite_engine.engine.progress import Ending, Progress
 from ignite_engine.errors import is_whole
-from ignite_engine.ext.windows.windowed_source import WindowedSource
-from ignite_engine.ext.windows.windows import Windows
 from ignite_engine.ranks import agreement
 from ignite_engine.state import COUNTERS, Start, TrainingState
 from ignite_engine.states.registry import Registry
@@ -69,7 +67,7 @@ def check_ranks_agree(arguments: RunArguments, settings: Mapping[str, Any], opti
     if agreement.world_size() == 1:
         return
     limits = {name: getattr(arguments, name) for name in ("max_epochs", "max_iters", "epoch_length")}
-    limits |= arguments.data.settings if isinstance(arguments.data, Windows) else {}
+    limits |= arguments.data.settings if isinstance(arguments.data, OwnSource) else {}
     groups = {
         f"{name}.param_groups[{place}][{key!r}]": value
         for name, optimizer in optimizers.items()
@@ -91,10 +89,8 @@ def begin(
         StateMismatch: the loaded position is one in other data.
     """
     start, max_epochs, max_iters = _decide(arguments, state, progress, resume)
-    if isinstance(arguments.data, Windows) and arguments.epoch_length is not None:
-        raise ValueError(
-            f"Windows(per_epoch=...) sets the length of an epoch, got epoch_length={arguments.epoch_length}."
-        )
+    if isinstance(arguments.data, OwnSource):
+        arguments.data.check_epoch_length(arguments.epoch_length)
     grouping = progress.grouping
     position = _position(start, state, progress, resume)
     # a new source may begin a stream again, and draw random numbers for its loaders
@@ -272,7 +268,7 @@ def _move_to(source: Source, start: Start, data: Any, progress: Progress, positi
     before = progress.source
     if start is Start.RESUMED:
         if position.data:
-            _load(source, dict(position.data))
+            source.load(dict(position.data))
             if isinstance(source, DataSource) and source.place.skipped:
                 source.agree_lengths()  # of the rest of the pass
     elif before is None:
@@ -281,22 +277,17 @@ def _move_to(source: Source, start: Start, data: Any, progress: Progress, positi
         source.begin_after(before.place)
     elif start is Start.CONTINUED:
         if data is progress.user_data or source.data is before.data:
-            _load(source, _without_fingerprints(position.data))  # what it holds may have changed since
+            source.load(_without_fingerprints(position.data))  # what it holds may have changed since
             if isinstance(data, Iterator) and isinstance(source, DataSource) and isinstance(before, DataSource):
                 source.reader.fetched = before.reader.fetched or ()
         else:
             source.continue_at(before.place)
 
 
-def _load(source: Source, state: dict[str, Any]) -> None:
-    """Move a source to a saved place; what one rank refuses is raised on all."""
-    if isinstance(source, WindowedSource):
-        source.load_state_dict(state)
-    else:
-        agreement.together(lambda: source.load_state_dict(state))
-
-
 def _without_fingerprints(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved place without the fingerprints of its data, of its windows and of the open one."""
-    inner = {key: _without_fingerprints(state[key]) for key in ("windows", "window") if state.get(key) is not None}
-    return {key: value for key, value in state.items() if key != "fingerprint"} | inner
+    """A saved place without the fingerprints of its data, and of what is within it but the loader's own state."""
+    return {
+        key: _without_fingerprints(value) if isinstance(value, Mapping) and key != "loader" else value
+        for key, value in state.items()
+        if key != "fingerprint"
+    }

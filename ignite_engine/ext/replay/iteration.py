@@ -47,14 +47,13 @@ class Iteration:
 
 def samples_of(trainer: Trainer) -> list[list[int]] | None:
     """Within an iteration, before it is consumed: the indices of this rank's samples by micro-batch; None: unknown."""
-    windows = trainer.progress.windows
-    source = trainer.progress.source if windows is None else windows.window
+    source = None if trainer.progress.source is None else trainer.progress.source.present
     batch = trainer.state.batch
     sampler = source.sampler if isinstance(source, DataSource) else None
     if source is None or not isinstance(sampler, ResumableSampler) or trainer.progress.max_read_errors:
         return None
     count = len(batch) - trainer.state.padding if isinstance(batch, Group) else 1
-    size: int = source.data.batch_size  # type: ignore[union-attr]  # its loader has our sampler
+    size: int = source.data.batch_size
     before = sampler.start
     # the loader has an iterator of its own; this one reads the order again
     sampler.start = source.place.batch * size

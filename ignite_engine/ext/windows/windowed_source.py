@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
+from ignite.engine import Events
+
 from ignite_engine import rng
 from ignite_engine.data.place import Place
-from ignite_engine.data.source import DataSource
+from ignite_engine.data.source import BetweenPasses, DataSource
 from ignite_engine.errors import StateMismatch, StopRequested, leave_out
+from ignite_engine.events import TrainingEvents
 from ignite_engine.ext.windows.window_reader import WindowReader
 from ignite_engine.ext.windows.windows import Windows
 from ignite_engine.ranks import agreement, mesh
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,21 +45,24 @@ class WindowedSource:
 
     Args:
         source_of: makes the source over a window's loader.
+        state: of the run; its windows are counted here.
         stops: of a :class:`WindowReader`.
     """
 
     batches = iterations = None
     """Neither is known for a pass."""
+    is_evaluated_again = False
+    """An evaluation of the open window was stopped, and is repeated in it by a resumed run."""
 
-    def __init__(self, windows: Windows, source_of: Callable[[Any], DataSource], stops: Callable[[], bool]) -> None:
-        self.data = windows
+    def __init__(
+        self, windows: Windows, source_of: Callable[[Any], DataSource], state: Any, stops: Callable[[], bool]
+    ) -> None:
+        self.data, self._state = windows, state
         self.reader = WindowReader(windows, stops)
         self._source_of = source_of
-        self.window: DataSource | None = None
+        self.present: DataSource | None = None
         """Over the window that is open."""
         self.at = WindowPlace()
-        self.is_evaluated_again = False
-        """An evaluation of the open window was stopped, and is repeated in it by a resumed run."""
         self._changed: str | None = None
         self._inexact: str | None = None
         windows.present, windows.is_open = None, False
@@ -62,38 +71,31 @@ class WindowedSource:
         """Does nothing: each window agrees on its length when it is opened."""
 
     @property
+    def ends_epochs(self) -> WindowedSource:
+        return self
+
+    @property
     def changed(self) -> str | None:
         """What is other than where the place was saved, as a sentence."""
-        return self._changed or (None if self.window is None else self.window.changed)
+        return self._changed or (None if self.present is None else self.present.changed)
 
     @property
     def place(self) -> Place:
         """In the open window; ``pass_number`` counts windows."""
-        return Place(pass_number=self.at.number) if self.window is None else self.window.place
+        return Place(pass_number=self.at.number) if self.present is None else self.present.place
 
     @property
     def was_open_when_saved(self) -> bool:
         """A window was open when the place was saved: where a pass begins in this process, none is open yet."""
-        return self.window is not None or self.first_group_pending
+        return self.present is not None or self.first_group_pending
 
     @property
     def between_passes(self) -> bool:
         """No window is open."""
-        return self.window is None or self.window.between_passes
-
-    @property
-    def announced(self) -> bool:
-        """The open window has had its WINDOW_STARTED."""
-        return self.at.announced
-
-    @property
-    def completed(self) -> bool:
-        """The open window has had its WINDOW_COMPLETED."""
-        return self.at.completed
+        return self.present is None or self.present.between_passes
 
     @property
     def first_group_pending(self) -> bool:
-        """The first group of the open window was fetched, and not trained on."""
         return self.at.opened_with is not None
 
     @property
@@ -119,8 +121,8 @@ class WindowedSource:
     def __iter__(self) -> Iterator[Any]:
         """The rest of the open window, or the next one, which is taken by the first ``next``."""
         limit = self.data.max_updates
-        if self.window is not None:
-            groups = iter(self.window)
+        if self.present is not None:
+            groups = iter(self.present)
         else:
             # by the first ``next``, which a stop may end
             groups = self._window_again() if self.first_group_pending else self._next_window()
@@ -136,7 +138,7 @@ class WindowedSource:
             first = list(islice(iterator, 1))
         except StopRequested:  # it is taken again, with the random numbers of before
             self.abandon()
-            self.window, self.at = None, replace(self.at, opened_with=None)
+            self.present, self.at = None, replace(self.at, opened_with=None)
             self.data.present, self.data.is_open = None, False
             rng.restore(before)
             raise
@@ -155,39 +157,74 @@ class WindowedSource:
         name = self.reader.name
         self.data.present, self.data.is_open = name, True
         loader, self.data.order_seed = self.data.loader_and_seed(name)
-        self.window = self._source_of(loader)
-        self.window.place = Place(pass_number=self.at.number)
-        if type(self.window.data) is not tuple or self.window.data:  # one without a batch says nothing
-            self._inexact = self._inexact or self.window.inexact
-        self.window.agree_lengths()
-        return self.window
+        self.present = self._source_of(loader)
+        self.present.place = Place(pass_number=self.at.number)
+        if type(self.present.data) is not tuple or self.present.data:  # one without a batch says nothing
+            self._inexact = self._inexact or self.present.inexact
+        self.present.agree_lengths()
+        return self.present
 
-    def announce(self) -> None:
-        """The open window has a batch: it counts, and WINDOW_STARTED comes."""
-        self.at = replace(self.at, announced=True, of_epoch=self.at.of_epoch + 1)
+    def run_begins(self) -> None:
+        """Of the windows that have begun all are completed but the one that is open."""
+        open_now = self.at.announced
+        self._state.windows_completed = self._state.windows - int(open_now)
+        self._state.window = self.data.present if open_now else None
 
-    def complete(self) -> None:
-        """The open window has no more batches, and WINDOW_COMPLETED comes."""
-        self.at = replace(self.at, completed=True)
+    def group_fetched(self, run: BetweenPasses) -> None:
+        """The first one of a window: it counts, and WINDOW_STARTED comes."""
+        if not self.at.announced:
+            self.at = replace(self.at, announced=True, of_epoch=self.at.of_epoch + 1)
+            self._state.windows += 1
+            self._state.window = self.data.present
+            run.fire(TrainingEvents.WINDOW_STARTED)
+
+    def first_of_next_pass(self, run: BetweenPasses) -> Any:
+        """The first group of the next window that has one, None at the end of the epoch."""
+        begun_again = False
+        while True:
+            run.consume_unreadable_tail()
+            if (announced := self.at.announced) and not self.at.completed:
+                self.at = replace(self.at, completed=True)
+                run.fire(TrainingEvents.WINDOW_COMPLETED)
+                if self.is_evaluated_again:
+                    run.boundary(last=True)
+            self.next_pass()
+            if self.epoch_is_over and not run.epoch_iteration and not begun_again:
+                begun_again = self.reader.begin_again()  # the epoch before has ended with the sequence
+            if self.epoch_is_over:
+                if self.reader.over:
+                    run.fire(Events.DATALOADER_STOP_ITERATION)
+                if not run.epoch_iteration:
+                    if not self._state.windows and agreement.rank() == 0:
+                        logger.warning(
+                            "No window with a batch came from %r: the run ends without an update.", self.data.stream
+                        )
+                    run.end_run()
+                return None
+            if announced:
+                run.boundary()
+            if (group := run.fetch()) is not None:
+                return group
 
     def consumed(self, batches: int) -> None:
         """``batches`` more batches of the open window are trained on."""
-        assert self.window is not None, "a group was fetched from it"
-        self.window.consumed(batches)
+        assert self.present is not None, "a group was fetched from it"
+        self.present.consumed(batches)
         self.at = replace(self.at, opened_with=None, updates=self.at.updates + 1)
 
     def next_pass(self) -> None:
         """The open window is trained on, or was empty."""
         number = self.at.number
-        if self.window is not None:
+        if self.present is not None:
             self._changed = self.changed  # a resumed run of later windows is as little that of the checkpoint
-            self.window.close()
+            self.present.close()
             number += 1
-        self.window, self.at = None, WindowPlace(number, self.at.of_epoch)
+        self.present, self.at = None, WindowPlace(number, self.at.of_epoch)
         self.data.present, self.data.is_open = None, False
+        self._state.window, self._state.windows_completed = None, self._state.windows
         self.reader.done()
 
-    def end_epoch(self) -> None:
+    def epoch_ended(self) -> None:
         """The epoch is over: a sequence that is at its end begins again in the next one."""
         self.at = replace(self.at, of_epoch=0)
         self.reader.begin_again()
@@ -195,19 +232,19 @@ class WindowedSource:
 
     def abandon(self) -> None:
         """End the workers of the open window at once."""
-        if self.window is not None:
-            self.window.abandon()
+        if self.present is not None:
+            self.present.abandon()
 
     def freeze(self) -> None:
         """Keep the place in the open window, whatever becomes of its loader."""
-        if self.window is not None:
-            self.window.freeze()
+        if self.present is not None:
+            self.present.freeze()
 
     def close(self) -> None:
         """The run is over: end the workers of the open window."""
         self.is_evaluated_again = False
-        if self.window is not None:
-            self.window.close()
+        if self.present is not None:
+            self.present.close()
 
     # -- in checkpoints -----------------------------------------------------------------------------------------------
 
@@ -216,7 +253,7 @@ class WindowedSource:
 
         Such a window is opened again, with the random numbers of then, and has no place.
         """
-        at, window = self.at, None if self.window is None or self.first_group_pending else self.window.state_dict()
+        at, window = self.at, None if self.present is None or self.first_group_pending else self.present.state_dict()
         own: dict[str, Any] = {"begun": at.announced, "of_epoch": at.of_epoch, "number": at.number}
         own |= {"updates": at.updates} | ({"completed": True} if at.completed else {})
         if self.first_group_pending:
@@ -224,7 +261,7 @@ class WindowedSource:
         own |= {"fingerprint": self.reader.fingerprint} if window is not None and self.reader.fingerprint else {}
         return {"windows": self.reader.state_dict() | own, "window": window, "ranks": mesh.data_size()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load(self, state: dict[str, Any]) -> None:
         """Continue at a saved place; opens the window that was open. A collective.
 
         Raises:

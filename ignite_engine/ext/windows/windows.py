@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader
 
 from ignite_engine.data.loader import resumable, seed_of_order
 from ignite_engine.data.sampler import ResumableSampler
+from ignite_engine.data.source import DataSource, OwnSource, Source
 from ignite_engine.data.workers import begin_pass, end_workers
 from ignite_engine.errors import EmptyData, check_type, is_number, is_whole
 from ignite_engine.ext.windows.streams import Files, ListedWindows, ReplayedStream, WindowStream, is_sequence, text_of
-from ignite_engine.ranks import agreement
+from ignite_engine.ranks import agreement, mesh
 
 __all__ = ["Files", "WindowStream", "Windows"]
 
@@ -36,7 +37,7 @@ class _SharedPosition:
         return self.stream
 
 
-class Windows:
+class Windows(OwnSource):
     """Data in windows, for ``Trainer.run()``, or of which an ``Evaluation`` takes the next one each time.
 
     Args:
@@ -118,6 +119,22 @@ class Windows:
                 f"Two read the windows of {self.stream!r}, and each would miss those of the other: give training and "
                 "evaluation streams of their own, or evaluate Windows.again at WINDOW_STARTED."
             )
+
+    def make_source(
+        self, source_of: Callable[[Any], DataSource], state: Any, stops: Callable[[], bool], *, shares: bool
+    ) -> Source:
+        if shares and not self.shared and mesh.data_size() > 1:
+            raise ValueError(
+                "global_micro_batches deals one order of samples out to the ranks, and Windows(shared=False) gives "
+                "each rank samples of its own: use shared windows, or accumulation_steps."
+            )
+        from ignite_engine.ext.windows.windowed_source import WindowedSource  # which imports this module
+
+        return WindowedSource(self, source_of, state, stops)
+
+    def check_epoch_length(self, epoch_length: int | None) -> None:
+        if epoch_length is not None:
+            raise ValueError(f"Windows(per_epoch=...) sets the length of an epoch, got epoch_length={epoch_length}.")
 
     @property
     def settings(self) -> dict[str, Any]:
