@@ -1,4 +1,4 @@
-"""``Update(capture=True)`` against the plain loop, against the one whose parts are compiled, and against ``Update``.
+"""``Update(accumulate="capture")`` against the plain loop, the one whose parts are compiled, and ``Update``.
 
     python -m benchmarks.captured_update [--rounds N] [--micro-batches N] [--json PATH]
 
@@ -68,7 +68,7 @@ def measured(rounds: int, micro_batches: int) -> Times:
         "compiled": compiled_round,
         "Update": round_of(Trainer(Update(eager.model, eager.optimizer, loss_fn, clip_norm=CLIP_NORM)), eager.batches),
         "captured": round_of(
-            Trainer(Update(captured.model, captured.optimizer, loss_fn, clip_norm=CLIP_NORM, capture=True)),
+            Trainer(Update(captured.model, captured.optimizer, loss_fn, clip_norm=CLIP_NORM, accumulate="capture")),
             captured.batches,
         ),
     }

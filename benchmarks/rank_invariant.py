@@ -84,7 +84,7 @@ class _Contender:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         if agreement.world_size() > 1 and not invariant:
             model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        update = Update(model, optimizer, _loss, clip_norm=1.0, rank_invariant=invariant)
+        update = Update(model, optimizer, _loss, clip_norm=1.0, accumulate="rank_invariant" if invariant else None)
         self.trainer = Trainer(update, global_micro_batches=options["micro_batches"])
         samples = torch.randn(batch * options["micro_batches"] * (steps + 1), FEATURES)
         self.data = loader(TensorDataset(samples), batch)

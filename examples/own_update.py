@@ -21,9 +21,10 @@ from torch.utils.data import TensorDataset
 
 from ignite_engine import Trainer, TrainingEvents, loader, seed_everything
 from ignite_engine.handlers import EMA, Checkpoint, MetricLogger
+from ignite_engine.update import BaseUpdate
 
 
-class SharpnessAwareUpdate:
+class SharpnessAwareUpdate(BaseUpdate):
     """``update(engine, batch)``; ``loss`` is at the weights, ``loss/nearby`` at distance ``rho`` up the gradient."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, rho: float) -> None:

@@ -70,10 +70,10 @@ class EMA:
             ValueError: it has several, and ``event`` does not say which.
         """
         check_type("what EMA is attached to", trainer, isinstance(trainer, Trainer), "a Trainer")
-        model = getattr(trainer.update, "model", None)
-        if not isinstance(model, nn.Module):
+        model = trainer.update.model
+        if model is None:
             raise TypeError(
-                "EMA needs to know the model: make the Trainer from an Update, or give your own update a 'model'."
+                "EMA needs to know the model: make the Trainer from an Update, or a BaseUpdate with a 'model'."
             )
         if isinstance(trainer.update, Updates) and event is TrainingEvents.OPTIMIZER_STEP_COMPLETED:
             name = list(trainer.update.updates)[-1]

@@ -104,8 +104,8 @@ class LRSchedule:
         stepped: Any = TrainingEvents.OPTIMIZER_STEP_COMPLETED
         if isinstance(update, Updates):
             stepped = update.stepped(self._optimizer)
-        known = getattr(update, "optimizers", None)
-        if isinstance(known, Mapping) and not any(self._optimizer is optimizer for optimizer in known.values()):
+        known = getattr(update, "optimizers", {})  # an engine of Ignite's own has no update
+        if known and not any(self._optimizer is optimizer for optimizer in known.values()):
             raise ValueError(
                 f"The optimizer of LRSchedule {self.name!r} is not one of the trainer's ({', '.join(known)}): "
                 "make the scheduler from the optimizer that was given to Update."

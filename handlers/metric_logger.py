@@ -117,7 +117,8 @@ class MetricLogger:
             if (value := meter.over_ranks([(row[first], row[first + 1]) for row in rows])) is not None:
                 trainer.state.metrics[name] = value
             meter.reset()
-        if getattr(trainer.update, "scaler", trainer) is not None:
+        is_known = isinstance(trainer.update, Update | Updates)
+        if not is_known or trainer.update.scaler is not None:
             norms = (math.inf,)  # fp16 overflows and skips the step
         if min(norms) < min(losses):
             self._note_first(trainer, "gradient norm", trainer.state.metrics["grad_norm"], norms)
@@ -197,7 +198,7 @@ class MetricLogger:
                 sink.columns.add(dict.fromkeys(losses))
 
     def _collect(self, trainer: Trainer) -> None:
-        policy = getattr(trainer.update, "non_finite", None)
+        policy = trainer.update.non_finite
         if policy is not None and policy.leaves_out(trainer.state.iteration):
             return
         if self._loaded:
@@ -216,7 +217,7 @@ class MetricLogger:
         if self._not_finite_at is None and first < math.inf:
             self._not_finite_at = trainer.state.not_finite_at = int(first)
             ranks = [rank for rank, iteration in enumerate(firsts) if iteration == first]
-            is_of_all = getattr(trainer.update, "rank_invariant", False)  # each rank has the mean of all micro-batches
+            is_of_all = trainer.update.rank_invariant  # each rank has the mean of all micro-batches
             if agreement.rank() == 0:
                 logger.warning(
                     "The %s of iteration %d is %s%s, the first that is not finite; the run continues. "

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ignite_engine.errors import is_number
 from ignite_engine.events import Phase
 from ignite_engine.ranks import agreement, mesh
-from ignite_engine.step.micro_batches import first_dimension, micro_batches_of
+from ignite_engine.step.micro_batches import first_dimension, group_of
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Throughput:
             self._seconds += perf_counter() - self._began
             self._began = None
         self._steps += 1
-        for micro_batch in micro_batches_of(trainer):
+        for micro_batch in group_of(trainer, trainer.state.batch).real:
             self._samples += self.samples_fn(micro_batch)
             if self.tokens_fn is not None:
                 self._tokens += self.tokens_fn(micro_batch)
@@ -167,7 +167,7 @@ class _CountedIteration:
             return
         self._stop(trainer)
         flops, count = counter.get_total_flops(), self._throughput.tokens_fn or self._throughput.samples_fn
-        units = sum(map(count, micro_batches_of(trainer, repeated=True)))
+        units = sum(map(count, group_of(trainer, trainer.state.batch)))
         if flops and units:
             self._done()
             self.per_unit = flops / units

@@ -16,7 +16,7 @@ from ignite_engine.errors import check_type
 from ignite_engine.handlers.metric_values import publish
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.mesh import metrics_reduce
-from ignite_engine.step.micro_batches import micro_batches_of
+from ignite_engine.step.micro_batches import group_of
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class TrainingMetrics:
             if agreement.rank() == 0:
                 logger.warning(
                     "TrainingMetrics(name=%r) has nothing to measure: call its record((predictions, targets)) in the "
-                    "loss function, and leave out Update(capture=...), whose graphs do not call it.",
+                    "loss function, and leave out Update(accumulate='capture'), whose graphs do not call it.",
                     self.label,
                 )
             return
@@ -130,7 +130,7 @@ class TrainingMetrics:
         self._forward = None
 
     def _take(self, trainer: Trainer) -> None:
-        real = len(micro_batches_of(trainer)) if trainer.state.padding else None
+        real = len(group_of(trainer, trainer.state.batch).real)
         for outputs in list(self._pending.values())[:real]:
             for output in outputs:
                 self._recorded += 1

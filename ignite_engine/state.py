@@ -140,13 +140,9 @@ class TrainingState(State):
     """Samples trained on in the whole run over all ranks, None: no interval counts them. Writer: Trainer."""
     tokens: int | None
     """Tokens, likewise. Writer: Trainer."""
-    padding: int
-    """Micro-batches at the end of this iteration's group that repeat one with weight zero, because this rank's data
-    ran out before its peers'. Writer: Trainer."""
-    group_total: int
-    """Micro-batches with weight in this iteration's group over all ranks; 0: as many on every rank. Writer: Trainer."""
-    group_weights: Any
-    """A ``GroupWeights``: what ``weight_fn`` gave for this group, where ranks agreed on it ahead. Writer: Trainer."""
+    group: Any
+    """The :class:`~ignite_engine.Group` of this iteration's micro-batches, grouped or not, None without data: how many
+    it has over all ranks, and how many repeat one with weight zero. Writer: Trainer."""
     status: str
     """``created``, ``running``, ``completed``, ``interrupted`` or ``failed``. Writer: Trainer."""
     start: Start
@@ -193,9 +189,7 @@ class TrainingState(State):
         self.window = None
         self.samples = self.tokens = None
         self.checkpoint_path = None
-        self.padding = 0
-        self.group_total = 0
-        self.group_weights = None
+        self.group = None
         self.status = "created"
         self.start = Start.FRESH
         self.reason = None

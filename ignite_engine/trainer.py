@@ -19,7 +19,7 @@ from ignite_engine.engine.position import last_iteration
 from ignite_engine.engine.progress import Ending, Left, Progress
 from ignite_engine.engine.requests import COLLECT, END, SAVE, Requests
 from ignite_engine.engine.roll_back import RollBacks, arguments_again
-from ignite_engine.errors import Interrupted, RollBack, check_type, is_whole
+from ignite_engine.errors import Interrupted, RollBack, is_whole
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp_buckets import settle_buckets
@@ -28,6 +28,7 @@ from ignite_engine.state import Boundary, Start, TrainingState
 from ignite_engine.states.registry import Registry, Stateful
 from ignite_engine.states.resume_state import ResumeState
 from ignite_engine.step.micro_batches import check_steps
+from ignite_engine.update.base import update_of
 
 if TYPE_CHECKING:
     from ignite_engine.checkpointing import SaveFilter
@@ -78,13 +79,11 @@ class Trainer(Engine):
         global_micro_batches: int | None = None,
         max_read_errors: int = 0,
     ) -> None:
-        is_model = isinstance(update, nn.Module)  # what else cannot be called is refused by Ignite
-        check_type("update", update, not is_model, "Update(model, optimizer, loss_fn) or a function")
+        self.update = update_of(update)
         if accumulation_steps is not None and (not is_whole(accumulation_steps) or accumulation_steps < 1):
             raise ValueError(
                 f"accumulation_steps must be at least 1, or None for no grouping, got {accumulation_steps!r}."
             )
-        rank_invariant = getattr(update, "rank_invariant", False) is True  # not that of a mock
         if global_micro_batches is not None:
             check_steps(global_micro_batches, "global_micro_batches")
             if accumulation_steps is not None:
@@ -92,9 +91,9 @@ class Trainer(Engine):
                     f"Give accumulation_steps (batches of each rank) or global_micro_batches (over all ranks), got "
                     f"both: {accumulation_steps} and {global_micro_batches}."
                 )
-        elif rank_invariant:
+        elif self.update.rank_invariant:
             raise ValueError(
-                "Update(rank_invariant=True) needs the size of an iteration over all ranks: "
+                "A rank-invariant Update needs the size of an iteration over all ranks: "
                 "make it Trainer(update, global_micro_batches=...)."
             )
         if not is_whole(max_read_errors) or max_read_errors < 0:
@@ -105,7 +104,6 @@ class Trainer(Engine):
                 "another number of ranks: use accumulation_steps, or max_read_errors=0."
             )
         super().__init__(update)
-        self.update = update
         self.state = TrainingState()
         self.register_events(*TrainingEvents, event_to_attr=EVENT_COUNTERS)
         self.resume_state = ResumeState()
@@ -115,14 +113,14 @@ class Trainer(Engine):
         self.progress = Progress(
             self.state,
             Grouping(accumulation_steps, global_micro_batches),
-            may_be_empty=rank_invariant,
-            weigh=None if rank_invariant else getattr(update, "weight_fn", None),
+            may_be_empty=self.update.rank_invariant,
+            weigh=None if self.update.rank_invariant else self.update.weight_fn,
             waiting=self.requests,
             max_read_errors=max_read_errors,
         )
-        for name, part in saved_progress.parts(self.progress, self.resume_state, update).items():
+        for name, part in saved_progress.parts(self.progress, self.resume_state, self.update).items():
             self.registry.register(name, part, kind={"trainer": "counters"}.get(name, name))
-        for name, obj, shared in getattr(update, "stateful", lambda: ())():
+        for name, obj, shared in self.update.stateful():
             self.registry.register(name, obj, shared=shared)
             self.registry.of_update.append(name)
         self._roll_backs = RollBacks()
@@ -200,7 +198,9 @@ class Trainer(Engine):
         from ignite_engine.states.reproducibility import reasons_of
 
         filters = self.registry.filters if only is None else [only]
-        return reasons_of(self.update, self.registry, self.progress.source, self._models(), filters)
+        return reasons_of(
+            self.update.model, self.update.variables(), self.registry, self.progress.source, self._models(), filters
+        )
 
     def request_stop(self, reason: str, signal: int | None = None) -> None:
         """Ask for a stop at the next step boundary on which all ranks agree; safe in a signal handler.
@@ -340,7 +340,7 @@ class Trainer(Engine):
     def _go_back(self, request: RollBack) -> None:
         self.progress.close()
         try:
-            path = self._roll_backs.go_back(request, getattr(self.update, "non_finite", None))
+            path = self._roll_backs.go_back(request, self.update.non_finite)
         except BaseException as failure:
             self._note_failure(failure)
             raise
@@ -366,7 +366,7 @@ class Trainer(Engine):
         for name in ("accumulation_steps", "global_micro_batches"):
             if arguments.data is None and getattr(self, name) is not None:
                 raise ValueError(f"{name} needs data to group: give run() a loader.")
-        state, policy = self.state, getattr(self.update, "non_finite", None)
+        state, policy = self.state, self.update.non_finite
         self._roll_backs.check(policy)
         settings: dict[str, Any] = {
             "accumulation_steps": self.accumulation_steps,
@@ -374,7 +374,7 @@ class Trainer(Engine):
             "max_read_errors": self.progress.max_read_errors,
         }
         settings["what a checkpoint holds"] = sorted(self.registry.objects)
-        start.check_ranks_agree(arguments, settings, getattr(self.update, "optimizers", {}))
+        start.check_ranks_agree(arguments, settings, self.update.optimizers)
         start.begin(arguments, state, self.progress, self.registry, self.resume_state)
         if (digests := self.registry.rank_digests) is not None:
             digests.watch(self, boundary=TrainingEvents.RESUME_POINT)
@@ -390,11 +390,10 @@ class Trainer(Engine):
         self._skipped_before = state.skipped_steps
         state.boundary = Boundary()
         self.should_terminate = self.should_terminate_single_epoch = self.should_interrupt = False
-        self.requests.begin(exact=getattr(self.update, "rank_invariant", False) is True)
-        if isinstance(model := getattr(self.update, "model", None), nn.Module):
+        self.requests.begin(exact=self.update.rank_invariant)
+        if (model := self.update.model) is not None:
             saved_progress.set_modes(model, self.resume_state.in_eval_mode)
-        if hasattr(self.update, "run_starts"):
-            self.update.run_starts()
+        self.update.run_started()
         for model in self._models():
             settle_buckets(model)
         if state.start is Start.FRESH:
@@ -415,7 +414,7 @@ class Trainer(Engine):
         state, progress = self.state, self.progress
         if paused or state.status == "interrupted":  # the next run goes on
             self.resume_state.in_eval_mode = saved_progress.in_eval_mode(self.update)
-        if hasattr(self.update, "run_ended") and not paused:
+        if not paused:
             self.update.run_ended(self)
         all_skipped = state.skipped_steps > self._skipped_before and not state.optimizer_steps
         if all_skipped and state.status == "completed" and agreement.rank() == 0:

@@ -20,10 +20,9 @@ ON_TOP = {"handlers", "runs", "cli", "config", "__main__"}
 STANDING = {
     *(("cli", f"ext/{name}") for name in ("follow", "mirror", "recovery", "replay", "report")),
     *(("config", f"ext/{name}") for name in ("mirror", "sparse")),
-    *(("handlers", f"ext/{name}") for name in ("mirror", "rank_invariant", "recovery", "windows")),
-    *(("runs", f"ext/{name}") for name in ("rank_invariant", "recovery", "report", "windows")),
+    *(("handlers", f"ext/{name}") for name in ("mirror", "recovery", "windows")),
+    *(("runs", f"ext/{name}") for name in ("recovery", "report", "windows")),
     *(("task", f"ext/{name}") for name in ("windows",)),
-    *(("update", f"ext/{name}") for name in ("capture", "rank_invariant")),
 }
 # Parts that several handlers share.
 SHARED_HANDLER_MODULES = {"columns", "followed_metric", "history", "meters", "metric_values", "sinks"}

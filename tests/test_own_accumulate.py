@@ -70,7 +70,7 @@ def test_weights_have_the_bits_of_the_loop_written_by_hand(precision):
 
 def test_two_passes_are_the_same_with_rank_invariant_sums():
     ends = []
-    for options in ({"rank_invariant": True}, {}):
+    for options in ({"accumulate": "rank_invariant"}, {}):
         model = linear(dtype=torch.float64)
         update = SharpnessAwareUpdate(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, **options)
         trainer = Trainer(update, **({"global_micro_batches": 2} if options else {"accumulation_steps": 2}))

@@ -87,7 +87,7 @@ class EvaluationBatches:
         self._lengths = _lengths(self.length)
         self.common = min(self._lengths)
         """Batches that every rank has; below 0 where a rank does not know."""
-        model = getattr(evaluator, "model", None) or getattr(trainer.update, "model", None)
+        model = getattr(evaluator, "model", None) or trainer.update.model
         waits = not self.single_process and isinstance(model, nn.Module) and waits_for_peers(model)
         self._on_each_rank = on_each_rank or waits
         _check(name, self._lengths, on_each_rank=self._on_each_rank)

@@ -118,7 +118,7 @@ class Evaluation:
         """Evaluate at ``event``; several events: ``|``, or attach again."""
         check_type("what Evaluation is attached to", trainer, isinstance(trainer, Trainer), "a Trainer")
         trainer.register(self.name, self)
-        why = "the update is rank-invariant" if getattr(trainer.update, "rank_invariant", False) else None
+        why = "the update is rank-invariant" if trainer.update.rank_invariant else None
         if self._resumes and (why := why or unsupported_reason(self.evaluator, sized=hasattr(self.data, "__len__"))):
             logger.warning("The evaluation of %s always starts at its first batch: %s.", self.label, why)
             self._resumes = False
@@ -156,7 +156,7 @@ class Evaluation:
         if self._windows is not None and self._saved_windows is not None:
             self._windows.load_state_dict(self._saved_windows)
             self._saved_windows = None
-        invariant = getattr(trainer.update, "rank_invariant", False)
+        invariant = trainer.update.rank_invariant
         if not self._changes:
             check_loader(self.label, self._loader(), on_each_rank=invariant)
         if invariant and agreement.rank() == 0:
@@ -179,7 +179,7 @@ class Evaluation:
                 logger.warning("No window is there to be evaluated as %s.", self.label)
                 return
             self._unfinished_at = state.iteration
-            share_buffers(getattr(trainer.update, "model", None))
+            share_buffers(trainer.update.model)
             undo.callback(setattr, state, "evaluating", state.evaluating)
             state.evaluating = OngoingEvaluation(self.label, undo, self.evaluator)
             trainer.fire_event(TrainingEvents.EVALUATION_STARTED)
@@ -200,7 +200,7 @@ class Evaluation:
         """Whether it completed."""
         evaluator = self.evaluator
         own = getattr(evaluator, "model", None)
-        dealing = dealing_of(data, self.limit) if getattr(trainer.update, "rank_invariant", False) else None
+        dealing = dealing_of(data, self.limit) if trainer.update.rank_invariant else None
         with eval_mode(own) if own is not None else nullcontext(), whole_pass(data, dealing):
             if self._rng is not None:
                 rng.restore(self._rng)

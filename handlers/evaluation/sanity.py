@@ -66,7 +66,7 @@ class SanityCheck:
         update = trainer.update
         for name, trial in self._read_again(trainer).items():
             drawn, read = undrawn(trainer.registry.objects), whole_pass(trial.data)
-            buffers = _buffers_of(getattr(update, "model", None), getattr(update, "loss_fn", None))
+            buffers = _buffers_of(update.model, update.loss_fn)
             with rng.isolated(), drawn, read, buffers, warnings.catch_warnings(action="ignore"):
                 self._try(name, trial)
             trial.evaluator.state.batch = trial.evaluator.state.output = None  # they would be kept for the whole run

@@ -235,13 +235,12 @@ class UpdateSection(Section):
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of autocast; weights stay fp32
     accumulation_steps: Count | None = None  # micro-batches per update on each rank; default: one, ungrouped
     global_micro_batches: Count | None = None  # instead: per update over all ranks, which share them
-    rank_invariant: bool = False  # the same bits on any number of ranks; with global_micro_batches
+    accumulate: Literal["rank_invariant", "capture"] | None = None  # another way to make the gradients of an update
     clip_norm: Positive | None = None  # largest joint L2 norm of the gradients
     log_grad_norm: bool = False  # also without clipping
     grad_scaler: dict[str, Any] | None = None  # options of torch.amp.GradScaler, for fp16
     non_finite: Literal["skip", "stop", "rollback"] | None = None  # where a loss or gradient is not; default: a warning
     max_skips: Count = 10  # iterations that non_finite leaves out at most
-    capture: bool = False  # graphs of torch.compile: faster, other bits
 
     @model_validator(mode="after")
     def _one_size_of_an_update(self) -> UpdateSection:
@@ -251,9 +250,10 @@ class UpdateSection(Section):
                 f"got {self.global_micro_batches} with update.accumulation_steps {self.accumulation_steps}; "
                 "set one of them, for all ranks or for each.",
             )
-        if self.rank_invariant and self.global_micro_batches is None:
+        if self.accumulate == "rank_invariant" and self.global_micro_batches is None:
             raise _fault(
-                "rank_invariant", "got true without update.global_micro_batches; set how many an update has in all."
+                "accumulate",
+                "got 'rank_invariant' without update.global_micro_batches; set how many an update has in all.",
             )
         return self
 

@@ -14,7 +14,7 @@ from ignite_engine.data.read_errors import ReadErrors
 from ignite_engine.data.readers import length_of
 from ignite_engine.data.source import DataSource
 from ignite_engine.ranks import agreement, mesh
-from ignite_engine.step.micro_batches import GroupWeights, WeightFn
+from ignite_engine.step.micro_batches import WeightFn
 
 
 class AgreedSource(DataSource):
@@ -41,6 +41,8 @@ class AgreedSource(DataSource):
         super().__init__(data, accumulation_steps, read_errors=read_errors)
         self._weigh, self._waiting = weigh, waiting
         self._ahead: LookAhead | None = None
+        self.pads = False
+        """A rank may have to repeat a batch, or groups are weighed ahead."""
 
     def agree_lengths(self) -> None:
         """Read the length of the pass that starts; the ranks exchange theirs. A collective.
@@ -68,7 +70,7 @@ class AgreedSource(DataSource):
         self._ahead = LookAhead(
             iter(()) if held.exhausted or repeated is not None else self._open(),
             repeated=repeated,
-            steps=self.steps if self.grouped else None,
+            steps=self.steps,
             position=None
             if self.sampler is not None
             else lambda: replace(self._loader_before_the_fetch(), rng=rng.capture()),
@@ -92,15 +94,6 @@ class AgreedSource(DataSource):
         batches = self._open()
         self.place = self.place._replace(batch=place.batch)
         return batches
-
-    def padded(self, count: int) -> tuple[int, int]:
-        assert self._ahead is not None
-        return self._ahead.padding, self._ahead.total
-
-    @property
-    def weights(self) -> GroupWeights | None:  # type: ignore[override]  # a source that does not agree has none
-        """The weights of the group that was taken last."""
-        return None if self._ahead is None else self._ahead.weights
 
     def consumed(self, batches: int) -> None:
         super().consumed(batches)

@@ -15,7 +15,7 @@ from ignite_engine.data.place import Held
 from ignite_engine.data.read_errors import ReadErrors, split
 from ignite_engine.errors import PeerFailed, StopRequested, one_line
 from ignite_engine.ranks import agreement, mesh
-from ignite_engine.step.micro_batches import Group, GroupWeights, WeightFn, check_weight
+from ignite_engine.step.micro_batches import Group, WeightFn, check_weight
 
 logger = logging.getLogger(__name__)
 _CAN_REPEAT, _ERROR, _STOP = 1, 2, 4
@@ -42,7 +42,7 @@ class LookAhead:
     Args:
         batches: this rank's, from its position on.
         repeated: gives what this rank repeats, where it was exhausted before; None: it was not, or takes a peer's.
-        steps: batches in a group; None yields the batches themselves.
+        steps: batches in a group.
         position: where the data is now; None where nothing that is fetched ahead need be saved.
         weigh: weight of a batch, None weighs none.
         waiting: its ``waiting_for_data`` is set while a fetch may be interrupted.
@@ -60,16 +60,15 @@ class LookAhead:
         batches: Iterator[Any],
         *,
         repeated: Iterator[Any] | None = None,
-        steps: int | None,
+        steps: int,
         position: Callable[[], Held] | None = None,
         weigh: WeightFn | None = None,
         waiting: Waiting | None = None,
         read_errors: ReadErrors | None = None,
         left: int | None = None,
     ) -> None:
-        self._batches, self._steps, self._weigh = batches, steps or 1, weigh
+        self._batches, self._steps, self._weigh = batches, steps, weigh
         self._repeated = repeated
-        self._grouped = steps is not None
         self._position, self._waiting, self._left = position, waiting, left
         self._read_errors = read_errors
         self._before: deque[Held] = deque()
@@ -84,10 +83,6 @@ class LookAhead:
         self._error: Exception | None = None
         self._last: Any = None
         self._can_repeat = self._over = self._draws = False
-        self.padding = self.total = 0
-        """In the group that was taken last: zero-weight batches on this rank, and real batches over all data ranks."""
-        self.weights: GroupWeights | None = None
-        """The weights of the group that was taken last."""
 
     @property
     def before(self) -> Held | None:
@@ -100,10 +95,10 @@ class LookAhead:
             self._before.popleft()
         self._taken = 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Group]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Group:
         if self._over:
             raise StopIteration
         if self._group is None:
@@ -122,7 +117,7 @@ class LookAhead:
                 self.fetch()
             else:
                 self._over = True
-        return group if self._grouped else group[0]
+        return group
 
     def fetch(self, *, drawn: bool = False) -> None:
         """Fetch the next group, and start to tell the peers.
@@ -205,13 +200,13 @@ class LookAhead:
             holder = next(rank for rank, row in enumerate(rows) if row[0])
             shared = batch_of(holder, group[0] if group else None)
             self._last, self._can_repeat = (self._last if self._can_repeat else shared), True
-        real = len(group)
-        self.padding, self.total = length - real, int(sum(row[0] for row in mesh.by_data_rank(rows)))
-        group.extend([self._last] * self.padding)
+        of_data = mesh.by_data_rank(rows)
+        group.padding, group.total = length - len(group), int(sum(row[0] for row in of_data))
+        group.extend([self._last] * group.padding)
+        group.places = length if self._read_errors is None else self._read_errors.batches
         if self._weigh is not None:
-            weight = sum(row[2] for row in mesh.by_data_rank(rows))
-            batch = group if self._grouped else group[0]
-            self.weights = GroupWeights(batch, self._weights + [0.0] * self.padding, weight)
+            group.weights = self._weights + [0.0] * group.padding
+            group.total_weight = sum(row[2] for row in of_data)
         return group
 
     def _raise(self) -> None:

@@ -93,6 +93,7 @@ class ReadErrors:
             group, errors = split(places)
             self.take(len(places), errors, found=len(errors), empty=not group)
             if group:
+                group.places = self.batches
                 yield group
 
 

@@ -76,8 +76,6 @@ class SharedSource(DataSource):
         ValueError: there are fewer micro-batches than ranks.
     """
 
-    pads = True
-
     def __init__(self, data: Any, micro_batches: int, *, may_be_empty: bool) -> None:
         super().__init__(data, micro_batches)
         assert self.sampler is not None
@@ -112,17 +110,8 @@ class SharedSource(DataSource):
         left = max(0, sampler.length - sampler.skipped)
         self.batches = left // size if self.data.drop_last else -(-left // size)
 
-    def size_of(self, group: Any) -> int:
-        """Micro-batches of the iteration at the position, over all ranks."""
-        assert self.batches is not None
-        return min(self.steps, self.batches - self.place.batch)
-
     def own_batches(self, batches: int) -> int:
         return len(range(self._first, min(self._end, batches)))
-
-    def padded(self, count: int) -> tuple[int, int]:
-        """How many zero-weight micro-batches this rank adds to ``count`` over all ranks, and ``count`` itself."""
-        return int(count <= self._first and not self._may_be_empty), count
 
     def __iter__(self) -> Iterator[Any]:
         if self.place.ended:
@@ -134,7 +123,11 @@ class SharedSource(DataSource):
         for begin in range(begun, self.batches, self.steps):
             size = min(self.steps, self.batches - begin)
             group = Group(islice(batches, self.own_batches(size)))
-            yield group if group or self._may_be_empty else Group([self._first_batch()])
+            if not group and not self._may_be_empty:
+                group.append(self._first_batch())
+                group.padding = 1
+            group.total = group.places = size
+            yield group
         next(batches, None)  # the loader ends its workers when it is exhausted
 
     def _open(self) -> Iterator[Any]:

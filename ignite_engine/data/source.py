@@ -22,7 +22,7 @@ from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.data.workers import Begun, begin_pass, end_workers
 from ignite_engine.errors import StateMismatch, StopRequested, leave_out
 from ignite_engine.ranks import agreement, mesh
-from ignite_engine.step.micro_batches import Group, GroupWeights
+from ignite_engine.step.micro_batches import Group
 
 logger = logging.getLogger(__name__)
 _END = object()
@@ -177,7 +177,7 @@ class DataSource:
 
     Args:
         data: a loader or any iterable of batches.
-        accumulation_steps: batches in a group; None yields the batches themselves.
+        accumulation_steps: batches in a group; None: one.
         read_errors: batches that cannot be read are left out; None: they raise.
 
     It reads what this rank has; on several ranks :class:`~ignite_engine.data.agreed.AgreedSource` makes the groups of
@@ -185,14 +185,10 @@ class DataSource:
     """
 
     ends_epochs = None
-    pads = False
-    """A rank may have to repeat a batch, or groups are weighed ahead."""
-    weights: GroupWeights | None = None
-    """The weights of the group that was taken last, where the ranks have agreed on them."""
 
     def __init__(self, data: Any, accumulation_steps: int | None, *, read_errors: ReadErrors | None = None) -> None:
         self.data, self.reader, self.read_errors = data, reader_of(data), read_errors
-        self.steps, self.grouped = accumulation_steps or 1, accumulation_steps is not None
+        self.steps = accumulation_steps or 1
         self.place = Place()
         self.batches: int | None = None
         """Batches in one pass on the longest rank, None if unknown."""
@@ -258,14 +254,8 @@ class DataSource:
             return iter(())
         held = self.place.held
         self._opened_at = None if held.loader is None else held
-        groups = self._all_groups(self._open())
+        groups = self._groups(self._open())
         return self._noted(groups, held.rng) if self.reader.keeps_state else groups
-
-    def _all_groups(self, batches: Iterator[Any]) -> Iterator[Any]:
-        if self.read_errors is not None:
-            groups = self.read_errors.readable(batches, self.steps)
-            return groups if self.grouped else (group[0] for group in groups)
-        return self._groups(batches) if self.grouped else batches
 
     def _noted(self, groups: Iterator[Any], drawn: Any) -> Iterator[Any]:
         """The groups; the place is before each until it is consumed.
@@ -301,7 +291,10 @@ class DataSource:
         return replace(opened_at, rng=None)
 
     def _groups(self, batches: Iterator[Any]) -> Iterator[Group]:
+        if self.read_errors is not None:
+            yield from self.read_errors.readable(batches, self.steps)
         while group := Group(islice(batches, self.steps)):
+            group.places = len(group)
             yield group
 
     def _open(self) -> Iterator[Any]:
@@ -316,19 +309,9 @@ class DataSource:
         self._iterator = Begun(self.data) if goes_on else begin_pass(self.data)
         return self._iterator if self.read_errors is None else marked(self._iterator, self.data)
 
-    def size_of(self, group: Any) -> int:
-        """How far ``group`` moves the place, with what could not be read before it and within it."""
-        if self.read_errors is not None:
-            return self.read_errors.batches
-        return len(group) if type(group) is Group else 1
-
     def own_batches(self, batches: int) -> int:
         """How many of the next ``batches`` are this rank's."""
         return batches
-
-    def padded(self, count: int) -> tuple[int, int]:
-        """How many of the next ``count`` batches repeat the last one, and how many do not, over all data ranks."""
-        return 0, count
 
     def consumed(self, batches: int) -> None:
         """``batches`` more batches are trained on."""

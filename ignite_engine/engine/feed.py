@@ -12,6 +12,7 @@ from typing import Any
 from ignite.engine import Engine, Events
 
 from ignite_engine.engine.boundary import RunEnds, StepBoundary
+from ignite_engine.engine.grouping import Grouping
 from ignite_engine.engine.position import EpochIs, is_done
 from ignite_engine.engine.progress import Progress
 from ignite_engine.engine.requests import Requests
@@ -38,6 +39,7 @@ class Feed:
         self._requests, self._boundary = requests, boundary
         self._fire: Callable[..., bool] = engine._fire_event  # type: ignore[assignment]  # the Trainer's, which may be wrapped
         self._began_at = state.iteration
+        self._is_grouped = progress.grouping != Grouping()
 
     def open(self) -> None:
         """Open the pass at its position, unless it is open."""
@@ -56,7 +58,8 @@ class Feed:
             if group is End.OF_EPOCH:
                 return group
         # reset here, not at the epoch's end: handlers of EPOCH_COMPLETED read the last output
-        state.batch, state.output = group, None
+        state.group, state.output = group, None
+        state.batch = group if group is None or self._is_grouped else group[0]
         if state.dataloader is not None and self._fire(Events.GET_BATCH_COMPLETED):
             self._boundary.check()
         if progress.ends_epochs is not None:

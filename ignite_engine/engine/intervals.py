@@ -22,7 +22,7 @@ from ignite_engine.errors import is_number
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.state import TOTALS
-from ignite_engine.step.micro_batches import first_dimension, micro_batches_of
+from ignite_engine.step.micro_batches import first_dimension, group_of
 
 Count = Callable[[Any], float]
 
@@ -207,7 +207,7 @@ class Intervals:
 
     def _add_count(self, trainer: Any, interval: Counted) -> None:
         unit, known = interval.unit, self._counts.get(interval.unit)
-        given = interval.count or known or getattr(trainer.update, "weight_fn", None)
+        given = interval.count or known or trainer.update.weight_fn
         if unit == "samples":
             given = interval.count or known or _samples
         if given is None:
@@ -224,7 +224,7 @@ class Intervals:
         """Count this rank's samples and tokens; the ranks exchange their numbers beside the update."""
         if not self._counts:
             return
-        batches = micro_batches_of(trainer)
+        batches = group_of(trainer, trainer.state.batch).real
         own = [float(sum(count(batch) for batch in batches)) for count in self._counts.values()]
         if self._rows is not None:
             self._rows()  # of an iteration that was given up

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from ignite.engine import Engine, Events
 
@@ -37,6 +36,7 @@ from ignite_engine.events import TrainingEvents
 from ignite_engine.state import Boundary, TrainingState
 from ignite_engine.states.registry import Registry
 from ignite_engine.states.resume_state import ResumeState
+from ignite_engine.update.base import BaseUpdate
 
 
 class Loop:
@@ -45,7 +45,7 @@ class Loop:
     def __init__(
         self,
         engine: Engine,
-        update: Callable[[Engine, Any], Any],
+        update: BaseUpdate,
         state: TrainingState,
         progress: Progress,
         requests: Requests,

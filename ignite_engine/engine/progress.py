@@ -19,6 +19,7 @@ from ignite_engine.data.source import DataSource, EndsEpochs, OwnSource, Source
 from ignite_engine.engine.grouping import Grouping
 from ignite_engine.engine.position import EpochIs, Plan, Position, is_done, limit_reached
 from ignite_engine.state import TrainingState
+from ignite_engine.update.base import BaseUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +210,7 @@ class Progress:
         self._forget_group()
 
     def _forget_group(self) -> None:
-        self.state.padding, self.state.group_total, self.state.group_weights = 0, 0, None
+        self.state.group = None
 
     def close(self, *, continues: bool = False) -> None:
         """The run is over: loader workers end with it.
@@ -235,12 +236,7 @@ class Progress:
 
     def group_fetched(self, group: Any) -> None:
         """An update of ``group`` begins."""
-        source, batches = self._present, 0
-        if source is not None:
-            batches = source.size_of(group)
-            if source.pads:
-                self.state.padding, self.state.group_total = source.padded(batches)
-                self.state.group_weights = source.weights
+        source, batches = self._present, 0 if group is None else group.places
         self._fetched = _Fetched(source, batches, self.state.optimizer_steps)
 
     def samples_of_group(self) -> list[int] | None:
@@ -302,15 +298,13 @@ class Progress:
             self.ends_epochs.epoch_ended()
 
     @contextmanager
-    def before_the_failure(self, update: Any) -> Iterator[bool]:
+    def before_the_failure(self, update: BaseUpdate) -> Iterator[bool]:
         """Let the counters say what was done before an iteration failed; yields whether the weights agree with it.
 
         They do not if an optimizer had begun to step, nor after an update function that does not say so.
         """
         state, fetched = self.state, self._fetched
-        stepped = getattr(update, "stepping", True) or (
-            fetched is not None and state.optimizer_steps != fetched.optimizer_steps
-        )
+        stepped = update.stepping or (fetched is not None and state.optimizer_steps != fetched.optimizer_steps)
         undone = int(fetched is not None and state.iteration > 0)
         state.iteration -= undone
         try:

@@ -14,14 +14,15 @@ from ignite_engine.state import COUNTERS, TOTALS
 from ignite_engine.states.model_and_optimizer import clean_name, unwrap
 from ignite_engine.states.registry import Stateful
 from ignite_engine.states.resume_state import ResumeState
+from ignite_engine.update.base import BaseUpdate
 
 
-def parts(progress: Progress, resume: ResumeState, update: Any = None) -> dict[str, Stateful]:
+def parts(progress: Progress, resume: ResumeState, update: BaseUpdate) -> dict[str, Stateful]:
     """The parts by name: all of :attr:`Progress.position`, the counters, and the random numbers.
 
     Args:
         resume: takes what cannot be set before the run begins.
-        update: what the run calls, which may have a ``model``.
+        update: what the run calls.
     """
 
     def data() -> dict[str, Any]:
@@ -60,10 +61,9 @@ def counters(progress: Progress) -> dict[str, Any]:
     }
 
 
-def in_eval_mode(update: Any) -> list[str]:
+def in_eval_mode(update: BaseUpdate) -> list[str]:
     """The modules of its model that a handler has put into eval mode, as it may at EPOCH_STARTED alone."""
-    model = getattr(update, "model", None)
-    modules = unwrap(model).named_modules() if isinstance(model, nn.Module) else ()
+    modules = () if update.model is None else unwrap(update.model).named_modules()
     return [clean_name(name) for name, module in modules if not module.training]
 
 

@@ -97,8 +97,8 @@ def check_fit(config: Config, task: Task) -> None:
                 f"the data '{name}' is a {type(data).__name__}, expected __len__ and __getitem__, a DataLoader, or an "
                 "IterableDataset.",
             )
-        evaluated = name != "train_set" and config.distributed.strategy == "ddp" and not config.update.rank_invariant
-        if size < (1 if evaluated else mesh.data_size()):
+        is_evaluated = name != "train_set" and config.update.accumulate != "rank_invariant"
+        if size < (1 if is_evaluated and config.distributed.strategy == "ddp" else mesh.data_size()):
             raise config.error("task", f"the data '{name}' has {size} samples for {mesh.data_size()} ranks.")
     limit = config.data.max_read_errors
     shared = {

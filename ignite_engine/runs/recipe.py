@@ -113,11 +113,15 @@ def build_run(config: Config, task: Task | None = None) -> Run:
             log_grad_norm=config.update.log_grad_norm,
             non_finite=config.update.non_finite,
             max_skips=config.update.max_skips,
-            rank_invariant=config.update.rank_invariant,
+            accumulate=config.update.accumulate,
             reduce_each_micro_batch=config.distributed.reduce_each_micro_batch,
             loss_parallel=config.distributed.loss_parallel,
-            capture=config.update.capture,
         )
+        model.train()
+        try:
+            update.accumulation.check()
+        except ValueError as error:
+            raise config.error("update.accumulate", str(error)) from None
         trainer = Trainer(
             update,
             accumulation_steps=config.update.accumulation_steps,
@@ -269,7 +273,7 @@ def _progressive(config: Config, task: Task, run: Run) -> handlers.Evaluation:
     """Evaluates each window before it is trained on."""
     trained, evaluated = run.loader, data_loader(config, task, task.train_set, training=False)
     assert isinstance(trained, Windows) and isinstance(evaluated, Windows), "check_fit has seen it"
-    evaluator = _evaluator(config, task, run.trainer.update.model)  # type: ignore[attr-defined]  # an Update
+    evaluator = _evaluator(config, task, run.trainer.update.model)
     return handlers.Evaluation(
         evaluator, lambda: evaluated.loader_of(trained.present), name="progressive", limit=config.evaluation.limit
     )
@@ -307,7 +311,7 @@ def _attach(
     say_how_it_resumes(run.loader)
     metric_logger = _metric_logger(config, task, run)
     if evaluation.sanity_batches and evaluations:
-        model = trainer.update.model  # type: ignore[attr-defined]  # an Update
+        model = trainer.update.model
         _sanity_check(config, task, model).attach(trainer)
     for name, schedule in schedules.items():
         handler_name = run.schedule_name(name)

@@ -240,7 +240,7 @@ class Run:
 
     def schedule_name(self, optimizer: str) -> str:
         """The name of the handler that steps the schedule of an optimizer."""
-        is_named = bool(self.config["optimizers"]) or set(self.trainer.update.optimizers) != {"optimizer"}  # type: ignore[attr-defined]  # build_run gave it an Update
+        is_named = bool(self.config["optimizers"]) or set(self.trainer.update.optimizers) != {"optimizer"}
         return f"lr_schedule/{optimizer}" if is_named else "lr_schedule"
 
     def evaluate(self, checkpoint: Path | str | None = None) -> dict[str, Any]:
@@ -279,7 +279,7 @@ class Run:
 
     def describe(self) -> str:
         """What will run, the learning rate over the run, and all that ``trainer.describe()`` tells, as text."""
-        model = unwrap(self.trainer.update.model)  # type: ignore[attr-defined]  # build_run gave it an Update
+        model = unwrap(self.trainer.update.model)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         length = ", ".join(f"{key} {value}" for key, value in self.length.items())
         head = [
@@ -408,7 +408,7 @@ class Run:
     def _write_summary(self, status: str, resumed: Path | None) -> dict[str, Any]:
         """Write ``summary.json`` on rank 0 and return its content."""
         state, update = self.trainer.state, self.trainer.update
-        model = unwrap(update.model)  # type: ignore[attr-defined]  # build_run gave it an Update
+        model = unwrap(update.model)
         digest = None
         failed = status == "failed"
         # of a sharded model peers, which may be gone, hold the rest

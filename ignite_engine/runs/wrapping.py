@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import devices
 from ignite_engine.config import Config
-from ignite_engine.ext.rank_invariant.rank_local import check_model
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.step.micro_batches import reducing_modules
 from ignite_engine.task import Task
@@ -50,11 +49,11 @@ def declare_mesh(config: Config) -> DeviceMesh | None:
         )
     if ranks == 1 or (section.strategy == "ddp" and section.tensor_parallel == 1):
         return None
-    if config.update.rank_invariant:
+    if config.update.accumulate == "rank_invariant":
         raise config.error(
-            "update.rank_invariant",
-            f"got true with {section.strategy} and tensor_parallel {section.tensor_parallel}, expected whole models: "
-            "strategy ddp without tensor_parallel.",
+            "update.accumulate",
+            f"got 'rank_invariant' with {section.strategy} and tensor_parallel {section.tensor_parallel}, expected "
+            "whole models: strategy ddp without tensor_parallel.",
         )
     shape = {"shard": of_data, "tensor": section.tensor_parallel}
     if section.strategy == "hsdp":
@@ -82,18 +81,13 @@ def wrap(config: Config, task: Task, arranged: DeviceMesh | None) -> Task:
         arranged: from :func:`declare_mesh`.
 
     Raises:
-        ConfigError: a setting does not fit, or the model cannot be trained rank-invariantly.
+        ConfigError: a setting does not fit.
     """
     model, section = task.model, config.distributed
-    if config.update.rank_invariant:
-        try:
-            check_model(model.train())
-        except ValueError as error:
-            raise config.error("update.rank_invariant", str(error)) from None
     if reducing_modules(model) or any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         return task
     if arranged is None:
-        is_unwrapped = agreement.world_size() == 1 or config.update.rank_invariant
+        is_unwrapped = agreement.world_size() == 1 or config.update.accumulate == "rank_invariant"
         # on one process auto_model would make a DataParallel of several GPUs
         return replace(task, model=_placed(model) if is_unwrapped else _in_ddp(config, model))
     if section.tensor_parallel > 1 and task.parallelize is None:

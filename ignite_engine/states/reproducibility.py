@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ReferenceType
 
@@ -42,7 +41,8 @@ class Source(Protocol):
 
 
 def reasons_of(
-    update: Callable[..., Any],
+    model: Any,
+    used: Mapping[str, Any],
     registry: Registry,
     source: Source | None,
     models: Collection[Any],
@@ -51,17 +51,19 @@ def reasons_of(
     """The reproducibility report; empty: it would be bit for bit.
 
     Args:
+        model: of the update, if it has one.
+        used: by the update, by name.
         models: of the update and of the registry.
         filters: what is left out of the checkpoints.
     """
     reasons = _of_states(registry)
     if registry.filters:  # there is a checkpoint to miss it
-        reasons += _unsaved_of(update, registry)
+        reasons += _unsaved_of(used, registry)
     if source is not None and source.inexact is not None:
         reasons.append(source.inexact)
     if source is not None and source.changed is not None:
         reasons.append(source.changed.rstrip("."))
-    if (rescaled := rescaled_weights(getattr(update, "model", None))) is not None:
+    if (rescaled := rescaled_weights(model)) is not None:
         reasons.append(rescaled)
     reasons += [reason for model in models if (reason := unsettled_buckets(model)) is not None]
     reasons += _unsaved_of_hooks(models, registry)
@@ -103,15 +105,14 @@ def _holds_parameters(registry: Registry) -> bool:
     return any(isinstance(leaf, Tensor) for obj in own for _, leaf in walk(obj.state_dict()))
 
 
-def _unsaved_of(update: Callable[..., Any], registry: Registry) -> list[str]:
+def _unsaved_of(used: Mapping[str, Any], registry: Registry) -> list[str]:
     """One reason per unregistered optimizer or loss scaler that a custom ``update`` uses."""
-    if type(update).__module__.startswith("ignite_engine."):
-        return []  # it registers its own
     objects = registry.objects.values()
     saved = [registered.optimizer if isinstance(registered, OptimizerState) else registered for registered in objects]
     return [
         f"{name} ({type(obj).__name__}) of the update is not saved (trainer.register({name!r}, {name}, shared=True))"
-        for name, obj in _used_by(update)
+        for name, obj in used.items()
+        if isinstance(obj, Optimizer) or (isinstance(obj, GradScaler) and obj.is_enabled())
         if not any(obj is registered for registered in saved)
     ]
 
@@ -127,13 +128,3 @@ def _unsaved_of_hooks(models: Collection[Any], registry: Registry) -> list[str]:
         for state in states
         if not any(state is part for part in saved)
     ]
-
-
-def _used_by(update: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    variables = {**getattr(getattr(update, "__self__", update), "__dict__", {})}
-    if inspect.isfunction(update):
-        named = inspect.getclosurevars(update)
-        variables |= {**named.globals, **named.nonlocals}
-    for name, value in variables.items():
-        if isinstance(value, Optimizer) or (isinstance(value, GradScaler) and value.is_enabled()):
-            yield name, value

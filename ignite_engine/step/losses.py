@@ -130,7 +130,7 @@ def unusable_result(result: Any) -> str | None:
     return None
 
 
-def weighted(values: list[Tensor], scales: list[float]) -> Tensor:
+def weighted(values: Sequence[Tensor], scales: Sequence[float]) -> Tensor:
     """The sum of ``values * scales``, shape ``()``; a value of scale zero is left out, as it may be NaN."""
     if 0.0 in scales:
         counted = [(value, scale) for value, scale in zip(values, scales, strict=True) if scale]
@@ -140,12 +140,12 @@ def weighted(values: list[Tensor], scales: list[float]) -> Tensor:
     if len(values) == 1:
         return values[0] if scales[0] == 1.0 else values[0] * scales[0]
     if scales.count(scales[0]) == len(scales):
-        summed = torch.stack(values)
+        summed = torch.stack(list(values))
         return summed.mean() if scales[0] * len(scales) == 1.0 else summed.sum() * scales[0]
     return torch.stack([value * scale for value, scale in zip(values, scales, strict=True)]).sum()
 
 
-def weighted_by_name(extras: list[Mapping[str, Tensor]], scales: list[float]) -> dict[str, Tensor]:
+def weighted_by_name(extras: Sequence[Mapping[str, Tensor]], scales: Sequence[float]) -> dict[str, Tensor]:
     """:func:`weighted` for each name.
 
     Raises:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, NamedTuple
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 from torch import nn
 
@@ -16,7 +16,67 @@ WeightFn = Callable[[Any], float]
 
 
 class Group(list[Any]):
-    """The micro-batches of one iteration, as the loader gave them."""
+    """The micro-batches of one iteration on this rank, as the loader gave them, with what is known of all ranks'."""
+
+    padding = 0
+    """How many at the end repeat one and weigh nothing, because this rank's data ran out before its peers'."""
+    total = 0
+    """Micro-batches with weight over all data-parallel ranks; 0: as many on each as here."""
+    weights: list[float] | None = None
+    """What ``weight_fn`` gave for each, where the ranks have agreed on it ahead."""
+    total_weight = 0.0
+    """The sum of the weights over all data-parallel ranks, where there are any."""
+    places = 0
+    """How far it moves the position in the data, with what could not be read."""
+
+    @property
+    def real(self) -> list[Any]:
+        """Those that are not repeated."""
+        return self[: len(self) - self.padding]
+
+    def scales(self, weight_fn: WeightFn | None) -> list[float] | None:
+        """The factor of each micro-batch's mean loss: summed and averaged over ranks, they give the weighted mean.
+
+        Args:
+            weight_fn: the weight of one micro-batch on the host, e.g. its number of tokens; a collective, unless the
+                ranks have agreed ahead.
+
+        Returns:
+            ``w_i * data_size / W``, W the weight over the group and all data-parallel ranks; None where W is zero.
+
+        Raises:
+            ValueError: a weight is negative or not finite, or their sum is not.
+        """
+        ranks, real = mesh.data_size(), len(self) - self.padding
+        if weight_fn is None:
+            return [ranks / (self.total or real * ranks or 1)] * real + [0.0] * self.padding
+        if self.weights is None:
+            self.weights = [check_weight(weight_fn(batch)) for batch in self.real] + [0.0] * self.padding
+            rows = mesh.by_data_rank(agreement.gather_floats([sum(self.weights)]))
+            self.total_weight = sum(row[0] for row in rows)
+        if self.total_weight * ranks == float("inf"):  # the same on all ranks; each scale would be 0
+            raise ValueError(
+                f"The weights of one update sum up to infinity, got {self.weights} here: return smaller ones."
+            )
+        return [weight * ranks / self.total_weight for weight in self.weights] if self.total_weight else None
+
+
+def group_of(engine: Any, batch: Any) -> Group:
+    """The group of ``batch``, which is ``state.batch``, whoever assigned it.
+
+    Where the trainer groups, a batch is a sequence of micro-batches; else it is one micro-batch.
+    """
+    if isinstance(batch, Group):
+        return batch
+    known: Group | None = getattr(engine.state, "group", None)  # an engine of Ignite's own has none
+    if known is None:
+        return Group([batch])
+    is_grouped = engine.accumulation_steps is not None or engine.global_micro_batches is not None
+    if not is_grouped and known[0] is batch:
+        return known
+    given = Group(batch if is_grouped else [batch])  # a handler's, which may weigh something else
+    given.padding, given.total = known.padding, known.total
+    return given
 
 
 def reducing_modules(model: nn.Module) -> list[nn.Module]:
@@ -26,62 +86,6 @@ def reducing_modules(model: nn.Module) -> list[nn.Module]:
     if any(name in vars(model) or callable(getattr(type(model), name, None)) for name in marks):
         return [model]
     return [found for child in model.children() for found in reducing_modules(child)]
-
-
-@dataclass(frozen=True)
-class GroupWeights:
-    """What ``weight_fn`` gave for the micro-batches of one iteration, agreed on before it."""
-
-    batch: Any
-    """What they are the weights of: ``state.batch``, as it was fetched."""
-    weights: list[float]
-    """The weight of each micro-batch of this rank."""
-    total: float
-    """Over the group and all data-parallel ranks."""
-
-    def scales(self) -> list[float] | None:
-        """As :func:`micro_batch_scales`."""
-        ranks = mesh.data_size()
-        if self.total * ranks == float("inf"):  # the same on all ranks; each scale would be 0
-            raise ValueError(
-                f"The weights of one update sum up to infinity, got {self.weights} here: return smaller ones."
-            )
-        return [weight * ranks / self.total for weight in self.weights] if self.total else None
-
-
-class Share(NamedTuple):
-    """What this rank has of an iteration's group, and what the data knows of the whole."""
-
-    micro_batches: Sequence[Any]
-    padding: int
-    """Micro-batches at the end that repeat one and weigh nothing, as this rank's data ran out before its peers'."""
-    total: int
-    """Micro-batches with weight over all data-parallel ranks; 0: as many on each."""
-    weights: GroupWeights | None
-    """What ``weight_fn`` gave, where ranks agreed on it ahead."""
-
-
-def share_of(engine: Any, batch: Any) -> Share:
-    """The group of ``batch``, which is ``state.batch``, whoever assigned it.
-
-    Where the trainer groups, a batch is a sequence of micro-batches; else it is one micro-batch.
-    """
-    state = engine.state
-    groups = getattr(engine, "accumulation_steps", None) or getattr(engine, "global_micro_batches", None)
-    grouped = isinstance(batch, Group) or (groups is not None and batch is not None)
-    weights = getattr(state, "group_weights", None)
-    return Share(
-        batch if grouped else (batch,),
-        getattr(state, "padding", 0),
-        getattr(state, "group_total", 0),
-        weights if weights is not None and weights.batch is batch else None,  # else a handler has given another batch
-    )
-
-
-def micro_batches_of(engine: Any, *, repeated: bool = False) -> Sequence[Any]:
-    """The micro-batches of ``state.batch``; those that are repeated and weigh nothing only where asked for."""
-    share = share_of(engine, engine.state.batch)
-    return share.micro_batches if repeated else share.micro_batches[: len(share.micro_batches) - share.padding]
 
 
 def gradient_sync(model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
@@ -141,32 +145,6 @@ def share(micro_batches: int, rank: int, ranks: int) -> tuple[int, int]:
             "use fewer ranks, or more and smaller micro-batches."
         )
     return round(micro_batches * rank / ranks), round(micro_batches * (rank + 1) / ranks)
-
-
-def micro_batch_scales(
-    micro_batches: Sequence[Any], *, padding: int = 0, group_total: int = 0, weight_fn: WeightFn | None = None
-) -> list[float] | None:
-    """The factor of each micro-batch's mean loss so that, summed and averaged over ranks, the weighted mean results.
-
-    Args:
-        micro_batches: of this rank, as the loader gave them (``weight_fn`` sees them on the host).
-        padding: how many at the end repeat an earlier one and weigh nothing.
-        group_total: micro-batches with weight over all data-parallel ranks, where known; 0: as many on each as here.
-        weight_fn: the weight of one micro-batch, e.g. its number of tokens; with it this is a collective.
-
-    Returns:
-        ``w_i * data_size / W``, W the weight over the group and all data-parallel ranks; None where W is zero.
-
-    Raises:
-        ValueError: a weight is negative or not finite, or their sum is not.
-    """
-    count, ranks = len(micro_batches), mesh.data_size()
-    if weight_fn is None:
-        scale = ranks / (group_total or (count - padding) * ranks or 1)
-        return [scale] * (count - padding) + [0.0] * padding
-    weights = [check_weight(weight_fn(batch)) for batch in micro_batches[: count - padding]] + [0.0] * padding
-    total = sum(row[0] for row in mesh.by_data_rank(agreement.gather_floats([sum(weights)])))
-    return GroupWeights(micro_batches, weights, total).scales()
 
 
 def first_dimension(batch: Any) -> int | None:

@@ -6,18 +6,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ignite.engine import Engine
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ignite_engine.errors import check_type, did_you_mean, is_whole
 from ignite_engine.events import TrainingEvents
 from ignite_engine.states.model_and_optimizer import OptimizerState
-from ignite_engine.step.micro_batches import WeightFn
-from ignite_engine.step.precision import LossScaler
+from ignite_engine.update.base import BaseUpdate
 from ignite_engine.update.one import Update
 
 
-class Updates:
+class Updates(BaseUpdate):
     """The process function of a :class:`~ignite_engine.Trainer` whose iteration is several updates of one model.
 
     Each has its own loss, optimizer, precision and clipping, and is made of the same group of micro-batches, in the
@@ -60,9 +59,8 @@ class Updates:
         self.turn: str | None = None
         """The update that is being made; None between them."""
         first = next(iter(self.updates.values()))
-        self.model: nn.Module = first.model
-        self.weight_fn: WeightFn | None = first.weight_fn
-        self.device = first.device
+        self.model, self.weight_fn, self.device = first.model, first.weight_fn, first.device
+        self.scaler = next((update.scaler for update in self.updates.values() if update.scaler is not None), None)
         self.optimizers: dict[str, Optimizer] = {}
         for name, update in self.updates.items():
             self._check(name, update)
@@ -113,12 +111,7 @@ class Updates:
         )
 
     @property
-    def scaler(self) -> LossScaler | None:
-        """The loss scaler of the first update that has one."""
-        return next((update.scaler for update in self.updates.values() if update.scaler is not None), None)
-
-    @property
-    def stepping(self) -> bool:
+    def stepping(self) -> bool:  # type: ignore[override]  # read only
         """An optimizer's step has begun and not all have ended."""
         return any(update.stepping for update in self.updates.values())
 
@@ -134,10 +127,9 @@ class Updates:
                     obj.part = name
                 yield name, obj, shared
 
-    def run_starts(self) -> None:
-        """A run starts: what depends on the number of ranks is computed again."""
+    def run_started(self) -> None:
         for update in self.updates.values():
-            update.run_starts()
+            update.run_started()
 
     def run_ended(self, engine: Engine) -> None:
         """A run has ended without an error: one warning if one of them went wrong; a collective."""

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_engine.errors import check_type, is_number, one_line, shapes_of
+from ignite_engine.errors import check_type, is_number
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
-from ignite_engine.ext.rank_invariant.invariant import RankInvariance
-from ignite_engine.ext.rank_invariant.rank_local import inside_ddp
-from ignite_engine.ext.rank_invariant.strategy import RankInvariant
-from ignite_engine.ranks import agreement
 from ignite_engine.states.generators import ModelGenerators
 from ignite_engine.states.model_and_optimizer import (
     ModelState,
@@ -26,27 +21,19 @@ from ignite_engine.states.model_and_optimizer import (
     sharded_modules,
     unwrap,
 )
-from ignite_engine.step.accumulate import (
-    Accumulate,
-    ForwardBackward,
-    Plain,
-    WithPeers,
-)
 from ignite_engine.step.device import device_of
 from ignite_engine.step.gradients import clip_gradients, gradient_norm
-from ignite_engine.step.loss_parallel import loss_parallel_context
 from ignite_engine.step.losses import LossFn
-from ignite_engine.step.micro_batches import Share, WeightFn, micro_batch_scales, reducing_modules, share_of
+from ignite_engine.step.micro_batches import WeightFn, group_of
 from ignite_engine.step.non_finite import FirstNonFinite, NonFinitePolicy, warn_of_first
 from ignite_engine.step.optimizer_step import step
 from ignite_engine.step.parameters import Parameters, check_gradients, optimizers_by_name, refuse_lazy
-from ignite_engine.step.precision import Precision, autocast, check_precision, loss_scaler
+from ignite_engine.step.precision import Precision, check_precision, loss_scaler
+from ignite_engine.update.accumulation import Accumulation, accumulation_of
+from ignite_engine.update.base import BaseUpdate
 
-if TYPE_CHECKING:
-    from ignite_engine.ext.capture import Capture
 
-
-class Update:
+class Update(BaseUpdate):
     """The process function of a :class:`~ignite_engine.Trainer`; works in any Ignite engine.
 
     Its weights are those of the loop written by hand, bit for bit: for each micro-batch forward under autocast and
@@ -73,14 +60,15 @@ class Update:
             ``stop`` the run before the weights change (:class:`NotFinite`); reads one value a step. None: nothing,
             with one warning at the first, by MetricLogger or at the end of the run.
         max_skips: iterations that ``skip`` or ``rollback`` leaves out in a run at most; one more ends it.
-        rank_invariant: the same bits on any number of ranks, for ``Trainer(update, global_micro_batches=...)``; of a
-            model in DDP the module inside is trained, and DDP reduces nothing.
+        accumulate: how the gradients of a group are made. None: the ordinary way. ``rank_invariant``: with the same
+            bits on any number of ranks, for ``Trainer(update, global_micro_batches=...)``; of a model in DDP the module
+            inside is trained, and DDP reduces nothing. ``capture``: forward, backward, clip and step as graphs of
+            ``torch.compile``, which is faster and has other bits; on one process (``docs/captured_updates.md``). Or an
+            :class:`Accumulation` of your own.
         reduce_each_micro_batch: DDP and FSDP2 reduce gradients in each backward, not in a group's last only; FSDP2
             then keeps no gradients of whole layers in between.
         loss_parallel: forward and backward run in torch's ``loss_parallel``: the cross-entropy of logits that are
             sharded by class, which are not gathered.
-        capture: forward, backward, clip and step as graphs of ``torch.compile``, which is faster and has other bits;
-            on one process. See ``docs/captured_updates.md``.
 
     ``state.output`` becomes a dict of detached device scalars: ``loss``, this rank's weighted sum, scaled so that
     its mean over ranks is the weighted mean of the whole group (on one process it is that mean); ``grad_norm``,
@@ -93,6 +81,9 @@ class Update:
         TypeError, ValueError: loss_fn returns what cannot be trained on.
         NotFinite: by ``non_finite``; the same on all ranks.
     """
+
+    model: nn.Module
+    loss_fn: LossFn
 
     def __init__(
         self,
@@ -107,10 +98,9 @@ class Update:
         log_grad_norm: bool = False,
         non_finite: str | None = None,
         max_skips: int = 10,
-        rank_invariant: bool = False,
+        accumulate: str | Accumulation | None = None,
         reduce_each_micro_batch: bool = False,
         loss_parallel: bool = False,
-        capture: bool = False,
     ) -> None:
         check_type("model", model, isinstance(model, nn.Module), "a module")
         refuse_lazy(model)
@@ -125,7 +115,10 @@ class Update:
         check_type("clip_norm", clip_norm, clip_norm is None or is_number(clip_norm), "a number or None")
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"clip_norm must be positive, or None for no clipping, got {clip_norm}.")
-        model = inside_ddp(model) if rank_invariant else model
+        self.accumulation = accumulation_of(accumulate)
+        self.rank_invariant = self.accumulation.rank_invariant
+        self.model = model = self.accumulation.trained(model)
+        self.loss_fn = loss_fn
         self.optimizers = optimizers_by_name(optimizer)
         self.weight_fn = weight_fn
         self.precision: Precision = precision if callable(precision) else check_precision(precision)
@@ -134,74 +127,13 @@ class Update:
         self.scaler = loss_scaler(precision, self.device.type, grad_scaler)
         self.non_finite = None if non_finite is None else NonFinitePolicy(non_finite, max_skips)
         self.stepping = False
-        """An optimizer's step has begun and not all have ended: the weights are of no iteration."""
         self.reduce_each_micro_batch, self.loss_parallel = reduce_each_micro_batch, loss_parallel
-        self._parameters = Parameters(self.optimizers)
+        self.parameters = Parameters(self.optimizers)
+        self.generators = ModelGenerators(lambda: self.model)
         self._losses = FirstNonFinite()
         self._has_gradients = False
-        self._scales: dict[tuple[int, int, int], list[float]] = {}
-        self._invariance = RankInvariance(model, self._parameters, self.device) if rank_invariant else None
-        self._reduces, self._sharded = bool(reducing_modules(model)), sharded_modules(model)
-        # one context for good: making one costs more than entering it
-        context = None if precision == "fp32" else autocast(precision, self.device.type)
-        self._forward_backward = held = ForwardBackward(model, loss_fn, context, self.scaler)
-        self._generators = ModelGenerators(lambda: held.model)
-        self._capture: Capture | None = None
-        self._accumulation = self._chosen_accumulation()
-        if capture:
-            self._accumulation = self._capture = self._captured()
-
-    def _chosen_accumulation(self) -> Accumulate:
-        forward_backward = self._forward_backward
-        if self._invariance is not None:
-            return RankInvariant(forward_backward, self._invariance, self.scaler, self.device)
-        with_peers = WithPeers(
-            forward_backward,
-            self._parameters,
-            self.device,
-            around=loss_parallel_context if self.loss_parallel else nullcontext,
-            undrawn=self._generators.undrawn,
-            reduce_each_micro_batch=self.reduce_each_micro_batch,
-        )
-        if self._reduces or self.loss_parallel:
-            return with_peers
-        return Plain(forward_backward, self.device, weightless=with_peers)
-
-    def _captured(self) -> Capture:
-        from ignite_engine.ext.capture import Capture  # torch's compiler, which takes a second to import
-        from ignite_engine.ext.capture.compiling import not_captured
-        from ignite_engine.ext.capture.step import StepGraph
-
-        if self._invariance is not None or self.loss_parallel:
-            raise not_captured(f"{'rank_invariant' if self._invariance is not None else 'loss_parallel'} is on")
-        steps_as_it_is = self.scaler is not None or self.non_finite is not None
-        return Capture(
-            self._accumulation,
-            self._forward_backward,
-            self.optimizers,
-            device=self.device,
-            precision=self.precision,
-            scaler=self.scaler,
-            step=None if steps_as_it_is else StepGraph(self.clip_norm, self.log_grad_norm),
-        )
-
-    @property
-    def model(self) -> nn.Module:
-        """What is trained; with ``rank_invariant`` the module inside of DDP."""
-        return self._forward_backward.model
-
-    @model.setter
-    def model(self, model: nn.Module) -> None:
-        self._forward_backward.model = model
-
-    @property
-    def loss_fn(self) -> LossFn:
-        """May be replaced between two iterations."""
-        return self._forward_backward.loss_fn
-
-    @loss_fn.setter
-    def loss_fn(self, loss_fn: LossFn) -> None:
-        self._forward_backward.loss_fn = loss_fn
+        self._sharded = sharded_modules(model)
+        self.accumulation.bind(self)
 
     def __call__(self, engine: Engine, batch: Any) -> dict[str, Tensor]:
         """Do one update with ``batch``: a list of micro-batches where the engine groups them, else the loader's."""
@@ -209,7 +141,7 @@ class Update:
         if not hasattr(engine, "accumulation_steps"):  # Ignite's own engine
             if self.rank_invariant:
                 raise ValueError(
-                    "Update(rank_invariant=True) needs Trainer(update, global_micro_batches=...), "
+                    "A rank-invariant Update needs Trainer(update, global_micro_batches=...), "
                     f"got a {type(engine).__name__}."
                 )
             _prepare_plain_engine(engine)
@@ -217,16 +149,12 @@ class Update:
             if self.non_finite.leaves_out(state.iteration):
                 return self._skip(engine, {"loss": torch.full((), math.nan, device=self.device)})
             self.non_finite.keep(self.model.buffers())
-        share = share_of(engine, batch)
-        micro_batches, scales = share.micro_batches, self._scales_of(engine, share)
+        group = group_of(engine, batch)
+        scales = self.accumulation.scales(engine, group)
         if scales is None:
-            self._parameters.clear_gradients()
+            self.parameters.clear_gradients()
             return self._skip(engine, {"loss": torch.zeros((), device=self.device)})
-        if 0.0 in scales and not self._reduces and self._invariance is None and any(scales):
-            # the mean over nothing may be NaN, and stays NaN times zero; in a wrapped model the peers wait for it
-            micro_batches = [batch for batch, scale in zip(micro_batches, scales, strict=True) if scale]
-            scales = [scale for scale in scales if scale]
-        return self._step(engine, self.accumulate(engine, micro_batches, scales))
+        return self._step(engine, self.accumulate(engine, group, scales))
 
     def accumulate(self, engine: Engine, micro_batches: Sequence[Any], scales: list[float]) -> dict[str, Tensor]:
         """Leave the gradients of one group in ``parameter.grad``; called once in each iteration, before the step.
@@ -248,22 +176,8 @@ class Update:
         those that you keep. What is drawn from torch's generators is resumed exactly; what has a state of its own
         belongs into :meth:`stateful`.
         """
-        self._parameters.clear_gradients()
-        state: Any = engine.state
-        counted = state.micro_batches
-        try:
-            return self._accumulation(engine, micro_batches, scales)
-        except torch.OutOfMemoryError as error:
-            batch = micro_batches[min(state.micro_batches - counted, len(micro_batches) - 1)]
-            raise torch.OutOfMemoryError(
-                f"Out of memory on rank {agreement.rank()} in iteration {state.iteration} with a micro-batch "
-                f"{shapes_of(batch)}: use a smaller batch_size with more accumulation_steps. {one_line(error)}"
-            ) from error
-
-    @property
-    def rank_invariant(self) -> bool:
-        """Whether weights and losses have the same bits on any number of ranks."""
-        return self._invariance is not None
+        self.parameters.clear_gradients()
+        return self.accumulation(engine, micro_batches, scales)
 
     def stateful(self) -> Iterator[tuple[str, Any, bool]]:
         """What a checkpoint holds of this: name, object with a state, and whether every rank has the same."""
@@ -275,55 +189,27 @@ class Update:
         outside.is_saved = bool(outside.tensors())
         if outside.is_saved:
             yield "parameters", outside, True
-        if self._generators.found():
-            yield "generators", self._generators, False
+        if self.generators.found():
+            yield "generators", self.generators, False
         if self.scaler is not None:
             yield "scaler", self.scaler, True
         if self.non_finite is not None:
             yield "non_finite", self.non_finite, True
-        if self._invariance is not None:
-            yield "rank_invariant", self._invariance, True
-        if self._capture is not None:
-            yield "capture", self._capture, True
+        yield from self.accumulation.stateful()
 
-    def run_starts(self) -> None:
-        """A run starts: what depends on the number of ranks is computed again."""
-        self._scales.clear()
+    def run_started(self) -> None:
+        """A run starts; a collective."""
         self.stepping = self._has_gradients = False
         self._losses.clear()
-        if self._invariance is not None:
-            self._invariance.start(self.loss_fn)
-        if self._capture is not None:
-            self._capture.run_starts()
+        self.accumulation.run_started()
 
     def run_ended(self, engine: Engine) -> None:
         """A run has ended without an error: one warning if it went wrong and nobody has said so; a collective."""
         state: Any = engine.state
         if state.not_finite_at is None:
             state.not_finite_at = warn_of_first(
-                self._losses, self._parameters.all(), state.iteration, rank_invariant=self.rank_invariant
+                self._losses, self.parameters.all(), state.iteration, rank_invariant=self.rank_invariant
             )
-
-    def _scales_of(self, engine: Any, share: Share) -> list[float] | None:
-        if self._invariance is not None:
-            return self._invariance.begin(
-                share.micro_batches,
-                iteration=engine.state.iteration,
-                full=engine.global_micro_batches,
-                total=share.total or len(share.micro_batches),
-                weight_fn=self.weight_fn,
-            )
-        if share.weights is not None:
-            return share.weights.scales()
-        key = len(share.micro_batches), share.padding, share.total
-        scales = self._scales.get(key)
-        if scales is None:
-            scales = micro_batch_scales(
-                share.micro_batches, padding=share.padding, group_total=share.total, weight_fn=self.weight_fn
-            )
-            if self.weight_fn is None and scales is not None:
-                self._scales[key] = scales
-        return scales
 
     def _step(self, engine: Engine, output: dict[str, Tensor]) -> dict[str, Tensor]:
         if not self._has_gradients:
@@ -335,18 +221,14 @@ class Update:
         handlers = engine._event_handlers
         if handlers.get(TrainingEvents.OPTIMIZER_STEP_STARTED):
             engine.fire_event(TrainingEvents.OPTIMIZER_STEP_STARTED)
-        stepped, norm = False, None
-        if self._capture is not None and (clip_and_step := self._capture.clip_and_step) is not None:
-            self.stepping = True
-            stepped, norm = clip_and_step(self.optimizers)
+        stepped, norm = self.accumulation.clip_and_step()
+        if stepped:
             if norm is not None:
                 output["grad_norm"] = norm
-        if stepped:
-            pass  # clipped in the graph, too
         elif self.clip_norm is not None:
-            norm = output["grad_norm"] = clip_gradients(self._parameters.in_order_of(self.model), self.clip_norm)
+            norm = output["grad_norm"] = clip_gradients(self.parameters.in_order_of(self.model), self.clip_norm)
         elif self.log_grad_norm or (self.non_finite is not None and self.scaler is None):
-            ordered = self._parameters.in_order_of(self.model)
+            ordered = self.parameters.in_order_of(self.model)
             norm = gradient_norm([p.grad for p in ordered if p.grad is not None])
             if self.log_grad_norm:
                 output["grad_norm"] = norm
@@ -380,8 +262,7 @@ class Update:
             return True
         if self.scaler is not None:
             self.scaler.discard()
-        own_loss = loss if self._invariance is None else self._invariance.own_loss()
-        self.non_finite.act(engine, own_loss, norm)
+        self.non_finite.act(engine, self.accumulation.own_loss(loss), norm)
         return False
 
     def _skip(self, engine: Engine, output: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -51,7 +51,7 @@ def trainer_of(limit, steps=None, *, weighted=False):
 
     def real(trainer):
         group = trainer.state.batch if steps else [trainer.state.batch]
-        return [ids.tolist() for ids, _ in group[: len(group) - trainer.state.padding]]
+        return [ids.tolist() for ids, _ in group[: len(group) - trainer.state.group.padding]]
 
     seen = Seen(real)
     seen.attach(trainer)

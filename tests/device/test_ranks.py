@@ -32,7 +32,7 @@ def trained(local_rank, folder):
     torch.manual_seed(local_rank)  # it begins with rank 0's weights
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)).to(own_device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    trainer = Trainer(Update(model, optimizer, mse, rank_invariant=True, clip_norm=1.0), global_micro_batches=4)
+    trainer = Trainer(Update(model, optimizer, mse, accumulate="rank_invariant", clip_norm=1.0), global_micro_batches=4)
     losses = []
     sent = set()
     dist.P2POp = _noting(dist.P2POp, sent)  # in a process of its own, or without peers

@@ -256,7 +256,7 @@ def test_rank_invariant_runs_are_those_of_the_cpu():
     found = []
     for device in (DEVICE, CPU):
         model = net(device)
-        update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, rank_invariant=True)
+        update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, accumulate="rank_invariant")
         Trainer(update, global_micro_batches=4).run(data(pinned=False), max_epochs=1)
         found.append(bits(model))
     assert same(*found) or not is_fake

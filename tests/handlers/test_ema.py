@@ -7,6 +7,7 @@ from torch import nn
 
 from ignite_engine import Phase, Trainer, TrainingEvents, Update, create_evaluator
 from ignite_engine.handlers import EMA, Checkpoint, Evaluation, LRSchedule, constant
+from ignite_engine.update import BaseUpdate
 from tests.kit import saved
 from tests.kit.processes import ranks
 from tests.kit.tiny import linear, mse, numbers_loader, one, trainer_of, weights
@@ -222,7 +223,7 @@ def test_each_run_in_one_process_starts_at_the_current_weights():
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-class Own:
+class Own(BaseUpdate):
     """A user's update with a model: each step adds 1."""
 
     def __init__(self, fires):

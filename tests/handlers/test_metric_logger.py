@@ -313,7 +313,12 @@ def test_rank_0_says_it_of_any_rank_and_names_none_where_each_has_the_loss_of_al
         for invariant in (False, True):
             said, model = logging.handlers.BufferingHandler(99), linear()
             logging.getLogger("ignite_engine").addHandler(said)
-            update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, rank_invariant=invariant)
+            update = Update(
+                model,
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                mse,
+                accumulate="rank_invariant" if invariant else None,
+            )
             trainer = Trainer(update, global_micro_batches=4 if invariant else None)
             if logs:
                 MetricLogger(console=False).attach(trainer)

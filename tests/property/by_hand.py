@@ -164,7 +164,7 @@ def by_engine(case, *, kind=Update, capture=False, folder=None, stop_at=None):
             grad_scaler=scaler_options(case) if case.precision == "fp16" else None,
             log_grad_norm=case.grad_norm,
             non_finite=case.non_finite,
-            capture=capture,
+            accumulate="capture" if capture else None,
         )
         trainer = Trainer(update, case.steps)
         if case.engine != "Trainer":

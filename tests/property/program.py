@@ -66,7 +66,7 @@ class Run:
             # overflows at its beginning, and later again
             grad_scaler={"init_scale": 2.0**17, "growth_interval": 3} if case.precision == "fp16" else None,
             non_finite=case.non_finite,
-            rank_invariant=case.rank_invariant,
+            accumulate="rank_invariant" if case.rank_invariant else None,
         )
         self.trainer = trainer = Trainer(update, case.steps, global_micro_batches=case.global_micro_batches)
         self.data = data_of(case, folder, self._read, rank, batch_size)
@@ -194,7 +194,7 @@ class Run:
         batch = state.batch
         grouped = trainer.accumulation_steps is not None or trainer.global_micro_batches is not None
         group = list(batch) if grouped else [batch]
-        real = group[: len(group) - state.padding]
+        real = group[: len(group) - state.group.padding]
         ids = [each[3].tolist() for each in real]
         self._write("lines", f"{state.iteration} {state.epoch}\t{ids}\t{reported} lr {' '.join(rates)}")
 

@@ -42,8 +42,7 @@ def trainer_and_seen(steps=None):
     @trainer.on(Events.ITERATION_COMPLETED)
     def note():
         state = trainer.state
-        group = state.batch if steps else [state.batch]
-        seen.append((state.epoch, [int(batch) for batch in group[: len(group) - state.padding]], state.group_total))
+        seen.append((state.epoch, [int(batch) for batch in state.group.real], state.group.total))
 
     return trainer, seen
 

@@ -23,8 +23,8 @@ def trained_on(data):
     seen = []
 
     def update(engine, batch):
-        real = batch[: len(batch) - engine.state.padding]
-        seen.append(([each.tolist() for each in real], engine.state.group_total))
+        real = batch[: len(batch) - engine.state.group.padding]
+        seen.append(([each.tolist() for each in real], engine.state.group.total))
 
     Trainer(update, 2).run(data, max_epochs=1)
     return seen

@@ -40,7 +40,7 @@ def part_of_a_run(rank, folder, size, stop_at=None, steps=None, dealt=None, wrap
     @trainer.on(Events.ITERATION_COMPLETED)
     def note():
         group = trainer.state.batch if steps or dealt else [trainer.state.batch]
-        for batch in group[: len(group) - trainer.state.padding]:
+        for batch in group[: len(group) - trainer.state.group.padding]:
             seen.extend((trainer.state.epoch, int(index)) for index in batch[0])
         if trainer.state.iteration == stop_at:
             trainer.request_stop("here")

@@ -224,7 +224,7 @@ def test_terminate_ends_a_rank_invariant_run_at_the_same_iteration_on_one_proces
 def invariant_update():
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    return Update(model, optimizer, lambda model, batch: model(batch[0]).square().mean(), rank_invariant=True)
+    return Update(model, optimizer, lambda model, batch: model(batch[0]).square().mean(), accumulate="rank_invariant")
 
 
 @pytest.mark.parametrize("at", [1, 2, 7])

@@ -80,7 +80,7 @@ def train(rank, data, empty):
     @trainer.on(Events.ITERATION_COMPLETED)
     def note():
         losses.append(float(trainer.state.output["loss"]))
-        group = trainer.state.batch[: len(trainer.state.batch) - trainer.state.padding]
+        group = trainer.state.batch[: len(trainer.state.batch) - trainer.state.group.padding]
         seen.append([int(each) for ids, _, _ in group for each in ids])
 
     trainer.run(data_of(data, rank, empty), max_epochs=2)

@@ -181,7 +181,7 @@ def on_two(**sections):
 
 
 DDP, OPTIMIZERS = "distributed.ddp_options", {"a": {"lr": 0.1}, "rest": {"lr": 0.1}}
-INVARIANT = {"global_micro_batches": 2, "accumulation_steps": None, "rank_invariant": True}
+INVARIANT = {"global_micro_batches": 2, "accumulation_steps": None, "accumulate": "rank_invariant"}
 TOO_FEW = {**INVARIANT, "global_micro_batches": 1}
 NO_PLAN, FSDP = {"distributed": {"tensor_parallel": 2}}, {"distributed": {"strategy": "fsdp"}}
 CALLS = [

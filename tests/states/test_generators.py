@@ -79,7 +79,9 @@ def loss_that_draws():
         return mse(model, batch)
 
     loss_fn.generator = torch.Generator()
-    update = Update(model := linear(), torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, rank_invariant=True)
+    update = Update(
+        model := linear(), torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, accumulate="rank_invariant"
+    )
     Trainer(update, global_micro_batches=1).run(loader(Numbers(8), 2), max_epochs=1)
 
 

@@ -24,7 +24,7 @@ def not_captured(why: str | Exception) -> ValueError:
     """The error of an update that cannot be captured."""
     cause = _cause_of(why) if isinstance(why, Exception) else why
     return ValueError(
-        f"Update(capture=True), but the update cannot be captured: {cause.rstrip('.')}. Train it with capture=False."
+        f"Update(accumulate='capture'), but the update cannot be captured: {cause.rstrip('.')}. Leave accumulate out."
     )
 
 

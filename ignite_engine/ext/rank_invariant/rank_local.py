@@ -13,14 +13,6 @@ from ignite_engine.ranks import agreement, mesh
 from ignite_engine.rng import is_generator
 
 
-def inside_ddp(model: nn.Module) -> nn.Module:
-    """The module inside of ``DistributedDataParallel``, whose reduction is then not used; others as they are."""
-    if isinstance(model, DistributedDataParallel):
-        inner: nn.Module = model.module
-        return inner
-    return model
-
-
 def check_model(model: nn.Module, parameters: Sequence[Tensor] = (), loss_fn: Any = None) -> None:
     """Refuse what keeps rank-local state or reduces by itself.
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.data.source import DataSource
 from ignite_engine.states.model_and_optimizer import weights_of
-from ignite_engine.step.micro_batches import Group
 from ignite_engine.trainer import Trainer
 
 
@@ -48,11 +47,10 @@ class Iteration:
 def samples_of(trainer: Trainer) -> list[list[int]] | None:
     """Within an iteration, before it is consumed: the indices of this rank's samples by micro-batch; None: unknown."""
     source = None if trainer.progress.source is None else trainer.progress.source.present
-    batch = trainer.state.batch
     sampler = source.sampler if isinstance(source, DataSource) else None
     if source is None or not isinstance(sampler, ResumableSampler) or trainer.progress.max_read_errors:
         return None
-    count = len(batch) - trainer.state.padding if isinstance(batch, Group) else 1
+    count = len(trainer.state.group.real)
     size: int = source.data.batch_size
     before = sampler.start
     # the loader has an iterator of its own; this one reads the order again
@@ -77,7 +75,7 @@ def scalars_of(output: Any) -> dict[str, float]:
 def rates_of(trainer: Trainer) -> dict[str, float]:
     """The learning rate of each group of each optimizer, now."""
     rates: dict[str, float] = {}
-    optimizers = getattr(trainer.update, "optimizers", {})
+    optimizers = trainer.update.optimizers
     for name, optimizer in optimizers.items():
         for number, group in enumerate(optimizer.param_groups):
             parts = ["lr"] if name == "optimizer" else ["lr", name]

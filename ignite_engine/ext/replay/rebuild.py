@@ -218,7 +218,7 @@ def check_ranks(directory: Path, stored: Mapping[str, Any]) -> None:
         ReplayError: one line.
     """
     had, now = environment_of(directory).get("world_size", 1), agreement.world_size()
-    invariant = bool(stored.get("update", {}).get("rank_invariant"))
+    invariant = stored.get("update", {}).get("accumulate") == "rank_invariant"
     if now != had and not (invariant and now == 1):
         raise ReplayError(
             f"{directory} was trained on {had} ranks, and this is {now}: replay it on as many, such as by "

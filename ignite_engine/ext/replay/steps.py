@@ -113,7 +113,7 @@ def _parameters(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
         if kinds.get(part) == "model":
             model: Any = getattr(objects[part], "model", objects[part])
             known |= {id(parameter): name for name, parameter in model.named_parameters()}
-    optimizers = getattr(trainer.update, "optimizers", {})
+    optimizers = trainer.update.optimizers
     groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
     for place, parameter in enumerate(parameter for group in groups for parameter in group["params"]):
         yield known.get(id(parameter), f"parameter {place}").removeprefix("module."), parameter

@@ -48,7 +48,9 @@ def trainer_of(
     )
     options = {"clip_norm": 0.5, **options}
     built = optimizer(model.parameters(), lr=1e-2)
-    trainer = Trainer(Update(model, built, loss_fn, capture=mode, **options), accumulation_steps=steps)
+    trainer = Trainer(
+        Update(model, built, loss_fn, accumulate="capture" if mode else None, **options), accumulation_steps=steps
+    )
     LRSchedule(warmup_cosine(built, warmup=4, total=40)).attach(trainer)
     return trainer
 
@@ -176,7 +178,7 @@ def test_frozen_parameters_another_setting_and_another_shape_are_graphs_of_their
 
 def update(model=None, **options):
     model = linear() if model is None else model
-    return Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, capture=True, **options)
+    return Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, accumulate="capture", **options)
 
 
 def of_an_object():
@@ -188,7 +190,6 @@ def of_an_object():
 test_refusals = refusals(
     [
         ("a recipe", lambda: update(precision=torch.no_grad), ValueError, "precision is a function"),
-        ("rank-invariant", lambda: update(rank_invariant=True), ValueError, "rank_invariant is on"),
         ("loss parallel", lambda: update(loss_parallel=True), ValueError, "loss_parallel is on"),
         ("a batch in an object", of_an_object, ValueError, "batch UserDict torch"),
     ]
@@ -297,7 +298,9 @@ def trainer_with(mode, kind, loss, *, steps=None, **options):
     """Of a model of its own, by RMSprop, whose step is not captured."""
     seed_everything(0)
     model = kind()
-    update = Update(model, torch.optim.RMSprop(model.parameters(), lr=1e-2), loss, capture=mode, **options)
+    update = Update(
+        model, torch.optim.RMSprop(model.parameters(), lr=1e-2), loss, accumulate="capture" if mode else None, **options
+    )
     return Trainer(update, accumulation_steps=steps)
 
 

@@ -53,7 +53,9 @@ def made(name):
 
 def evaluated(metrics, *, invariant, limit=None):
     model = linear()
-    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, rank_invariant=invariant)
+    update = Update(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), mse, accumulate="rank_invariant" if invariant else None
+    )
     trainer = Trainer(update, global_micro_batches=2)
     evaluator = create_evaluator(model, lambda model, batch: batch, metrics)
     Evaluation(evaluator, loader(SAMPLES, 4), limit=limit)(trainer)

@@ -17,7 +17,7 @@ from tests.kit.tiny import Numbers, linear, mse, numbers_loader, one, trainer_of
 
 def invariant(model, micro_batches=4, loss_fn=mse, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    update = Update(model, optimizer, loss_fn, rank_invariant=True, **options)
+    update = Update(model, optimizer, loss_fn, accumulate="rank_invariant", **options)
     return Trainer(update, global_micro_batches=micro_batches)
 
 
@@ -120,7 +120,11 @@ def test_gradients_that_some_micro_batches_lack_are_summed_before_one_that_is_le
         model = nn.ModuleDict({"used": linear(2, torch.float64), "rare": linear(2, torch.float64)})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         update = Update(
-            model, optimizer, loss_fn, weight_fn=lambda batch: batch[0][0] < 3, rank_invariant=rank_invariant
+            model,
+            optimizer,
+            loss_fn,
+            weight_fn=lambda batch: batch[0][0] < 3,
+            accumulate="rank_invariant" if rank_invariant else None,
         )
         trainer = Trainer(update, **{"global_micro_batches" if rank_invariant else "accumulation_steps": 4})
         trainer.run(batches, max_epochs=1)
@@ -211,7 +215,7 @@ def test_gradients_are_laid_out_as_autograd_does():
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
             lambda model, batch: sum((each * batch).sum().float() for each in model.values()),
-            rank_invariant=rank_invariant,
+            accumulate="rank_invariant" if rank_invariant else None,
         )
         Trainer(update, **{"global_micro_batches" if rank_invariant else "accumulation_steps": 2}).run([2.0, 4.0])
         return {name: each.grad for name, each in model.items()}
@@ -228,7 +232,7 @@ def of(model, *options, **more):
 
 def update():
     model = linear()
-    return Update(model, torch.optim.SGD(model.parameters()), mse, rank_invariant=True)
+    return Update(model, torch.optim.SGD(model.parameters()), mse, accumulate="rank_invariant")
 
 
 SEQUENTIAL = nn.Sequential

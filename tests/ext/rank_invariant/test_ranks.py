@@ -116,8 +116,10 @@ def train(rank, folder, case, kill_at=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if dist.get_world_size() > 1 and (not case.invariant or case.tokens):  # DDP's own module may be given
         wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-    options = {"precision": case.precision, "clip_norm": case.clip_norm, "rank_invariant": case.invariant}
-    update = Update(wrapped, optimizer, loss_fn, weight_fn=count_tokens if case.tokens else None, **options)
+    options = {"precision": case.precision, "clip_norm": case.clip_norm}
+    accumulate = "rank_invariant" if case.invariant else None
+    weight_fn = count_tokens if case.tokens else None
+    update = Update(wrapped, optimizer, loss_fn, weight_fn=weight_fn, accumulate=accumulate, **options)
     trainer = Trainer(update, global_micro_batches=case.micro_batches)
     LRSchedule(warmup_cosine(optimizer, warmup=2, total=12)).attach(trainer)
     MetricLogger(folder, console=False).attach(trainer, Events.ITERATION_COMPLETED(every=case.log_every))
@@ -211,7 +213,7 @@ def summed(rank, sizes):
     def loss(model, batch):
         return sum((weight * batch * 2.0**n).sum() for n, weight in enumerate(model)) * 8
 
-    update = Update(model, torch.optim.SGD(model.parameters(), 0.0), loss, rank_invariant=True)
+    update = Update(model, torch.optim.SGD(model.parameters(), 0.0), loss, accumulate="rank_invariant")
     trainer = Trainer(update, global_micro_batches=8)
     trainer.run(loader(torch.tensor(values), 1), max_epochs=1)
     return [parameter.grad.tolist() for parameter in model]
@@ -226,7 +228,7 @@ def test_every_element_is_summed_in_the_order_of_the_tree_on_any_ranks():
 
 def left_out(rank):
     model = linear()
-    options = {"non_finite": "skip", "rank_invariant": True}
+    options = {"non_finite": "skip", "accumulate": "rank_invariant"}
     update = Update(model, torch.optim.SGD(model.parameters(), 0.01), planted_loss, **options)
     trainer = Trainer(update, global_micro_batches=3)
     trainer.run(loader(Planted(23, (7, 22)), 2), max_epochs=1)
@@ -245,7 +247,7 @@ def skipping(rank, bad):
     """Weights of a run that skips iteration 3 or not; each iteration has random numbers of its own."""
     model = linear(dropout=True)
     update = Update(model, torch.optim.Adam(model.parameters(), 0.05), planted_loss, non_finite="skip",
-                    rank_invariant=True, weight_fn=partial(weight_of, bad))  # fmt: skip
+                    accumulate="rank_invariant", weight_fn=partial(weight_of, bad))  # fmt: skip
     Trainer(update, global_micro_batches=2).run(loader(Planted(bad=bad), 2))
     return one(model).tolist()
 

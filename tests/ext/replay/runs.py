@@ -63,7 +63,9 @@ def script(directory, *, data=None, attach=lambda trainer: None, invariant=False
     """A run of a program of its own, as ``replay`` takes it: its trainer, and what its ``run()`` gets."""
     torch.manual_seed(1)
     model = linear(dropout=True)
-    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, rank_invariant=invariant)
+    update = Update(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), mse, accumulate="rank_invariant" if invariant else None
+    )
     trainer = Trainer(update, global_micro_batches=4 if invariant else None)
     MetricLogger(directory, console=False).attach(trainer)
     Checkpoint(directory / "checkpoints", keep_last=9, **save).attach(trainer)

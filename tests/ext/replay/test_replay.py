@@ -258,7 +258,7 @@ def test_rank_invariant_run_of_two_ranks_is_replayed_on_two_and_on_one(tmp_path)
         trainer.run(**arguments)
         if rank == 0:  # as a run of a config has them
             (tmp_path / "environment.json").write_text('{"world_size": 2}')
-            (tmp_path / "config.yaml").write_text("update: {rank_invariant: true}\n")
+            (tmp_path / "config.yaml").write_text("update: {accumulate: rank_invariant}\n")
         dist.barrier()
         right = []
         for number in (2, 3, 5, 12):  # of which 3 and 12 have one micro-batch for both ranks

@@ -43,7 +43,7 @@ def trains(rank, kind, options=None):
     told = []
 
     def update(engine, batch):
-        real = batch[: len(batch) - engine.state.padding]
+        real = batch[: len(batch) - engine.state.group.padding]
         seen.extend((engine.state.windows, int(each)) for each in real)
 
     trainer = Trainer(update, accumulation_steps=2)
@@ -63,8 +63,10 @@ def shared(rank, folder, stop_at=None, invariant=False):
         rows.extend(batch[0][:, 0].tolist())
         return mse(model, batch)
 
-    update = Update(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, rank_invariant=invariant)
-    ordinary = Trainer(lambda engine, batch: None if engine.state.padding else loss_fn(model, batch))
+    update = Update(
+        model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, accumulate="rank_invariant" if invariant else None
+    )
+    ordinary = Trainer(lambda engine, batch: None if engine.state.group.padding else loss_fn(model, batch))
     trainer = Trainer(update, global_micro_batches=4) if invariant else ordinary
     checkpoint = Checkpoint(f"{folder}/run_{invariant}")
     checkpoint.attach(trainer)
@@ -213,7 +215,7 @@ def test_another_window_on_one_rank_is_refused_on_both(tmp_path):
 def opened_on_one_rank(rank, folder):
     def samples_of(shared, own, open_one):
         seen = list[int]()
-        trainer = Trainer(lambda engine, batch: seen.extend([] if engine.state.padding else batch.tolist()))
+        trainer = Trainer(lambda engine, batch: seen.extend([] if engine.state.group.padding else batch.tolist()))
         trainer.run(Windows(own, open_one, shared=shared), max_epochs=1)
         return seen, trainer
 

@@ -1,0 +1,122 @@
+"""Sums over the micro-batches of all ranks in the order of one tree, whichever rank computed which of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ignite_engine.ranks import agreement
+from ignite_engine.ranks.tree_sum import TreeSum, nodes_of
+
+ABSENT = -0.0
+"""Adds nothing to any number; +0.0 would change the sign of -0.0."""
+
+
+class InvariantSum:
+    """The sums of several tensors, each over what the micro-batches give.
+
+    Each is added as soon as it is known, while it is in the cache; what is kept is at most one tensor of each for every
+    level of the tree.
+
+    Args:
+        leaves: the micro-batches of each rank, by rank; together they are those of the iteration from 0 on.
+        count: how many tensors.
+    """
+
+    def __init__(self, leaves: Sequence[range], count: int) -> None:
+        self._leaves = leaves
+        self.leaf = leaves[agreement.rank()].start
+        """The micro-batch that is added now, by its number in the iteration."""
+        self._trees = [TreeSum[Tensor | None](_added) for _ in range(count)]
+        self._is_added = bytearray(count)
+
+    def add(self, at: int, value: Tensor) -> None:
+        """This micro-batch gives ``value``, which is written to, to the sum number ``at``.
+
+        Raises:
+            ValueError: it gave one already.
+        """
+        if self._is_added[at]:
+            raise ValueError(
+                f"rank_invariant cannot sum a gradient of shape {tuple(value.shape)} that comes in several parts in "
+                "one backward: use torch.utils.checkpoint with use_reentrant=False."
+            )
+        self._is_added[at] = 1
+        self._trees[at].push((self.leaf, 0), value)
+
+    def end_leaf(self) -> None:
+        """This micro-batch gives nothing more; the next one follows."""
+        for tree, is_added in zip(self._trees, self._is_added, strict=True):
+            if not is_added:
+                tree.push((self.leaf, 0), None)
+        self._is_added[:] = bytes(len(self._is_added))
+        self.leaf += 1
+
+    def total(self, like: Sequence[Tensor]) -> list[Tensor | None]:
+        """The sums over all ranks, None where no micro-batch gives anything; a collective.
+
+        Args:
+            like: a tensor of the shape, strides, dtype and device of each.
+        """
+        if len(self._leaves) == 1:
+            return [tree.total() for tree in self._trees]
+        own = [[value for _, value in tree.nodes] for tree in self._trees]
+        present = torch.tensor([any(value is not None for value in values) for values in own], dtype=torch.uint8)
+        # on the host: whether there is a sum must not wait for the device
+        dist.all_reduce(present, dist.ReduceOp.MAX, agreement.cpu_group("gradients"))
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for at, is_present in enumerate(present.tolist()):
+            if is_present:
+                kinds.setdefault((like[at].dtype, like[at].device), []).append(at)
+        result: list[Tensor | None] = [None] * len(like)
+        for (dtype, device), places in kinds.items():
+            sizes, ranks = [like[at].numel() for at in places], len(self._leaves)
+            shape = len(own[0]), -(-sum(sizes) // ranks) * ranks
+            rows = torch.full(shape, ABSENT, dtype=dtype, device=exchanged_on(device))
+            for node, row in enumerate(rows):
+                for at, part in zip(places, row[: sum(sizes)].split(sizes), strict=True):
+                    if (value := own[at][node]) is not None:
+                        part.copy_(value.reshape(-1))
+            for at, part in zip(places, self._over_ranks(rows)[: sum(sizes)].split(sizes), strict=True):
+                # in memory of its own, aligned as on one process: the order of a norm's additions may depend on it
+                result[at] = torch.empty_like(like[at]).copy_(part.view(like[at].shape))
+        return result
+
+    def _over_ranks(self, rows: Tensor) -> Tensor:
+        """The sum of the nodes of all ranks, of which ``rows`` are this one's: each rank sums up a chunk of them."""
+        ranks, nodes = len(self._leaves), [nodes_of(leaves.start, leaves.stop) for leaves in self._leaves]
+        group = gradient_group(rows.device)
+        chunk = rows.shape[1] // ranks
+        sent = rows.view(len(rows), ranks, chunk).transpose(0, 1).reshape(ranks * len(rows), chunk)
+        received = sent.new_empty(sum(map(len, nodes)), chunk)
+        dist.all_to_all_single(received, sent, [len(each) for each in nodes], [len(rows)] * ranks, group=group)
+        tree: TreeSum[Tensor] = TreeSum(Tensor.add_)
+        for node, value in zip(chain(*nodes), received, strict=True):
+            tree.push(node, value)
+        summed = sent.new_empty(ranks * chunk)
+        dist.all_gather_into_tensor(summed, tree.total(), group=group)
+        return summed
+
+
+def _added(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    if left is None or right is None:
+        return right if left is None else left
+    return left.add_(right)
+
+
+def exchanged_on(device: torch.device) -> torch.device:
+    """Where ranks exchange what is on ``device``: gloo sends from the host's memory only."""
+    backend = dict(part.split(":") for part in dist.get_backend_config().split(",")).get(device.type)
+    return torch.device("cpu") if backend in (None, "gloo") else device
+
+
+def gradient_group(device: torch.device) -> dist.ProcessGroup | None:
+    """The group that exchanges what is on ``device``, which :func:`exchanged_on` gave.
+
+    On the CPU one of its own, so that no user's message mixes in.
+    """
+    return agreement.cpu_group("gradients") if device.type == "cpu" else dist.group.WORLD

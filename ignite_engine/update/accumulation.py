@@ -1,0 +1,267 @@
+"""How the gradients of a group are made: the ordinary way, and what a strategy from outside does otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from ignite.engine import Engine
+from torch import Tensor, nn
+
+from ignite_engine.errors import check_type, did_you_mean, one_line, shapes_of
+from ignite_engine.events import TrainingEvents
+from ignite_engine.ranks import agreement
+from ignite_engine.step.backward import backward
+from ignite_engine.step.device import to_device
+from ignite_engine.step.gradients import check_tables
+from ignite_engine.step.loss_parallel import loss_parallel_context
+from ignite_engine.step.losses import parts, scalar, unusable_result, weighted, weighted_by_name
+from ignite_engine.step.micro_batches import (
+    Group,
+    check_accumulates,
+    group_of,
+    reducing_modules,
+    without_sync,
+)
+from ignite_engine.step.precision import autocast
+from ignite_engine.step.without_trace import without_rows, without_trace
+
+if TYPE_CHECKING:
+    from ignite_engine.update.one import Update
+
+ACCUMULATIONS = {
+    "capture": "ignite_engine.ext.capture:Capture",
+    "rank_invariant": "ignite_engine.ext.rank_invariant:RankInvariant",
+}
+"""What ``Update(accumulate=...)`` takes by name: the class, which is imported when it is used."""
+
+Listeners = tuple[list[Any], list[Any], list[Any]]
+"""Ignite's lists of the handlers before a forward, after it, and after its backward."""
+
+_NOTHING = nullcontext()
+
+
+class Accumulation:
+    """The ordinary way, micro-batch after micro-batch; a subclass, ``Update(accumulate=...)``, overrides a part of it.
+
+    Called with the micro-batches of this rank and their scales it leaves the sum of the scaled gradients, reduced over
+    the ranks, in ``parameter.grad``. One object serves one :class:`~ignite_engine.Update`, which is its ``update``.
+    """
+
+    rank_invariant = False
+    """The same bits on any number of ranks: the trainer needs ``global_micro_batches``, a rank may have none of a
+    group, and what is reported is the mean over all ranks."""
+    update: Update
+
+    def trained(self, model: nn.Module) -> nn.Module:
+        """The part of the model that Update was given which it trains."""
+        return model
+
+    def bind(self, update: Update) -> None:
+        """Belong to an Update that has been built; ``super().bind(update)`` first.
+
+        Raises:
+            ValueError: it cannot be done with this one.
+        """
+        self.update = update
+        # one context for good: making one costs more than entering it
+        self._context = None if update.precision == "fp32" else autocast(update.precision, update.device.type)
+        self._reducing = reducing_modules(update.model)
+        self._is_fsdp = any(hasattr(module, "set_requires_gradient_sync") for module in self._reducing)
+        if self._is_fsdp:
+            check_tables(update.model)
+        self._broken_off = False
+        self._factors: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+
+    def stateful(self) -> Iterable[tuple[str, Any, bool]]:
+        """What a checkpoint holds of this: name, object with a state, and whether every rank has the same."""
+        return ()
+
+    def check(self) -> None:
+        """Refuse what cannot be trained so, with the model in the mode in which it will be trained.
+
+        Raises:
+            ValueError: why, and how to change it.
+        """
+
+    def run_started(self) -> None:
+        """A run starts; a collective."""
+
+    def scales(self, engine: Any, group: Group) -> list[float] | None:
+        """The factor of the mean loss of each micro-batch of a group; None: nothing in it weighs anything."""
+        return group.scales(self.update.weight_fn)
+
+    def __call__(self, engine: Engine, micro_batches: Sequence[Any], scales: Sequence[float]) -> dict[str, Tensor]:
+        """Leave the gradients in the parameters, which have none; returns what ``state.output`` becomes.
+
+        Raises:
+            ValueError: the model cannot accumulate, or loss_fn returned what cannot be trained on.
+            RuntimeError: an earlier update of an FSDP2 model raised.
+        """
+        state: Any = engine.state
+        repeated_from = len(scales)
+        if 0.0 in scales:
+            if any(scales) and not self._reducing:
+                # the mean over nothing may be NaN, and stays NaN times zero; in a wrapped model the peers wait for it
+                micro_batches = [batch for batch, scale in zip(micro_batches, scales, strict=True) if scale]
+                scales = [scale for scale in scales if scale]
+            repeated_from = len(scales) - group_of(engine, state.batch).padding
+        deferring = () if self.update.reduce_each_micro_batch or len(scales) == 1 else self._reducing
+        for module in deferring:
+            check_accumulates(module)
+        if self._broken_off:
+            raise RuntimeError(
+                "An update of this FSDP2 model raised, and FSDP2 keeps the gradients that it had by then: make the "
+                "model, its optimizer and Update again before you train on."
+            )
+        self._broken_off = self._is_fsdp
+        listeners, last = _listeners_of(engine), len(scales) - 1
+        losses, extras = list[Tensor](), list[Mapping[str, Tensor]]()
+        for index, batch in enumerate(to_device(micro_batches, self.update.device, state.iteration)):
+            scale = scales[index]
+            is_repeated = not scale and index >= repeated_from
+            try:
+                with self._around(() if index == last else deferring, scale, is_repeated=is_repeated):
+                    losses.append(self.forward_backward(engine, batch, scale, extras, listeners))
+            except torch.OutOfMemoryError as error:
+                raise torch.OutOfMemoryError(
+                    f"Out of memory on rank {agreement.rank()} in iteration {state.iteration} with a micro-batch "
+                    f"{shapes_of(batch)}: use a smaller batch_size with more accumulation_steps. {one_line(error)}"
+                ) from error
+            state.micro_batches += 1
+            if listeners[2]:
+                engine.fire_event(TrainingEvents.BACKWARD_COMPLETED)
+        self._broken_off = False
+        return self.output(losses, extras, scales)
+
+    def forward_backward(
+        self, engine: Engine, batch: Any, scale: float, extras: list[Mapping[str, Tensor]], listeners: Listeners
+    ) -> Tensor:
+        """Add ``scale`` times the gradients, and the values beside the loss to ``extras``; returns the mean loss.
+
+        The bits are those of ``scaler.scale(loss * scale).backward()``, without the two nodes in its graph.
+
+        Raises:
+            ValueError: loss_fn returned what cannot be trained on.
+        """
+        if listeners[0]:
+            engine.fire_event(TrainingEvents.FORWARD_STARTED)
+        update = self.update
+        try:
+            if self._context is None:
+                result: Any = update.loss_fn(update.model, batch)
+            else:
+                with self._context:
+                    result = update.loss_fn(update.model, batch)
+        except Exception as error:
+            error.add_note(f"The micro-batch: {shapes_of(batch)}.")
+            raise
+        if listeners[1]:
+            engine.fire_event(TrainingEvents.FORWARD_COMPLETED)
+        try:
+            loss, extra = (result, None) if type(result) is Tensor else parts(result)
+            if loss.dim():
+                loss = loss.reshape(())
+            backward(loss, self.factor(scale, loss.dtype, loss.device))
+            if extra is not None:
+                extras.append({name: scalar(value) for name, value in extra.items()})
+            return scalar(loss)
+        except Exception as error:
+            if (unusable := unusable_result(result)) is not None:
+                raise ValueError(unusable) from error
+            raise
+
+    def factor(self, scale: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The gradient that the backward of a loss starts from; in fp16 times the loss scale."""
+        if (scaler := self.update.scaler) is not None:
+            return scaler.scale(torch.ones((), device=device)).to(dtype) * scale
+        found = self._factors.get((scale, dtype, device))
+        if found is None:
+            if len(self._factors) > 64:
+                self._factors.clear()
+            found = self._factors[scale, dtype, device] = torch.full((), scale, dtype=dtype, device=device)
+        return found
+
+    def output(
+        self, losses: list[Tensor], extras: list[Mapping[str, Tensor]], scales: Sequence[float]
+    ) -> dict[str, Tensor]:
+        """What a group reports: ``loss`` and the values beside it, each the sum of its values times ``scales``."""
+        found = {"loss": weighted(losses, scales)}
+        if extras:
+            found.update(weighted_by_name(extras, scales))
+        return found
+
+    def own_loss(self, loss: Tensor) -> Tensor:
+        """This rank's part of the ``loss`` that was reported."""
+        return loss
+
+    def clip_and_step(self) -> tuple[bool, Tensor | None]:
+        """Clip and step in another way than :class:`Update`, which is told ``stepping``.
+
+        Returns:
+            Whether it was done, and the norm of the gradients before.
+        """
+        return False, None
+
+    def _around(
+        self, deferring: Sequence[nn.Module], scale: float, *, is_repeated: bool
+    ) -> AbstractContextManager[Any]:
+        """The context of forward and backward of a micro-batch.
+
+        Args:
+            deferring: modules that do not reduce gradients in it.
+            is_repeated: it is here only as the peers wait for it, and leaves no trace.
+        """
+        update = self.update
+        if scale and not deferring and not update.loss_parallel:
+            return _NOTHING
+        with ExitStack() as stack:
+            stack.enter_context(without_sync(deferring))
+            if update.loss_parallel:
+                stack.enter_context(loss_parallel_context())
+            if is_repeated:
+                stack.enter_context(without_trace(update.model))
+                stack.enter_context(update.generators.undrawn())
+            if not scale:
+                stack.enter_context(without_rows(update.parameters.all()))
+            return stack.pop_all()
+
+
+def accumulation_of(accumulate: str | Accumulation | None) -> Accumulation:
+    """What ``Update(accumulate=...)`` means.
+
+    Raises:
+        ValueError: the name is not known, or its package is not there.
+        TypeError: it is neither a name nor an object for it.
+    """
+    if accumulate is None:
+        return Accumulation()
+    if isinstance(accumulate, Accumulation):
+        if hasattr(accumulate, "update"):
+            raise ValueError("accumulate is an object that belongs to another Update: give each one of its own.")
+        return accumulate
+    known = f"one of {', '.join(ACCUMULATIONS)}, or an Accumulation"
+    check_type("accumulate", accumulate, isinstance(accumulate, str), known)
+    if accumulate not in ACCUMULATIONS:
+        raise ValueError(f"accumulate={accumulate!r} is not known{did_you_mean(accumulate, ACCUMULATIONS)}")
+    module, _, name = ACCUMULATIONS[accumulate].partition(":")
+    try:
+        strategy: Accumulation = getattr(import_module(module), name)()
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(f"accumulate={accumulate!r} needs {module}, which is not installed.") from None
+    return strategy
+
+
+def _listeners_of(engine: Engine) -> Listeners:
+    """Looked up once for a group: a handler that comes or goes in the middle of it changes the same lists."""
+    handlers = engine._event_handlers
+    return (
+        handlers[TrainingEvents.FORWARD_STARTED],
+        handlers[TrainingEvents.FORWARD_COMPLETED],
+        handlers[TrainingEvents.BACKWARD_COMPLETED],
+    )
