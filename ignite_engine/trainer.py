@@ -16,7 +16,7 @@ from ignite_engine.engine.intervals import Interval, Intervals
 from ignite_engine.engine.length import Length
 from ignite_engine.engine.loop import Loop
 from ignite_engine.engine.position import last_iteration
-from ignite_engine.engine.progress import Ending, Left, Progress
+from ignite_engine.engine.progress import Progress
 from ignite_engine.engine.requests import COLLECT, END, SAVE, Requests
 from ignite_engine.engine.roll_back import RollBacks, arguments_again
 from ignite_engine.errors import Interrupted, RollBack, is_whole
@@ -304,7 +304,7 @@ class Trainer(Engine):
             loop = self._begin(start.after_pause(arguments, self.state, self.progress))
         except BaseException:
             if self.progress.source is not source_before:
-                self.progress.close(continues=True)
+                self.progress.close()
             raise
         with watched_run(self._position):
             while True:
@@ -422,14 +422,10 @@ class Trainer(Engine):
                 f"The run made no optimizer step, all {state.skipped_steps} were skipped: return weights above 0 from "
                 "weight_fn, or look for losses and gradients that are not finite."
             )
-        ended = state.status == "interrupted" or progress.is_done()
-        ending = Ending.PAUSED if paused else Ending.AT_BOUNDARY if ended else Ending.TERMINATED
-        progress.close(continues=ending is not Ending.TERMINATED)
-        progress.left = Left(ending, state.iteration, state.epoch)
+        progress.leave(goes_on=paused or state.status == "interrupted" or progress.is_done())
 
     def _note_failure(self, error: BaseException) -> None:
-        self.progress.close()
-        self.progress.left = Left(Ending.FAILED, self.state.iteration, self.state.epoch)
+        self.progress.fail()
         if isinstance(error, (Interrupted, KeyboardInterrupt)):
             self.state.status, self.state.reason = "interrupted", f"forced: {str(error) or type(error).__name__}"
         else:

@@ -96,7 +96,7 @@ class Mirroring:
         if trainer.state.status not in ("completed", "interrupted", "failed"):
             return
         self._runs = False
-        if trainer.progress.left is None or trainer.progress.left.ending.name != "FAILED":
+        if not trainer.progress.failed:
             self._wait()
         elif agreement.rank() == 0:
             self._uploader.end()

@@ -46,8 +46,13 @@ class Position:
     """Iterations of the epoch under way."""
     epoch_ends: bool | str = False
     """``terminate_epoch()`` was called, and a stop came before the epoch's end; the string is Ignite's option of it."""
-    data: Mapping[str, Any] = field(default_factory=dict)
-    """The place in the data, as its source saves it; empty without data."""
+    data: Mapping[str, Any] | None = field(default_factory=dict)
+    """The place in the data, as its source saves it; empty without data. None: the next pass begins."""
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch under way, or of the one that is completed."""
+        return self.epochs + int(self.epoch_iteration > 0)
 
 
 class Next(Enum):

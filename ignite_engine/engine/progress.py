@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
-from enum import Enum
 from itertools import islice, repeat
 from typing import Any
 
@@ -22,28 +21,6 @@ from ignite_engine.state import TrainingState
 from ignite_engine.update.base import BaseUpdate
 
 logger = logging.getLogger(__name__)
-
-
-class Ending(Enum):
-    """How the run before ended in this process, which decides how the next one starts."""
-
-    AT_BOUNDARY = "at_boundary"
-    """At a step boundary: it can be continued."""
-    PAUSED = "paused"
-    """By ``interrupt()``, at a step boundary: ``run()`` continues there, with the same data if none is given."""
-    TERMINATED = "terminated"
-    """By ``terminate()``: as in Ignite, the rest of the pass is given up."""
-    FAILED = "failed"
-    """By an exception, perhaps within an update: the next run starts over."""
-
-
-@dataclass(frozen=True)
-class Left:
-    """Where and how the run before in this process ended."""
-
-    ending: Ending
-    iteration: int
-    epoch: int
 
 
 @dataclass(frozen=True)
@@ -91,8 +68,10 @@ class Progress:
         self.advanced = 1
         """Iterations of the epoch that the last group counts for: more than one, where others could not be read."""
         self._fetched: _Fetched | None = None
-        self.left: Left | None = None
-        """None: nothing was run before, or the counters were set by hand."""
+        self.left: Position | None = None
+        """Where the run before in this process ended, without its place in the data; None: none did, or it failed."""
+        self.failed = False
+        """The run before failed, perhaps within an update: the next one starts over."""
 
     # -- the position -------------------------------------------------------------------------------------------------
 
@@ -120,7 +99,7 @@ class Progress:
     def begin(self, source: Source | None, data: Any, plan: Plan, position: Position) -> None:
         """A run begins at ``position``: assigns all of it, and cannot fail."""
         state = self.state
-        self.source, self.user_data = source, data
+        self.source, self.user_data, self.failed = source, data, False
         self.epoch_is, self._fetched = plan.epoch_is, None
         self.epochs_completed, self.epoch_iteration = position.epochs, position.epoch_iteration
         self.epoch_ends = position.epoch_ends
@@ -212,15 +191,25 @@ class Progress:
     def _forget_group(self) -> None:
         self.state.group = None
 
-    def close(self, *, continues: bool = False) -> None:
-        """The run is over: loader workers end with it.
+    def leave(self, *, goes_on: bool) -> None:
+        """The run has ended at a step boundary: loader workers end with it, and others may iterate the loader.
 
         Args:
-            continues: from here, perhaps; until then others may iterate the loader.
+            goes_on: the next run does here; else with the next pass, as Ignite's after ``terminate()``.
         """
+        if goes_on and self.source is not None:
+            self.source.freeze()
+        self.left = self.counted if goes_on else Position(self.state.iteration, self.state.epoch, data=None)
+        self.close()
+
+    def fail(self) -> None:
+        """The run has failed."""
+        self.left, self.failed = None, True
+        self.close()
+
+    def close(self) -> None:
+        """End the workers of the loader."""
         if self.source is not None:
-            if continues:
-                self.source.freeze()
             self.source.close()
 
     # -- counting -----------------------------------------------------------------------------------------------------

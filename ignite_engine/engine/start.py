@@ -17,7 +17,7 @@ from ignite_engine import rng
 from ignite_engine.data.place import Place
 from ignite_engine.data.source import DataSource, OwnSource, Source
 from ignite_engine.engine.position import EpochIs, Plan, Position, regrouped
-from ignite_engine.engine.progress import Ending, Progress
+from ignite_engine.engine.progress import Progress
 from ignite_engine.errors import is_whole
 from ignite_engine.ranks import agreement
 from ignite_engine.state import COUNTERS, Start, TrainingState
@@ -107,8 +107,7 @@ def begin(
         if source is not None:
             source.close()  # the loader is the user's again
         raise
-    was_terminated = progress.left is not None and progress.left.ending is Ending.TERMINATED
-    if start is Start.RESET and plan.epoch_length is not None and not was_terminated:
+    if start is Start.RESET and plan.epoch_length is not None and not _is_as_left(state, progress):
         # as Ignite after its load_state_dict()
         position = replace(position, epoch_iteration=state.iteration % plan.epoch_length)
     saved_with = resume.saved_grouping if start is Start.RESUMED else grouping
@@ -128,7 +127,7 @@ def begin(
             registry.resumed_otherwise.append(reason)
             if agreement.rank() == 0:
                 logger.warning("The run may not be bit-exact: it was %s.", reason)
-        state.epoch = position.epochs + int(position.epoch_iteration > 0)  # that in which it was left
+        state.epoch = position.epoch
     state.start = start
     return start
 
@@ -142,12 +141,11 @@ def _decide(
     if resume.is_pending:
         at_least = max(1, progress.epochs_completed)  # a finished run is evaluated, not trained on
         return Start.RESUMED, *((at_least, None) if given == (None, None) else given)
-    failed = left is not None and left.ending is Ending.FAILED
-    if failed or (state.max_epochs is None and state.max_iters is None):
+    if progress.failed or (state.max_epochs is None and state.max_iters is None):
         return Start.FRESH, *default
-    unchanged = left is not None and (left.iteration, left.epoch) == (state.iteration, state.epoch)
-    ending = left.ending if left is not None and unchanged else None
-    stopped = state.status == "interrupted" or ending is Ending.PAUSED
+    is_as_left = _is_as_left(state, progress)
+    paused = is_as_left and state.status == "running"
+    stopped = left is not None and (state.status == "interrupted" or paused)
     _check_against_state(arguments, state, stopped=stopped)
     max_epochs = given[0] if given[0] is not None else state.max_epochs
     max_iters = given[1] if given[1] is not None else state.max_iters
@@ -158,7 +156,14 @@ def _decide(
     )
     if done:
         return Start.FRESH, *default
-    return (Start.CONTINUED if ending is Ending.AT_BOUNDARY else Start.RESET), max_epochs, max_iters
+    goes_on = left is not None and is_as_left and left.data is not None
+    return (Start.CONTINUED if goes_on else Start.RESET), max_epochs, max_iters
+
+
+def _is_as_left(state: TrainingState, progress: Progress) -> bool:
+    """Whether the counters are those with which the run before ended, and nobody has set them since."""
+    left = progress.left
+    return left is not None and (left.iteration, left.epoch) == (state.iteration, state.epoch)
 
 
 def _position(start: Start, state: TrainingState, progress: Progress, resume: ResumeState) -> Position:
@@ -183,7 +188,7 @@ def _regrouped(position: Position, plan: Plan, source: DataSource) -> Position:
 
 def _reset(state: TrainingState, progress: Progress) -> None:
     """A fresh run: all counters are zero, and nothing is left of one that failed."""
-    if progress.left is not None and progress.left.ending is Ending.FAILED:
+    if progress.failed:
         state.metrics.clear()
         state.metrics.fresh = {}
     for counter in ("epoch", *COUNTERS):
@@ -194,8 +199,7 @@ def _reset(state: TrainingState, progress: Progress) -> None:
 def after_pause(arguments: RunArguments, state: TrainingState, progress: Progress) -> RunArguments:
     """The same arguments; after ``interrupt()`` the data of the paused run in the place of none."""
     has_limit = state.max_epochs is not None or state.max_iters is not None
-    paused = progress.left is not None and progress.left.ending is Ending.PAUSED
-    if not paused or arguments.data is not None or not has_limit:
+    if state.status != "running" or arguments.data is not None or not has_limit:
         return arguments
     return replace(arguments, data=progress.user_data)
 
@@ -257,7 +261,7 @@ def _plan(
 
 def _pass_number(start: Start, progress: Progress, position: Position) -> int:
     """The pass within which, or at whose end, the run begins."""
-    if start.continues and "pass" in position.data:
+    if start.continues and position.data and "pass" in position.data:
         return int(position.data["pass"]) - int(position.data["ended"])
     before = None if start is Start.FRESH or progress.source is None else progress.source.place
     return 0 if before is None else before.pass_number + int(start is Start.RESET and before.batch > 0)
@@ -277,7 +281,7 @@ def _move_to(source: Source, start: Start, data: Any, progress: Progress, positi
         source.begin_after(before.place)
     elif start is Start.CONTINUED:
         if data is progress.user_data or source.data is before.data:
-            source.load(_without_fingerprints(position.data))  # what it holds may have changed since
+            source.load(_without_fingerprints(position.data or {}))  # what it holds may have changed since
             if isinstance(data, Iterator) and isinstance(source, DataSource) and isinstance(before, DataSource):
                 source.reader.fetched = before.reader.fetched or ()
         else:

@@ -198,9 +198,7 @@ class MemoryCopies:
         """What was copied stays where a start may go on from there."""
         if self._is_on:
             self._is_on = False
-            left = trainer.progress.left
-            failed = left is not None and left.ending.name == "FAILED"
-            self._memory.end(keep=failed and _is_lost(sys.exception()))
+            self._memory.end(keep=trainer.progress.failed and _is_lost(sys.exception()))
 
 
 def _is_lost(error: BaseException | None) -> bool:
