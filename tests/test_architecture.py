@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from configparser import ConfigParser
 from functools import cache
 from pathlib import Path
 
@@ -270,3 +271,13 @@ print(*sorted(name for name in sys.modules if name.startswith(("ignite_engine.co
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
+
+
+def test_every_package_is_in_the_wheel():
+    """Those that setup.cfg lists are the folders that are there."""
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    core = (path for path in (ROOT / "ignite_engine").rglob("__init__.py") if "handlers" not in path.parts)
+    found = {path.parent.relative_to(ROOT) for path in core}
+    found |= {"ignite_engine" / path.parent.relative_to(ROOT) for path in HANDLERS.rglob("__init__.py")}
+    assert set(setup["options"]["packages"].split()) == {".".join(path.parts) for path in found}
