@@ -102,35 +102,27 @@ def isolated() -> Iterator[None]:
         restore_snapshot(outside)
 
 
-def undisturbed(function: Callable[[bytes | None], T], *, numpy_rests: bool = False) -> T:
+def undisturbed(function: Callable[[], T]) -> T:
     """What ``function`` returns, with the generators restored afterwards even if a signal handler raises at any point.
 
     A stop may interrupt a fetch anywhere, so also while the generators are restored, or between the end of a ``with``
     body and the first line of its ``__exit__``; and at that stop the generators are saved.
-
-    Args:
-        function: gets NumPy's :func:`numpy_place` where that is known to tell each draw, else None.
-        numpy_rests: ``function`` is not expected to draw from it, so its state is read only if it has moved since the
-            last time.
     """
-    place, numpy = _resting_numpy() if numpy_rests else (None, _numpy_state())
-    outside = _generators(numpy)
+    outside = snapshot()
     try:
-        return function(place)
+        return function()
     finally:
         try:
-            restore_snapshot(outside, place)
+            restore_snapshot(outside)
         except BaseException:
-            restore_snapshot(outside, place)
+            restore_snapshot(outside)
             raise
 
 
-def numpy_place() -> Any:
-    """Memory of NumPy's global generator whose bytes, ``raw``, change with each number drawn; None: it is another kind.
-
-    Reading its state takes 30 µs, this 0.04. A half of a pair of normal numbers is kept elsewhere.
-    """
-    return _end_of_state(_bit_generator())
+def host_place() -> Any:
+    """Where the generators of Python and NumPy are, which every draw changes; None: a draw of NumPy's might not."""
+    place, _ = _resting_numpy()
+    return None if place is None else (place, random.getstate())
 
 
 def _bit_generator() -> Any:
@@ -162,7 +154,11 @@ def _of_numpy(value: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def _end_of_state(generator: Any) -> Any:
-    """The last words and the position: ``uint32 key[624]; int position`` at the address that NumPy publishes."""
+    """The last words and the position: ``uint32 key[624]; int position`` at the address that NumPy publishes.
+
+    Each number drawn changes them, but for the second half of a pair of normal numbers, which is kept elsewhere.
+    Reading the whole state takes 30 µs, these 0.04.
+    """
     if type(generator) is not np.random.MT19937:
         return None
     state = generator.state["state"]
@@ -182,7 +178,7 @@ def _resting_numpy() -> tuple[bytes | None, Any]:
     The place is None where it does not tell whether a number is drawn: a half of a pair is, or it is another kind.
     """
     global _numpy_seen  # of this process, as the generator is
-    memory = numpy_place()
+    memory = _end_of_state(_bit_generator())
     if memory is None:
         return None, _numpy_state()
     place: bytes = memory.raw
@@ -204,10 +200,11 @@ def _generators(numpy: Any) -> tuple[Any, ...]:
     return random.getstate(), numpy, torch.get_rng_state(), devices.generator_states()
 
 
-def restore_snapshot(generators: tuple[Any, ...], numpy_place_before: bytes | None = None) -> None:
+def restore_snapshot(generators: tuple[Any, ...]) -> None:
+    """Restore what :func:`snapshot` returned."""
     python, numpy, cpu, of_devices = generators
     random.setstate(python)
-    if numpy_place_before is None or (memory := numpy_place()) is None or memory.raw != numpy_place_before:
+    if _resting_numpy()[1] is not numpy:
         _set_numpy(numpy)
     torch.set_rng_state(cpu)
     if of_devices:

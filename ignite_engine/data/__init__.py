@@ -2,7 +2,8 @@
 
 from ignite_engine.data.loader import loader, resumable
 from ignite_engine.data.readers import length_of
-from ignite_engine.data.sampler import ResumableSampler, SeededDataset
+from ignite_engine.data.sampler import ResumableSampler
+from ignite_engine.data.seeding import SeededDataset
 from ignite_engine.data.source import DataSource
 from ignite_engine.data.workers import end_workers
 

@@ -20,7 +20,8 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from ignite_engine import rng
-from ignite_engine.data.sampler import DrawnSampler, ResumableSampler, SeededDataset
+from ignite_engine.data.sampler import DrawnSampler, ResumableSampler
+from ignite_engine.data.seeding import SeededDataset
 from ignite_engine.data.workers import WorkerInit
 from ignite_engine.errors import EmptyData, check_type, is_whole, shapes_of
 from ignite_engine.ranks import agreement, mesh

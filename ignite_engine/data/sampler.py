@@ -1,24 +1,21 @@
-"""Order from (seed, pass, position), randomness of a sample from (seed, pass, index)."""
+"""The order of the samples, a function of (seed, pass, position)."""
 
 from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, Dataset, Sampler, Subset
+from torch.utils.data import BatchSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from ignite_engine import rng
-from ignite_engine.data.seeding import SeededCalls
-from ignite_engine.errors import shapes_of
 
 Key = tuple[int, int]
 _BLOCK = 8192
@@ -208,94 +205,3 @@ class DrawnSampler(ResumableSampler):
 def _numbers(indices: Tensor) -> Iterator[int]:
     """``indices`` as Python numbers, a block at a time: each takes 32 bytes, and there may be 10^8 of them."""
     return chain.from_iterable(block.tolist() for block in indices.split(_BLOCK))
-
-
-class SeededDataset(Dataset[Any]):
-    """A dataset whose random choices depend on (seed, pass, index) alone: the same with any number of workers.
-
-    It collates too, with random numbers keyed by the batch's first sample. So are those of a dataset that reads whole
-    batches (``__getitems__``), which is asked for one batch at a time: they depend on what the batch holds, so on the
-    batch size and the number of ranks, but not on the number of workers nor on where a run was resumed.
-
-    Only the generators that are drawn from are seeded (``seeding.py``). All are restored, for what else draws from them
-    in this process: training, a dataset that reads this one, a thread of a worker.
-    """
-
-    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], seed: int) -> None:
-        self.dataset, self.collate_fn, self.seed = dataset, collate_fn, seed
-        self.reads_batches = reads_whole_batches(dataset)
-        self._reading, self._collating = SeededCalls(8 if self.reads_batches else 64), SeededCalls(8)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, key: Key) -> Any:
-        return self.__getitems__([key])
-
-    def __getitems__(self, keys: Sequence[Key]) -> Any:
-        """The batch of these samples, all of one pass."""
-        numpy_rests = self._reading.leaves_numpy and self._collating.leaves_numpy
-        return rng.undisturbed(partial(self._batch, keys), numpy_rests=numpy_rests)
-
-    def _batch(self, keys: Sequence[Key], place: bytes | None) -> Any:
-        pass_number, first = keys[0]
-        of_pass, indices = rng.mix(self.seed, pass_number), [index for _, index in keys]
-        read = partial(self._read, of_pass, indices, place)
-        seed = rng.mix_next(rng.mix_next(of_pass, first), 1)
-        samples = read()
-        try:
-            return self._collating.each(self.collate_fn, [samples], [seed], place=place, renew=read)[0]
-        except StopIteration as error:
-            raise _unfinished(
-                f"collate_fn for the batch from {type(self.dataset).__name__}[{indices[0]}] on"
-            ) from error
-        except Exception as error:
-            error.add_note(self._uncollated(indices, self._collating.failed))
-            raise
-
-    def _read(self, of_pass: int, indices: list[int], place: bytes | None) -> Any:
-        dataset: Any = self.dataset
-        try:
-            if self.reads_batches:
-                seed = rng.mix_next(of_pass, indices[0])
-                return self._reading.each(partial(_read_batch, dataset), [indices], [seed], place=place)[0]
-            seeds = rng.mix_each(of_pass, indices)
-            while type(dataset) is Subset:  # a call less for each sample
-                dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
-            return self._reading.each(partial(operator.getitem, dataset), indices, seeds, place=place)
-        except StopIteration as error:
-            raise _unfinished(f"{type(dataset).__name__}[{self._reading.failed}]") from error
-        except Exception as error:
-            error.add_note(f"Raised for {type(dataset).__name__}[{self._reading.failed}].")
-            raise
-
-    def _uncollated(self, indices: Sequence[int], samples: Any) -> str:
-        """What the samples are, and the first that is not as most of them are."""
-        name = type(self.dataset).__name__
-        if not isinstance(samples, list) or len(samples) != len(indices) or not samples:
-            return f"Raised while {shapes_of(samples)} of {name} was collated."
-        kinds = [shapes_of(sample) for sample in samples]
-        usual = max(kinds, key=kinds.count)
-        odd = next((at for at, kind in enumerate(kinds) if kind != usual), None)
-        if odd is None:
-            return f"Raised while {len(samples)} samples of {name}, each {usual}, were collated."
-        return (
-            f"{name}[{indices[odd]}] is {kinds[odd]} and {name}[{indices[kinds.index(usual)]}] is {usual}: return "
-            "samples that are alike, or give a collate_fn that makes them so."
-        )
-
-
-def _unfinished(what: str) -> RuntimeError:
-    """What is raised in the place of a StopIteration, by which the reader of the batches would end the pass."""
-    return RuntimeError(f"{what} raised StopIteration, which would end the pass: give next() a default, or catch it.")
-
-
-def _read_batch(dataset: Any, indices: Sequence[int]) -> Any:
-    return dataset.__getitems__([*indices])  # its own list: a call may be repeated, and may have used it up
-
-
-def reads_whole_batches(dataset: Any) -> bool:
-    """Whether ``dataset`` itself reads several samples at once; torch's Subset only passes that on."""
-    while isinstance(dataset, Subset) and type(dataset).__getitems__ is Subset.__getitems__:
-        dataset = dataset.dataset
-    return callable(getattr(dataset, "__getitems__", None))

@@ -1,133 +1,146 @@
-"""Random numbers of a sample from its seed alone, where only the generators that are drawn from are seeded.
-
-Seeding Python, NumPy and torch costs 7 µs, more than many samples, and most datasets draw from one of them or none.
-
-1. **Watch.** The first calls in each process are seeded in full, and after each it is seen which generators it drew
-   from. Those are seeded for every call from then on. torch's always is: ``torch.initial_seed()`` reads its seed
-   without a draw, and it is the cheapest.
-2. **Notice.** A generator that nobody drew from stands at a known place. After each call the place is compared: of
-   Python the next 64 bits of a fixed stream, of NumPy the end of its state in memory. Both take 0.1 µs.
-3. **Repeat.** A call that has moved a generator which was not seeded for it is made again with it seeded, and so are
-   all that follow: what it returned, or the error that it raised, came of the wrong numbers. So a dataset that begins
-   to draw late reads one sample twice, once for each generator and process; a collate function that does, gets its
-   samples read anew, as it may have changed them.
-
-Every call that draws has the numbers it would have if each were seeded in full. Exceptions are calls that only read the
-state of Python's or NumPy's generator or put back what they drew, if none of the first calls moved that generator: they
-see another state. So does the first call that moves it where what it drew is kept for the repetition, as in a cache.
-"""
+"""The random numbers of a sample, a function of (seed, pass, index)."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
+from torch.utils.data import Dataset, Subset
 
 from ignite_engine import rng
+from ignite_engine.data.sampler import Key
+from ignite_engine.errors import shapes_of
 
-_NOBODYS_SEED = 2849163701  # a call that seeds with a number of its own ends elsewhere
-_BEGINNING = random.Random(_NOBODYS_SEED).getstate()
-_seed_torch = torch.default_generator.manual_seed
+Seed = Callable[[int], Any]
 
 
-class SeededCalls:
-    """Calls functions with the generators seeded, at least those from which they draw.
+class SeededDataset(Dataset[Any]):
+    """A dataset whose random choices depend on (seed, pass, index) alone: the same with any number of workers.
 
-    The generators are left anywhere.
+    It collates too, with random numbers keyed by the batch's first sample. So are those of a dataset that reads whole
+    batches (``__getitems__``), which is asked for one batch at a time: they depend on what the batch holds, so on the
+    batch size and the number of ranks, but not on the number of workers nor on where a run was resumed.
 
-    Args:
-        watched: so many calls are seeded in full, to see from which generators they draw.
+    All generators are restored, for what else draws from them in this process: training, a dataset that reads this one,
+    a thread of a worker.
+
+    Seeding those of Python and NumPy costs more than many samples, and most datasets draw from torch's or none. So they
+    are seeded for each sample of the first batch in each process, and from then on only if they were drawn from. If a
+    later batch moves one, it is read again with both seeded, and so are all that follow. Every call that draws has the
+    numbers that it would have if both were always seeded, but one that only reads their state or puts back what it
+    drew, or that keeps what it drew in the batch that is read again.
     """
 
-    def __init__(self, watched: int) -> None:
-        self._python = self._numpy = False
-        self._to_watch = watched
-        self.failed: Any = None
-        """The argument of the last call that has raised."""
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], seed: int) -> None:
+        self.dataset, self.collate_fn, self.seed = dataset, collate_fn, seed
+        self.reads_batches = reads_whole_batches(dataset)
+        self._draws: bool | None = None
+        """Whether Python's or NumPy's numbers are drawn; None: the first batch will tell."""
 
-    @property
-    def leaves_numpy(self) -> bool:
-        """Calls neither seed NumPy's generator nor are expected to draw from it."""
-        return not self._numpy and self._to_watch <= 0
+    def __len__(self) -> int:
+        return len(self.dataset)
 
-    def each(
-        self,
-        function: Callable[[Any], Any],
-        arguments: Sequence[Any],
-        seeds: Sequence[int],
-        *,
-        place: bytes | None = None,
-        renew: Callable[[], Any] | None = None,
-    ) -> list[Any]:
-        """``function`` of each argument, drawing as after ``rng.seed_host`` with its seed.
+    def __getitem__(self, key: Key) -> Any:
+        return self.__getitems__([key])
 
-        Args:
-            place: as :func:`rng.undisturbed` gives it; None: unknown.
-            renew: makes the argument of a single call that is repeated; None: it is given again.
-        """
-        if self._to_watch > 0:
-            return [self._watched(function, argument, seed) for argument, seed in zip(arguments, seeds, strict=True)]
-        python, numpy, at = self._python, self._numpy, rng.numpy_place()
-        numpy = numpy or at is None
-        before = b"" if numpy else _without_half(at, place)
-        if not python:
-            random.setstate(_BEGINNING)
-        draw, seed_torch, moved = random.getrandbits, _seed_torch, False
-        results: list[Any] = []
-        for argument, seed, mark in zip(arguments, seeds, _first_draws(len(arguments)), strict=True):
-            seed_torch(seed)
-            if python:
-                random.seed(seed)
-            if numpy:
-                np.random.seed(seed & 0xFFFFFFFF)
+    def __getitems__(self, keys: Sequence[Key]) -> Any:
+        """The batch of these samples, all of one pass."""
+        return rng.undisturbed(partial(self._batch, keys))
+
+    def _batch(self, keys: Sequence[Key]) -> Any:
+        if self._draws is None:
+            watch = _Watch()
+            batch = self._read(keys, watch)
+            watch.look()
+            self._draws = watch.moved
+            return batch
+        if not self._draws and (before := rng.host_place()) is not None:
             try:
-                result = function(argument)
-            except Exception:
-                self.failed = argument
-                moved = not python and draw(64) != mark
-                if not moved and (numpy or at.raw == before):
+                batch = self._read(keys, torch.default_generator.manual_seed)
+            except Exception:  # perhaps of the wrong numbers
+                if rng.host_place() == before:
                     raise
-                break
-            if (python or not (moved := draw(64) != mark)) and (numpy or at.raw == before):
-                results.append(result)
             else:
-                break
-        else:
-            return results
-        self._python, self._numpy = python or moved, self._numpy or (not numpy and at.raw != before)
-        rest = [renew()] if renew is not None else arguments[len(results) :]
-        return results + self.each(function, rest, seeds[len(results) :], place=place, renew=renew)
+                if rng.host_place() == before:
+                    return batch
+            self._draws = True
+        return self._read(keys, rng.seed_host)
 
-    def _watched(self, function: Callable[[Any], Any], argument: Any, seed: int) -> Any:
-        rng.seed_host(seed)
-        at = rng.numpy_place()
-        before = None if at is None else at.raw
+    def _read(self, keys: Sequence[Key], seed: Seed) -> Any:
+        of_pass, indices = rng.mix(self.seed, keys[0][0]), [index for _, index in keys]
+        samples = self._samples(of_pass, indices, seed)
+        seed(rng.mix_next(rng.mix_next(of_pass, indices[0]), 1))
         try:
-            result = function(argument)
-        except Exception:
-            self.failed = argument
+            return self.collate_fn(samples)
+        except StopIteration as error:
+            raise _unfinished(
+                f"collate_fn for the batch from {type(self.dataset).__name__}[{indices[0]}] on"
+            ) from error
+        except Exception as error:
+            error.add_note(self._uncollated(indices, samples))
             raise
-        self._python = self._python or random.getrandbits(64) != random.Random(seed).getrandbits(64)
-        self._numpy = self._numpy or (at is not None and at.raw != before)
-        self._to_watch -= 1
-        return result
+
+    def _samples(self, of_pass: int, indices: list[int], seed: Seed) -> Any:
+        dataset: Any = self.dataset
+        at: Any = indices
+        samples = []
+        try:
+            if self.reads_batches:
+                seed(rng.mix_next(of_pass, indices[0]))
+                return dataset.__getitems__([*indices])  # its own list, which it may use up
+            seeds = rng.mix_each(of_pass, indices)
+            while type(dataset) is Subset:  # a call less for each sample
+                dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
+            for at, number in zip(indices, seeds, strict=True):
+                seed(number)
+                samples.append(dataset[at])
+        except StopIteration as error:
+            raise _unfinished(f"{type(dataset).__name__}[{at}]") from error
+        except Exception as error:
+            error.add_note(f"Raised for {type(dataset).__name__}[{at}].")
+            raise
+        return samples
+
+    def _uncollated(self, indices: Sequence[int], samples: Any) -> str:
+        """What the samples are, and the first that is not as most of them are."""
+        name = type(self.dataset).__name__
+        if not isinstance(samples, list) or len(samples) != len(indices) or not samples:
+            return f"Raised while {shapes_of(samples)} of {name} was collated."
+        kinds = [shapes_of(sample) for sample in samples]
+        usual = max(kinds, key=kinds.count)
+        odd = next((at for at, kind in enumerate(kinds) if kind != usual), None)
+        if odd is None:
+            return f"Raised while {len(samples)} samples of {name}, each {usual}, were collated."
+        return (
+            f"{name}[{indices[odd]}] is {kinds[odd]} and {name}[{indices[kinds.index(usual)]}] is {usual}: return "
+            "samples that are alike, or give a collate_fn that makes them so."
+        )
 
 
-def _without_half(at: Any, place: bytes | None) -> bytes:
-    """Where NumPy's generator is without a half of a pair of normal numbers, which would be drawn without a move."""
-    if at.raw != place:
-        np.random.seed(_NOBODYS_SEED)
-    before: bytes = at.raw
-    return before
+def _unfinished(what: str) -> RuntimeError:
+    """What is raised in the place of a StopIteration, by which the reader of the batches would end the pass."""
+    return RuntimeError(f"{what} raised StopIteration, which would end the pass: give next() a default, or catch it.")
 
 
-@lru_cache(maxsize=8)
-def _first_draws(count: int) -> tuple[int, ...]:
-    """What 64 bits from the beginning on are, draw by draw."""
-    generator = random.Random()
-    generator.setstate(_BEGINNING)
-    return tuple(generator.getrandbits(64) for _ in range(count))
+class _Watch:
+    """Seeds all generators of the host, and sees whether those of Python and NumPy are drawn from in between."""
+
+    def __init__(self) -> None:
+        self.moved, self._place = False, rng.host_place()
+
+    def __call__(self, seed: int) -> None:
+        self.look()
+        rng.seed_host(seed)
+        self._place = rng.host_place()
+
+    def look(self) -> None:
+        self.moved = self.moved or rng.host_place() != self._place
+
+
+def reads_whole_batches(dataset: Any) -> bool:
+    """Whether ``dataset`` itself reads several samples at once; torch's Subset only passes that on."""
+    while isinstance(dataset, Subset) and type(dataset).__getitems__ is Subset.__getitems__:
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
