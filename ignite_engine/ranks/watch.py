@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import json
 import logging
 import multiprocessing
@@ -42,16 +43,22 @@ BEAT_S = 0.5
 SILENT_S = 2.0
 """A rank of which nothing is heard for so long, while a collective of its peers has broken, is gone."""
 _FIRST_PAUSE_S = 0.002
-_CONNECT_S = 5.0
+_CONNECT_S = 30.0
 _LONGEST_NOTE = 1000
 _LONGEST_TRACE = 20_000
 _MAY_RAISE_S = 2.0
 _MAY_LEAVE_S = 30.0
+_MAY_HEAR_S = 10.0
+"""For how long rank 0, whose store ends with its process, waits until the others have heard that it leaves."""
 _VERDICT_S = 6.0
 
 _ENDED = "exited without reporting: it was killed, ran out of memory, or crashed in native code"
 _SILENT = "gave no sign of life for {:.0f} s: it is stopped or was killed, or its machine or the link to it is down"
 _STORES: Any = dist  # they are documented, but not exported for type checkers
+_stores: dict[tuple[int, str, int], Any] = {}
+"""This process's, by its number, the address and the port. They are kept: to make one torch looks up the names of
+addresses, which may take seconds."""
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -258,7 +265,7 @@ class Watch:
         current, self._leaving = None, True
         self._news.set()
         for thread in self._threads:  # the first one may wait for a store that does not answer
-            thread.join(_MAY_RAISE_S)
+            thread.join(_MAY_HEAR_S + _MAY_RAISE_S)
             self._over.set()
         if cause is not None and cause is not error:
             raise cause from error
@@ -274,14 +281,17 @@ class Watch:
         local = machine is not None and all(its_machine == machine for _, its_machine in processes)
         address = "127.0.0.1" if local else os.environ.get("MASTER_ADDR") or socket.gethostname()
 
-        def meet(address: str, port: int) -> int:
-            waits = {"timeout": timedelta(seconds=_CONNECT_S), "wait_for_workers": False}
-            self._store = _STORES.TCPStore(address, port, is_master=self.rank == 0, **waits)
+        def meet(name: str, address: str, port: int) -> tuple[str, int]:
+            key = (os.getpid(), address, port)
+            if key not in _stores:
+                waits = {"timeout": timedelta(seconds=_CONNECT_S), "wait_for_workers": False}
+                _stores[key] = _STORES.TCPStore(address, port, is_master=self.rank == 0, **waits)
+            self._store = _STORES.PrefixStore(name, _stores[key])
             self._say_row()
-            return int(self._store.port)
+            return name, int(_stores[key].port)
 
-        port = agreement.on_rank_0(lambda: meet("127.0.0.1", 0))
-        agreement.together(lambda: meet(address, port) if self.rank else None)
+        name, port = agreement.on_rank_0(lambda: meet(f"watch_{next(_numbers)}", "127.0.0.1", 0))
+        agreement.together(lambda: meet(name, address, port) if self.rank else None)
         for rank, (pid, its_machine) in enumerate(processes):
             if rank != self.rank and machine is not None and its_machine == machine:
                 with contextlib.suppress(OSError, AttributeError):  # an older kernel, or another system
@@ -355,10 +365,12 @@ class Watch:
         pause_s, leaves_at = _FIRST_PAUSE_S, float("inf")
         while True:
             if leaving := self._leaving:
-                leaves_at = min(leaves_at, time.monotonic() + 2 * BEAT_S)
+                leaves_at = min(leaves_at, time.monotonic() + (_MAY_HEAR_S if self.failure is None else 2 * BEAT_S))
             try:
                 self._exchange(leaving)
             except dist.DistError:
+                if leaving:  # rank 0 has heard it, and has ended
+                    break
                 self._go_on_alone()
             else:
                 known = all(row.alone or row.left is not None for row in self._rows.rows)
