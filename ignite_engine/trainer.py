@@ -80,10 +80,8 @@ class Trainer(Engine):
         max_read_errors: int = 0,
     ) -> None:
         self.update = update_of(update)
-        if accumulation_steps is not None and (not is_whole(accumulation_steps) or accumulation_steps < 1):
-            raise ValueError(
-                f"accumulation_steps must be at least 1, or None for no grouping, got {accumulation_steps!r}."
-            )
+        if accumulation_steps is not None:
+            check_steps(accumulation_steps)
         if global_micro_batches is not None:
             check_steps(global_micro_batches, "global_micro_batches")
             if accumulation_steps is not None:

@@ -49,7 +49,7 @@ class Feed:
     def next(self) -> Any:
         """The next group of the epoch, which becomes ``state.batch``, or :attr:`End.OF_EPOCH`."""
         state, progress = self._state, self._progress
-        state.batch = None
+        state.group = state.batch = None
         if state.dataloader is not None and self._fire(Events.GET_BATCH_STARTED):
             self._boundary.check()
         group = self._fetch()

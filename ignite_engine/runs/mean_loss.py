@@ -12,7 +12,7 @@ from torch import nn
 
 from ignite_engine.devices import widest_float
 from ignite_engine.evaluator import eval_mode
-from ignite_engine.step.losses import LossFn, parts, unusable_result
+from ignite_engine.step.losses import LossFn, parts
 from ignite_engine.step.micro_batches import check_weight, first_dimension
 
 
@@ -34,12 +34,7 @@ def mean_loss(
     def predict(model: nn.Module, batch: Any) -> tuple[torch.Tensor, float]:
         with eval_mode(loss_fn) if isinstance(loss_fn, nn.Module) else nullcontext():
             result = loss_fn(model, batch)
-        try:
-            loss = parts(result)[0].reshape(())
-        except Exception as error:
-            if (unusable := unusable_result(result)) is not None:
-                raise ValueError(unusable) from error
-            raise
+        loss = parts(result)[0]
         weight = check_weight(weigh(batch))
         wide = loss.to(widest_float(loss.device))
         return wide * weight if weight else torch.zeros_like(wide), weight

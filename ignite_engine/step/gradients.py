@@ -95,9 +95,6 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         else:
             by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(parameter)
     norm = gradient_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-    # on the CPU the norm is read at no cost
-    if norm.device.type == "cpu" and _is_below(norm.item(), max_norm, torch.finfo(norm.dtype).eps):
-        return norm
     for alike in by_mesh.values():  # torch's foreach takes no mix of them
         clip_grads_with_norm_(alike, max_norm, norm)
     for gradient in sparse:
@@ -118,20 +115,13 @@ def _are_plain(gradients: Sequence[Tensor]) -> bool:
     )
 
 
-def _is_below(norm: float, max_norm: float, eps: float) -> bool:
-    """Whether torch's factor is 1, so that the multiplication can be skipped; False for NaN.
-
-    Args:
-        eps: of the norm's type: its reciprocal is rounded, and is so much too small where the two are nearly equal.
-    """
-    return norm * (1.0 + 2.0 * eps) + 1e-5 <= max_norm
-
-
 def _clip_plain(gradients: list[Tensor], max_norm: float) -> Tensor:
     """As :func:`clip_gradients`, whose norm is read here at no cost."""
     # as torch's get_total_norm, which first groups them by device and dtype
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-    if not _is_below(norm.item(), max_norm, _FP32_EPS):
+    # torch's factor is 1, as its reciprocal is rounded by so much where the two are nearly equal; False for NaN
+    is_below = norm.item() * (1.0 + 2.0 * _FP32_EPS) + 1e-5 <= max_norm
+    if not is_below:
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp_(max=1.0))
     return norm
 

@@ -11,16 +11,13 @@ from torch.overrides import TorchFunctionMode
 
 
 @contextmanager
-def loss_parallel_context(enabled: bool = True) -> Iterator[None]:
+def loss_parallel_context() -> Iterator[None]:
     """torch's ``loss_parallel`` for forward and backward, which also ends on an error.
 
     Raises:
         ValueError: (by a cross-entropy inside) there are fewer classes than ranks need: on every rank, where torch
             would raise on the ranks without a class while their peers wait for them.
     """
-    if not enabled:
-        yield
-        return
     from torch.distributed.tensor.parallel import loss_parallel
 
     context = loss_parallel()

@@ -21,11 +21,6 @@ LossFn = Callable[[Any, Any], Loss | tuple[Loss, Mapping[str, Tensor]]]
 RESERVED = ("loss", "grad_norm")
 """Names in ``state.output`` that are the engine's own."""
 
-_NO_GRADIENT = (
-    "loss_fn returned a loss that depends on no parameter with requires_grad: compute it from the model's output, "
-    "without detach() or torch.no_grad(), and train at least one parameter."
-)
-
 
 def whole(value: Tensor) -> Tensor:
     """``value``, or the plain tensor that a DTensor stands for, in its graph; a collective unless it is replicated."""
@@ -53,81 +48,57 @@ def parts(result: Any) -> tuple[Tensor, Mapping[str, Tensor] | None]:
     Losses by name, in a mapping or a named tuple, are summed in their order and reported as ``loss/<name>``.
 
     Raises:
-        ValueError, TypeError, AttributeError: :func:`unusable_result` says why.
+        ValueError: it cannot be trained on; the remedy.
     """
-    loss, extra = result if _is_pair(result) else (result, None)
-    named = _by_name(loss)
-    if named is None:
-        return whole(loss), extra
+    loss, extra = result, None
+    if isinstance(result, tuple) and not hasattr(result, "_fields"):
+        if len(result) != 2:
+            raise ValueError(
+                f"loss_fn returned a tuple of {len(result)}: return the loss, (loss, {{name: detached scalar}}), or "
+                "losses that are summed by name, {name: loss}."
+            )
+        loss, extra = result
+        if not isinstance(extra, Mapping):
+            raise ValueError(
+                f"loss_fn returned (loss, {type(extra).__name__}): return (loss, {{name: detached scalar}})."
+            )
+        for name, value in extra.items():
+            _check_one_element(repr(name), value)
+    named = loss._asdict() if isinstance(loss, tuple) and hasattr(loss, "_asdict") else loss
+    if not isinstance(named, Mapping):
+        _check_one_element("the mean loss", loss)
+        return whole(loss).reshape(()), extra
     if "loss" in named or not named:
-        raise ValueError("a total among its parts, or nothing")
-    losses = {f"loss/{name}": whole(value).reshape(()) for name, value in named.items()}
-    if extra is None:
-        extra = {}
-    if losses.keys() & extra.keys():
-        raise ValueError("one name for two values")
-    total, *others = losses.values()
+        has = "'loss' among them" if named else "none"
+        raise ValueError(
+            f"loss_fn returned losses by name, which are summed, with {has}: return the loss, or "
+            "(loss, {name: detached scalar}), where the other values are no losses."
+        )
+    beside = extra or {}
+    for name, value in named.items():
+        _check_one_element(f"the loss {name!r}", value)
+        if f"loss/{name}" in beside:
+            raise ValueError(
+                f"loss_fn returned 'loss/{name}' beside the loss {name!r}, which has that name: choose another."
+            )
+    by_name = {f"loss/{name}": whole(value).reshape(()) for name, value in named.items()}
+    total, *others = by_name.values()
     for other in others:
         total = total + other
-    return total, {**losses, **extra}
+    return total, {**by_name, **beside}
 
 
-def _is_pair(result: Any) -> bool:
-    return isinstance(result, tuple) and not hasattr(result, "_fields")
-
-
-def _by_name(loss: Any) -> Mapping[str, Any] | None:
-    """Losses by name; None: it is no mapping and no named tuple."""
-    if isinstance(loss, tuple) and hasattr(loss, "_asdict"):
-        return loss._asdict()  # type: ignore[no-any-return]  # of a named tuple
-    return loss if isinstance(loss, Mapping) else None
-
-
-def unusable_result(result: Any) -> str | None:
-    """Why what loss_fn returned cannot be trained on, as a sentence with the remedy; None: it can."""
-    if _is_pair(result) and len(result) != 2:
-        return (
-            f"loss_fn returned a tuple of {len(result)}: return the loss, (loss, {{name: detached scalar}}), or losses "
-            "that are summed by name, {name: loss}."
+def _check_one_element(what: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        given = f"the number {value!r}" if isinstance(value, int | float) else f"a {type(value).__name__}"
+        raise ValueError(
+            f"loss_fn returned {what} as {given if value is not None else None}: return a tensor of one element, such "
+            "as torch.tensor(value), and the mean loss over the micro-batch without item() or float()."
         )
-    loss, extra = result if _is_pair(result) else (result, {})
-    if (named := _by_name(loss)) is not None:
-        if "loss" in named or not named:
-            has = "'loss' among them" if named else "none"
-            return (
-                f"loss_fn returned losses by name, which are summed, with {has}: return the loss, or "
-                "(loss, {name: detached scalar}), where the other values are no losses."
-            )
-        for name, value in named.items():
-            if not isinstance(value, Tensor) or value.numel() != 1:
-                what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"as {_named_value(value)}"
-                return f"loss_fn returned the loss {name!r} {what}: return a tensor of one element, such as its mean()."
-        if isinstance(extra, Mapping) and (twice := [name for name in named if f"loss/{name}" in extra]):
-            return (
-                f"loss_fn returned 'loss/{twice[0]}' beside the loss {twice[0]!r}, which has that name: choose another."
-            )
-        if not any(value.requires_grad for value in named.values()):
-            return _NO_GRADIENT
-        loss = next(value for value in named.values() if value.requires_grad)
-    if not isinstance(loss, Tensor):
-        return (
-            f"loss_fn returned {_named_value(loss)}: return the mean loss over the micro-batch as a tensor of one "
-            "element, without item() or float(), or (loss, {name: detached scalar})."
+    if value.numel() != 1:
+        raise ValueError(
+            f"loss_fn returned {what} of shape {tuple(value.shape)}: return one element, such as its mean()."
         )
-    if loss.numel() != 1:
-        return (
-            f"loss_fn returned a loss of shape {tuple(loss.shape)}: return a tensor of one element, such as its mean()."
-        )
-    if not loss.requires_grad:
-        return _NO_GRADIENT
-    if not isinstance(extra, Mapping):
-        return f"loss_fn returned (loss, {type(extra).__name__}): return (loss, {{name: detached scalar}})."
-    for name, value in extra.items():
-        if not isinstance(value, Tensor):
-            return f"loss_fn returned {name!r} as {_named_value(value)}: return a tensor, such as torch.tensor(value)."
-        if value.numel() != 1:
-            return f"loss_fn returned {name!r} of shape {tuple(value.shape)}: return one element, such as its mean()."
-    return None
 
 
 def weighted(values: Sequence[Tensor], scales: Sequence[float]) -> Tensor:
@@ -174,9 +145,3 @@ def names_of(extras: Sequence[Mapping[str, Tensor]], micro_batches: int) -> list
             f"loss_fn returned {taken[0]!r} beside the loss, a name that Update writes: choose another name."
         )
     return names[0]
-
-
-def _named_value(value: Any) -> str:
-    if isinstance(value, int | float):
-        return f"the number {value!r}"
-    return "None" if value is None else f"a {type(value).__name__}"

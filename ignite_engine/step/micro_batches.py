@@ -47,18 +47,17 @@ class Group(list[Any]):
         Raises:
             ValueError: a weight is negative or not finite, or their sum is not.
         """
-        ranks, real = mesh.data_size(), len(self) - self.padding
         if weight_fn is None:
-            return [ranks / (self.total or real * ranks or 1)] * real + [0.0] * self.padding
-        if self.weights is None:
-            self.weights = [check_weight(weight_fn(batch)) for batch in self.real] + [0.0] * self.padding
-            rows = mesh.by_data_rank(agreement.gather_floats([sum(self.weights)]))
-            self.total_weight = sum(row[0] for row in rows)
-        if self.total_weight * ranks == float("inf"):  # the same on all ranks; each scale would be 0
-            raise ValueError(
-                f"The weights of one update sum up to infinity, got {self.weights} here: return smaller ones."
-            )
-        return [weight * ranks / self.total_weight for weight in self.weights] if self.total_weight else None
+            real = len(self) - self.padding
+            scale = mesh.data_size() / self.total if self.total else 1.0 / max(real, 1)
+            return [scale] * real + [0.0] * self.padding
+        ranks, weights, total = mesh.data_size(), self.weights, self.total_weight
+        if weights is None:
+            weights = [check_weight(weight_fn(batch)) for batch in self.real] + [0.0] * self.padding
+            total = sum(row[0] for row in mesh.by_data_rank(agreement.gather_floats([sum(weights)])))
+        if total * ranks == float("inf"):  # the same on all ranks; each scale would be 0
+            raise ValueError(f"The weights of one update sum up to infinity, got {weights} here: return smaller ones.")
+        return [weight * ranks / total for weight in weights] if total else None
 
 
 def group_of(engine: Any, batch: Any) -> Group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterable, Mapping
 from itertools import chain
@@ -12,7 +13,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ignite_engine.errors import check_type
-from ignite_engine.step.optimizer_step import needs_closure
 
 logger = logging.getLogger(__name__)
 
@@ -66,12 +66,22 @@ def optimizers_by_name(optimizer: Optimizer | Mapping[str, Optimizer]) -> dict[s
         label = f"optimizer[{name!r}]" if isinstance(optimizer, Mapping) else "optimizer"
         is_optimizer = hasattr(one, "param_groups") and hasattr(one, "step")
         check_type(label, one, is_optimizer, "an optimizer, or a mapping of names to several")
-        if needs_closure(one):
+        if _needs_closure(one):
             raise ValueError(
                 f"{type(one).__name__} needs a closure that computes the loss again, which Update does not give: "
                 "give Trainer an update of your own that calls step(closure)."
             )
     return optimizers
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Whether ``step`` cannot be called without a closure that computes the loss again, as LBFGS's."""
+    # of the class: an LR scheduler of torch patches the instance's with a function that names self
+    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(
+        parameter.kind in positional and parameter.default is inspect.Parameter.empty for parameter in parameters
+    )
 
 
 def refuse_lazy(model: nn.Module) -> None:

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from ignite_engine.errors import check_type, did_you_mean, one_line, shapes_of
 from ignite_engine.events import TrainingEvents
 from ignite_engine.ranks import agreement
-from ignite_engine.step.backward import backward
 from ignite_engine.step.device import to_device
 from ignite_engine.step.gradients import check_tables
 from ignite_engine.step.loss_parallel import loss_parallel_context
-from ignite_engine.step.losses import parts, scalar, unusable_result, weighted, weighted_by_name
+from ignite_engine.step.losses import parts, scalar, weighted, weighted_by_name
 from ignite_engine.step.micro_batches import (
     Group,
     check_accumulates,
@@ -27,6 +26,7 @@ from ignite_engine.step.micro_batches import (
     without_sync,
 )
 from ignite_engine.step.precision import autocast
+from ignite_engine.step.shortcuts import backward
 from ignite_engine.step.without_trace import without_rows, without_trace
 
 if TYPE_CHECKING:
@@ -161,18 +161,16 @@ class Accumulation:
             raise
         if listeners[1]:
             engine.fire_event(TrainingEvents.FORWARD_COMPLETED)
-        try:
-            loss, extra = (result, None) if type(result) is Tensor else parts(result)
-            if loss.dim():
-                loss = loss.reshape(())
-            backward(loss, self.factor(scale, loss.dtype, loss.device))
-            if extra is not None:
-                extras.append({name: scalar(value) for name, value in extra.items()})
-            return scalar(loss)
-        except Exception as error:
-            if (unusable := unusable_result(result)) is not None:
-                raise ValueError(unusable) from error
-            raise
+        loss, extra = (result, None) if type(result) is Tensor and not result.dim() else parts(result)
+        if not loss.requires_grad:
+            raise ValueError(
+                "loss_fn returned a loss that depends on no parameter with requires_grad: compute it from the model's "
+                "output, without detach() or torch.no_grad(), and train at least one parameter."
+            )
+        backward(loss, self.factor(scale, loss.dtype, loss.device))
+        if extra is not None:
+            extras.append({name: scalar(value) for name, value in extra.items()})
+        return scalar(loss)
 
     def factor(self, scale: float, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The gradient that the backward of a loss starts from; in fp16 times the loss scale."""

@@ -26,9 +26,9 @@ from ignite_engine.step.gradients import clip_gradients, gradient_norm
 from ignite_engine.step.losses import LossFn
 from ignite_engine.step.micro_batches import WeightFn, group_of
 from ignite_engine.step.non_finite import FirstNonFinite, NonFinitePolicy, warn_of_first
-from ignite_engine.step.optimizer_step import step
 from ignite_engine.step.parameters import Parameters, check_gradients, optimizers_by_name, refuse_lazy
 from ignite_engine.step.precision import Precision, check_precision, loss_scaler
+from ignite_engine.step.shortcuts import step
 from ignite_engine.update.accumulation import Accumulation, accumulation_of
 from ignite_engine.update.base import BaseUpdate
 
@@ -144,7 +144,8 @@ class Update(BaseUpdate):
                     "A rank-invariant Update needs Trainer(update, global_micro_batches=...), "
                     f"got a {type(engine).__name__}."
                 )
-            _prepare_plain_engine(engine)
+            if not engine.has_registered_events(TrainingEvents.BACKWARD_COMPLETED):
+                engine.register_events(*TrainingEvents, event_to_attr=EVENT_COUNTERS)
         if self.non_finite is not None:
             if self.non_finite.leaves_out(state.iteration):
                 return self._skip(engine, {"loss": torch.full((), math.nan, device=self.device)})
@@ -271,8 +272,3 @@ class Update(BaseUpdate):
         if engine._event_handlers.get(TrainingEvents.OPTIMIZER_STEP_SKIPPED):
             engine.fire_event(TrainingEvents.OPTIMIZER_STEP_SKIPPED)
         return output
-
-
-def _prepare_plain_engine(engine: Engine) -> None:
-    if not engine.has_registered_events(TrainingEvents.BACKWARD_COMPLETED):
-        engine.register_events(*TrainingEvents, event_to_attr=EVENT_COUNTERS)

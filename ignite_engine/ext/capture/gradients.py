@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from ignite_engine import devices
 from ignite_engine.ext.capture.compiling import compiled, first_call, not_captured
-from ignite_engine.step.losses import LossFn, parts, unusable_result
+from ignite_engine.step.losses import LossFn, parts
 from ignite_engine.step.without_trace import without_trace
 
 Gradients = list[Tensor]
@@ -77,9 +77,7 @@ class GradientGraph:
     def _loss_of(self, batch: Any) -> Tensor:
         with nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype):
             result = self._loss(batch)
-        if (unusable := unusable_result(result)) is not None:
-            raise ValueError(unusable)
-        return parts(result)[0].reshape(())
+        return parts(result)[0]
 
     def _generators(self) -> list[Tensor]:
         states = [torch.get_rng_state()]
@@ -101,7 +99,6 @@ class GradientGraph:
                     with torch.autocast(device_type, dtype):
                         result = functional_call(loss, state, (batch,))
                 value, extra = parts(result)
-                value = value.reshape(())
                 return value * scale, (value, extra or {})  # None is no auxiliary value
 
             gradients, (value, extra) = grad(scaled, has_aux=True)(trained, buffers, batch)
