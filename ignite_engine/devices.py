@@ -154,8 +154,6 @@ def generator_states() -> dict[str, list[Tensor]]:
     if used is None:
         return {}
     kind, module = used
-    if hasattr(module, "get_rng_state_all"):
-        return {kind: module.get_rng_state_all()}
     return {kind: [_generator_state(module, number) for number in range(module.device_count())]}
 
 

@@ -35,16 +35,11 @@ class WithState(Replayed):
         if (sampler := _stateless_order(self.data)) is not None:
             return f"{kind} does not save the order of its {type(sampler).__name__}: it is drawn again"
         dataset = getattr(self.data, "dataset", None)
-        if _shuffles_in_a_buffer(dataset):
-            return f"{kind} saves no shuffle buffer of {type(dataset).__name__}: it is filled anew, in another order"
-        if workers and isinstance(dataset, IterableDataset) and not _iterator_keeps_state(dataset):
-            return (
-                f"{kind} asks workers again whose stream has ended: where {type(dataset).__name__} then begins "
-                "anew, its batches come twice (not if its iterator keeps the state)"
-            )
-        if not workers or hasattr(dataset, "state_dict"):
+        if hasattr(dataset, "_ex_iterable"):  # Hugging Face's
+            return f"{kind} saves no shuffle buffer that {type(dataset).__name__} may have: it is filled anew"
+        if not workers:
             return None
-        return f"{kind} does not save the random numbers of its {workers} workers: samples that draw any differ"
+        return f"{kind} saves of its {workers} workers neither random numbers nor which streams have ended"
 
     def set_pass(self, place: Place) -> None:
         super().set_pass(place)
@@ -122,28 +117,14 @@ def _iterator_keeps_state(dataset: Any) -> bool:
 
 def _stateless_order(data: Any) -> Any:
     """The sampler whose order a loader with a state cannot resume; None: there is none, or its order is fixed."""
-    order = getattr(data, "batch_sampler", None)
-    if order is None:
-        order = getattr(data, "sampler", None)
-    if order is None or isinstance(getattr(data, "dataset", None), IterableDataset):
+    outer = getattr(data, "batch_sampler", None)
+    if outer is None:
+        outer = getattr(data, "sampler", None)
+    if outer is None or isinstance(getattr(data, "dataset", None), IterableDataset):
         return None
-    stateful = True
-    for _ in range(8):  # some objects answer every attribute
-        if (inner := getattr(order, "sampler", None)) is None:
-            break
-        stateful, order = stateful and _has_state(order), inner  # of a batch sampler
-    fixed = type(order) is SequentialSampler or isinstance(order, DistributedSampler)
-    return None if fixed or (stateful and _has_state(order)) else order
-
-
-def _shuffles_in_a_buffer(stream: Any) -> bool:
-    """Whether a Hugging Face stream does, which says so only when it is resumed."""
-    part = getattr(stream, "_ex_iterable", None)
-    for _ in range(32):  # some objects answer every attribute
-        if part is None or type(part).__name__.startswith("BufferShuffled"):
-            return part is not None
-        part = getattr(part, "ex_iterable", None)
-    return False
+    orders = orders_of(outer)
+    fixed = isinstance(orders[-1], SequentialSampler | DistributedSampler)
+    return None if fixed or all(map(_has_state, orders)) else orders[-1]
 
 
 def _has_state(sampler: Any) -> bool:
