@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 
@@ -22,24 +21,9 @@ def in_units(count: int) -> str:
 
 
 def short(value: float, digits: int = 4) -> str:
-    """``value`` as a label: 12.3k, 0.0015, 2e-5."""
-    size = abs(value)
-    if not math.isfinite(value):
-        return str(value)
-    if value == 0:
-        return "0"
-    if size < 1e-3 or size >= 1e15:
-        mantissa, _, exponent = f"{value:.{max(digits - 2, 0)}e}".partition("e")
-        mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
-        return f"{mantissa}e{int(exponent)}"
-    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= limit:
-            return f"{_rounded(value / (1e3 if unit == 'k' else limit), digits)}{unit}"
-    return _rounded(value, digits)
-
-
-def _rounded(value: float, digits: int) -> str:
-    whole = len(str(int(abs(value)))) if abs(value) >= 1 else 0
-    leading = 0 if abs(value) >= 1 or value == 0 else -math.floor(math.log10(abs(value))) - 1
-    text = f"{value:.{max(digits - whole + leading, 0)}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
+    """``value``, rounded to so many digits, as a label: 12.3k, 0.0015, 2e-05."""
+    value = float(f"{value:.{digits - 1}e}")  # before a unit is chosen: 999999.9 is 1M
+    for limit, scale, unit in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if limit <= abs(value) < 1e15:
+            return f"{value / scale:g}{unit}"
+    return f"{value:g}"

@@ -25,6 +25,6 @@ def lr_text(schedule: Curve, total: int, *, width: int = 60, height: int = 12, u
         label = short(peak * row / height, 3) if row in (height, height // 2) else ""
         cells = "".join("#" if value >= peak * (row - 0.5) / height else " " for value in columns)
         lines.append(f"  {label:>9} |{cells}".rstrip())
-    first, middle, last = "1", short((total + 1) / 2, 3), short(total, 6)
+    first, middle, last = "1", short((total + 1) / 2), short(total, 6)
     under = f"{first:<{width // 2}}{middle:<{width - width // 2 - len(last)}}{last}"
     return [*lines, f"  {'0':>9} +{'-' * width}", f"  {unit:>9}  {under}"]

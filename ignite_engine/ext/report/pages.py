@@ -143,7 +143,7 @@ def _key_numbers(run: Record) -> list[Tile]:
         if (best := run.best(key)) is None:
             continue
         iteration, value = best
-        epoch = (length := iterations_per_epoch(run)) and f", epoch {short(iteration / length, 3)}"
+        epoch = (length := iterations_per_epoch(run)) and f", epoch {short(iteration / length)}"
         tiles.append(Tile(f"{key}, best", short(value), f"at {iteration:,}{epoch or ''}"))
     if (loss := run.last("loss")) is not None:
         tiles.append(Tile("Loss, last", short(loss)))
