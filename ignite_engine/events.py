@@ -42,7 +42,7 @@ class TrainingEvents(EventEnum):
 
 # what `every=`, `once=`, `before=`, `after=` count, event by event
 EVENT_COUNTERS: dict[TrainingEvents, str] = {
-    TrainingEvents.FORWARD_STARTED: "micro_batches",  # a micro-batch is counted at its BACKWARD_COMPLETED
+    TrainingEvents.FORWARD_STARTED: "micro_batches",
     TrainingEvents.FORWARD_COMPLETED: "micro_batches",
     TrainingEvents.BACKWARD_COMPLETED: "micro_batches",
     TrainingEvents.OPTIMIZER_STEP_STARTED: "iteration",

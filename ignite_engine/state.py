@@ -116,7 +116,7 @@ class TrainingState(State):
     """Meters of ``ignite_engine.handlers`` by the name under which MetricLogger writes them; the same on every rank.
     Writers: handlers."""
     micro_batches: int
-    """Micro-batches back-propagated. Writer: Update."""
+    """Micro-batches begun; in the events of one, its number. Writer: Update."""
     optimizer_steps: int
     """Steps that changed the weights. Writer: Update."""
     skipped_steps: int

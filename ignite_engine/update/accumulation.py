@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ignite_engine.errors import check_type, did_you_mean, one_line, shapes_of
 from ignite_engine.events import TrainingEvents
 from ignite_engine.ranks import agreement
+from ignite_engine.ranks.mesh import is_sharded
 from ignite_engine.step.device import to_device
 from ignite_engine.step.gradients import check_tables
 from ignite_engine.step.loss_parallel import loss_parallel_context
@@ -70,7 +71,7 @@ class Accumulation:
         # one context for good: making one costs more than entering it
         self._context = None if update.precision == "fp32" else autocast(update.precision, update.device.type)
         self._reducing = reducing_modules(update.model)
-        self._is_fsdp = any(hasattr(module, "set_requires_gradient_sync") for module in self._reducing)
+        self._is_fsdp = any(map(is_sharded, self._reducing))
         if self._is_fsdp:
             check_tables(update.model)
         self._broken_off = False
@@ -123,6 +124,7 @@ class Accumulation:
         for index, batch in enumerate(to_device(micro_batches, self.update.device, state.iteration)):
             scale = scales[index]
             is_repeated = not scale and index >= repeated_from
+            state.micro_batches += 1
             try:
                 with self._around(() if index == last else deferring, scale, is_repeated=is_repeated):
                     losses.append(self.forward_backward(engine, batch, scale, extras, listeners))
@@ -131,7 +133,6 @@ class Accumulation:
                     f"Out of memory on rank {agreement.rank()} in iteration {state.iteration} with a micro-batch "
                     f"{shapes_of(batch)}: use a smaller batch_size with more accumulation_steps. {one_line(error)}"
                 ) from error
-            state.micro_batches += 1
             if listeners[2]:
                 engine.fire_event(TrainingEvents.BACKWARD_COMPLETED)
         self._broken_off = False

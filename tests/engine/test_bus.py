@@ -127,15 +127,26 @@ def test_listeners_that_come_and_go_within_a_group_hear_what_follows():
         heard.append(trainer.state.micro_batches)
 
     def come_and_go():
-        if trainer.state.micro_batches == 1:
+        if trainer.state.micro_batches == 2:
             trainer.add_event_handler(TrainingEvents.BACKWARD_COMPLETED, later)
-        if trainer.state.micro_batches == 3:
+        if trainer.state.micro_batches == 4:
             trainer.remove_event_handler(later, TrainingEvents.BACKWARD_COMPLETED)
 
     trainer.add_event_handler(TrainingEvents.FORWARD_STARTED, come_and_go)
     trainer.run(numbers_loader(20, 2), max_epochs=1)
 
     assert heard == [2, 3]
+
+
+@pytest.mark.parametrize("event", ["FORWARD_STARTED", "FORWARD_COMPLETED", "BACKWARD_COMPLETED"])
+def test_events_of_a_micro_batch_count_it(event):
+    trainer, seen = trainer_of(accumulation_steps=2), []
+    for chosen in ({"once": 1}, {"every": 3}):
+        handler = lambda: seen.append(trainer.state.micro_batches)  # noqa: E731
+        trainer.add_event_handler(TrainingEvents[event](**chosen), handler)
+    trainer.run(numbers_loader(12, 2), max_epochs=1)
+
+    assert seen == [1, 3, 6]
 
 
 @pytest.mark.row("A6")
