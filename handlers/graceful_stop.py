@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any
@@ -33,9 +32,9 @@ class GracefulStop:
 
     A signal only sets a flag and logs one line; on one process it also interrupts a wait for the loader. A second
     signal 0.5 s or more after the first ends the run at once, without a save, by ``Interrupted``, in an
-    interactive session by KeyboardInterrupt. What the parent of a spawned rank
-    forwards is never a second signal: Ctrl-C reaches the rank itself, too. SIGTERM after the last checkpoint is
-    ignored: launchers send it to processes that are still exiting. SIGHUP stays ignored under ``nohup``.
+    interactive session by KeyboardInterrupt. For the ranks that ``Parallel`` starts their parent counts them. SIGTERM
+    after the last checkpoint is ignored: launchers send it to processes that are still exiting. SIGHUP stays ignored
+    under ``nohup``.
 
     The signal handlers are installed while ``run()`` runs and restored after it; but with ``Interrupted`` the three
     stay ignored, as everything is saved and the process exits (in an interactive session they are restored). If a
@@ -54,7 +53,6 @@ class GracefulStop:
         """The first signal of this run that stops it."""
         self._received_at = 0.0
         self._saved = self._forced = False
-        self._counts: Counter[int] = Counter()
         self._pid = -1
         self._before: dict[int, Any] = {}
         self._lines: _Lines = SimpleQueue()
@@ -75,13 +73,11 @@ class GracefulStop:
             )
             return
         self._trainer, self._received, self._saved, self._forced, self._pid = trainer, None, False, False, os.getpid()
-        self._counts.clear()
         # a signal handler must not log: it may have interrupted the main thread while it was writing to the same stream
         self._logging = threading.Thread(target=_log_lines, args=(self._lines,), name="GracefulStop", daemon=True)
         self._logging.start()
         trainer.call_at_end(self._restore)
-        forwarded = [number for number in signals.FORWARDED.values() if signal.getsignal(number) is signals.dispatch]
-        for number in (*signals.SIGNALS, *forwarded):
+        for number in (*signals.SIGNALS, signals.FORCE) if signals.parent_counts else signals.SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._on_signal)
 
@@ -89,39 +85,26 @@ class GracefulStop:
         # a forked loader worker inherits this handler
         if os.getpid() != self._pid or self._trainer is None:
             return
-        signalled = signals.origin(number)
-        again = self._is_another(number)
-        if signalled == signal.SIGUSR1:
-            if again:
-                self._trainer.request_save()
-                self._log(logging.INFO, signalled, "Checkpoint saves at the next step boundary.")
-            return
-        now = time.monotonic()
-        if self._received is None:
-            self._received, self._received_at = signalled, now
-            treated_as = signals.treated_as(signalled)
-            self._trainer.request_stop(signal.Signals(signalled).name, treated_as if self.exit else None)
+        if number == signal.SIGUSR1:
+            self._trainer.request_save()
+            self._log(logging.INFO, number, "Checkpoint saves at the next step boundary.")
+        elif self._received is None and number != signals.FORCE:
+            self._received, self._received_at = number, time.monotonic()
+            self._trainer.request_stop(signal.Signals(number).name, signals.treated_as(number) if self.exit else None)
             self._log(
                 logging.WARNING,
-                signalled,
+                number,
                 "the run stops at the next step boundary, where Checkpoint saves. Another signal ends it at once, "
                 "without a save.",
             )
             if self._trainer.requests.waiting_for_data:
                 raise StopRequested
-        elif (
-            again
-            and now - self._received_at >= signals.FORCE_AFTER_S
-            and not (self._saved and signals.treated_as(signalled) == signal.SIGTERM)
-        ):
-            self._forced = True
-            raise KeyboardInterrupt if _is_interactive() else Interrupted(signals.treated_as(signalled))
-
-    def _is_another(self, number: int) -> bool:
-        """Count a signal; whether it is not just the other way by which one arrives: directly, and forwarded."""
-        other_way = signals.FORWARDED.get(number, signals.origin(number))
-        self._counts[number] += 1
-        return other_way == number or self._counts[number] > self._counts[other_way]
+        elif signals.is_second(number, self._received_at):
+            first = self._received or signal.SIGTERM
+            ends = signals.treated_as(first if number == signals.FORCE else number)
+            if ends != signal.SIGTERM or not self._saved:
+                self._forced = True
+                raise KeyboardInterrupt if _is_interactive() else Interrupted(ends)
 
     def _log(self, level: int, number: int, what: str) -> None:
         assert self._trainer is not None
@@ -136,7 +119,7 @@ class GracefulStop:
         exits = stopped and self.exit and not _is_interactive()
         before, self._before, self._trainer = self._before, {}, None
         for number, handler in before.items():
-            if exits and signals.origin(number) in signals.STOPS:
+            if exits and number != signal.SIGUSR1:
                 handler = signal.SIG_IGN
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if self._logging is not None:

@@ -130,7 +130,7 @@ class Mirroring:
 
 @contextlib.contextmanager
 def _interrupted() -> Iterator[Callable[[], bool]]:
-    """Within it Ctrl-C is only noted; yields whether it came. One that has ended the run may come twice, forwarded."""
+    """Within it Ctrl-C is only noted; yields whether it came. One that has ended the run may come twice."""
     began, came = time.monotonic(), threading.Event()
 
     def note(number: int, frame: object) -> None:
@@ -140,7 +140,7 @@ def _interrupted() -> Iterator[Callable[[], bool]]:
     if threading.current_thread() is not threading.main_thread():
         yield came.is_set
         return
-    numbers = {signal.SIGINT, signals.FORWARDED[signal.SIGINT]}
+    numbers = (signal.SIGINT, signals.FORCE) if signals.parent_counts else (signal.SIGINT,)
     before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield came.is_set

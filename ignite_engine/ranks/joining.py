@@ -1,4 +1,4 @@
-"""How a rank meets the others and leaves them: the store, the process group, torchrun's attempts."""
+"""What a rank does from its first line to its end: it meets the others, at the store, within torchrun's attempt."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import itertools
 import logging
 import os
 import secrets
+import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,16 +21,17 @@ import ignite.distributed as idist
 import torch.distributed as dist
 
 from ignite_engine import devices
-from ignite_engine.errors import LaunchError
+from ignite_engine.errors import LaunchError, PeerFailed
 from ignite_engine.ranks import agreement, signals
 
 logger = logging.getLogger(__name__)
 
+Work = Callable[[int], object]
+"""What a rank does, called with its number on this machine; pickle carries it."""
 STORES: Any = dist  # they are documented, but not exported for type checkers
 
 _meetings = itertools.count()  # each in the same place on all ranks of torchrun
 
-_AGENT_MAY_ANSWER_S = 3.0
 _FIRST_POLL_S, _POLL_S = 0.001, 0.02
 
 
@@ -46,10 +50,7 @@ def connect(backend: str, init_method: str | None, timeout: timedelta | None) ->
         LaunchError: it cannot be.
         SystemExit: torchrun has started ranks again that all of them had ended for good.
     """
-    for name in (
-        "auto_model",
-        "auto_dataloader",
-    ):  # Ignite gives a logger that is known no handler and level of its own
+    for name in ("auto_model", "auto_dataloader"):  # to a logger that is known Ignite gives no handler of its own
         logging.getLogger(f"ignite.distributed.auto.{name}")
     if dist.is_initialized():
         raise LaunchError(
@@ -162,19 +163,15 @@ def _check_agent_lives() -> None:
         LaunchError: the port is closed, 3 s long.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    until = time.monotonic() + _AGENT_MAY_ANSWER_S
-    while True:
+    for _ in range(30):
         try:
-            socket.create_connection((address, port), timeout=_AGENT_MAY_ANSWER_S).close()
+            socket.create_connection((address, port), timeout=3.0).close()
             return
-        except ConnectionRefusedError as error:
-            if time.monotonic() >= until:
-                raise LaunchError(
-                    f"The ranks cannot meet at {address}, port {port}: torchrun, which listened there, is gone."
-                ) from error
+        except ConnectionRefusedError:
             time.sleep(0.1)
         except OSError:  # torch's own attempt says why
             return
+    raise LaunchError(f"The ranks cannot meet at {address}, port {port}: torchrun, which listened there, is gone.")
 
 
 def disconnect() -> None:
@@ -209,3 +206,84 @@ def one_line_where_they_cannot_meet(address: str | None = None, port: int | None
         reason = "the port is in use" if in_use else str(error).splitlines()[0].rstrip(".")
         remedy = "end what uses it, or give another port (master_port, or MASTER_PORT)"
         raise LaunchError(f"The ranks cannot meet at {where}: {reason}{'; ' + remedy if in_use else ''}.") from error
+
+
+# -- a rank that this machine's launcher starts ----------------------------------------------------------------
+
+
+@dataclass
+class Start:
+    """What a rank is told by the process that starts it.
+
+    It is the first of our own objects that a rank unpickles, after its imports: there it lets signals in, which the
+    parent blocks for the processes it starts, or an import would end with a traceback.
+
+    Attributes:
+        environment: in which the rank meets the others.
+        starter: its process id; None: that of multiprocessing's fork server, which only the rank can see. A parent that
+            was killed before the rank's first line is not the rank's parent there any more.
+        passes_on: whether it passes on the signals that it receives.
+        backend: None: there is no process group.
+    """
+
+    environment: dict[str, str]
+    starter: int | None
+    passes_on: bool
+    backend: str | None
+    init_method: str | None
+    timeout: timedelta | None
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        vars(self).update(values)
+        signals.begin_rank(passed_on=self.passes_on)
+
+
+@dataclass(frozen=True)
+class End:
+    """How a rank ended.
+
+    Attributes:
+        code: for the parent to exit with; None: it raised, or was killed.
+        at: seconds since the epoch.
+        traceback: of what it raised.
+        interrupted: a signal ended it, outside of training; peers may wait for it to connect, which no error ends.
+    """
+
+    code: int | None
+    at: float
+    traceback: str = ""
+    interrupted: bool = False
+
+
+def rank_main(start: Start, report: Any, work: Work) -> None:
+    signals.begin_rank(passed_on=start.passes_on)  # a forked rank has unpickled nothing
+    os.environ.update(start.environment)
+    code: int | None = 0
+    text = ""
+    ending = signals.Ending()
+    try:
+        with ending, signals.listening(start.starter or os.getppid()):
+            if start.backend is not None:
+                connect(start.backend, start.init_method, start.timeout)
+            try:
+                with warnings_said_once():
+                    work(int(os.environ.get("LOCAL_RANK", "0")))
+            finally:
+                signals.ignore_all()
+                agreement.forget_groups()
+            idist.finalize()
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr, flush=True)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except PeerFailed as error:  # which is in the log; the rank that failed reports why
+        code = error.code
+    except Exception:
+        code, text = None, traceback.format_exc()
+    # a code is not the process's own exit status: none of its peers is ended because of it, they may be saving
+    with suppress(OSError):  # the parent is gone
+        report.send(End(code, time.time(), text, ending.raised_at is not None))
+    if code is None:
+        sys.exit(1)

@@ -16,9 +16,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from multiprocessing import resource_tracker
-from pathlib import Path
 from typing import Any
 
 import ignite.distributed as idist
@@ -27,8 +28,17 @@ from ignite.distributed.launcher import Parallel as IgniteParallel
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from ignite_engine.ranks import agreement, signals
-from ignite_engine.ranks.joining import STORES, connect, disconnect, one_line_where_they_cannot_meet, warnings_said_once
-from ignite_engine.ranks.rank_process import Place, Rank, rank_main
+from ignite_engine.ranks.joining import (
+    STORES,
+    End,
+    Start,
+    Work,
+    connect,
+    disconnect,
+    one_line_where_they_cannot_meet,
+    rank_main,
+    warnings_said_once,
+)
 from ignite_engine.ranks.watch import HEARTBEAT_TIMEOUT_S, watched
 
 logger = logging.getLogger(__name__)
@@ -60,8 +70,10 @@ class Parallel(IgniteParallel):
 
     Where it spawns the ranks itself (``nproc_per_node``): the parent hosts the store at which the ranks meet, on a port
     that is free, so that two runs can share a machine and rank 0 may die. SIGINT, SIGTERM, SIGHUP and SIGUSR1 to the
-    parent are forwarded to every rank, and the parent waits for them; what it forwards is never taken for a second
-    signal of the user. A second stop signal to the parent, 0.5 s or more after the first, ends them within 5 s.
+    parent are passed on to every rank, and the parent waits for them; Ctrl-Z stops them until the parent goes on. Each
+    rank leads a session, so that a terminal's signals reach the parent alone, and does not count stops: a second one
+    to the parent, 0.5 s or more after the first, ends all within 5 s. In another thread than the main one the parent
+    passes nothing on, and the ranks stay in its session.
     A rank that ends with ``SystemExit`` passes its code to the parent, which exits with it once every rank is done.
     When a rank fails, the others have 5 s to end by themselves, then they get SIGTERM, and SIGKILL after 30 s more.
 
@@ -103,7 +115,7 @@ class Parallel(IgniteParallel):
         elif self._spawn_params is None:
             assert self.backend is not None
             with contextlib.ExitStack() as stack:
-                stack.enter_context(signals.ending_the_process())
+                stack.enter_context(signals.Ending())
                 torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # another launcher may end before its processes
                 stack.enter_context(signals.listening(os.getppid() if torchrun else None))
                 self._attempt = connect(self.backend, self.init_method, self._timeout)
@@ -129,15 +141,17 @@ class Parallel(IgniteParallel):
             super().run(func, *args, **kwargs)
         elif self._spawn_params is None:
             try:
-                watched(idist.get_local_rank(), func, self._heartbeat_timeout_s, *args, **kwargs)
+                self._watched(func, args, kwargs)(idist.get_local_rank())
             except SystemExit as end:
                 if self._attempt is not None and end.code in _FINAL_CODES:
                     self._attempt.set(f"code_{agreement.rank()}", str(end.code))
                 raise
         else:
             assert self.backend is not None
-            watching = (func, self._heartbeat_timeout_s, *args)
-            Ranks(self.backend, self._spawn_params, self._timeout).run(watched, watching, kwargs)
+            Ranks(self.backend, self._spawn_params, self._timeout).run(self._watched(func, args, kwargs))
+
+    def _watched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work:
+        return partial(watched, self._heartbeat_timeout_s, func, args, kwargs)
 
     @property
     def _is_ours(self) -> bool:
@@ -145,40 +159,87 @@ class Parallel(IgniteParallel):
         return self.backend is not None and dist.is_available() and dist.is_backend_available(self.backend)
 
 
+@dataclass
+class Rank:
+    """A rank as its parent sees it.
+
+    Attributes:
+        number: in the whole group.
+        report: the parent's end of the exit-report pipe.
+        end: what it said, or else its exit status; None: it runs, or has ended since it was looked at.
+        killed_by: the signal that ended it before it could say anything, unless this parent sent that.
+        ended_here: this parent sent it SIGTERM or SIGKILL.
+        over: its process had ended when it was looked at.
+        sentinel: a descriptor that is readable when the process has ended.
+    """
+
+    number: int
+    process: Any
+    report: Any
+    sentinel: int
+    end: End | None = None
+    killed_by: int | None = None
+    ended_here: bool = False
+    over: bool = False
+
+    @property
+    def runs(self) -> bool:
+        return self.process.exitcode is None
+
+    def look(self) -> None:
+        """Take what the rank has said; when its process has exited without reporting, its status is what counts."""
+        self.over = not self.runs
+        with contextlib.suppress(EOFError, OSError):
+            if self.end is None and self.report.poll():
+                self.end = self.report.recv()
+        if self.over and self.end is None:
+            code = self.process.exitcode
+            if code < 0:
+                self.killed_by = None if self.ended_here else -code
+                stopped = -code in signals.STOPS  # before it trained
+                code = 128 + signals.treated_as(-code) if stopped else None
+            self.end = End(code, time.time())
+
+    @property
+    def failed(self) -> bool:
+        """Its peers cannot go on: it raised, was killed or interrupted, or exited unexpectedly."""
+        if self.end is None:
+            return False
+        return self.end.code is None or self.end.interrupted or self.process.exitcode not in (None, 0)
+
+    def send(self, number: int) -> None:
+        if self.runs:
+            os.kill(self.process.pid, number)
+
+
+@dataclass
 class Ranks:
     """The ranks of this machine, from their start until all have ended.
 
-    Args:
+    Attributes:
         backend: None: they have no process group, as there is one rank.
         params: ``idist.Parallel``'s for processes that it starts; without ``nproc_per_node`` one rank that no other
             meets.
         environment: of every rank, in addition.
-
-    Attributes:
         ranks: as they are known now.
         stop: the first signal of the user that stops them; None: none has come.
     """
 
-    def __init__(
-        self,
-        backend: str | None,
-        params: Mapping[str, Any],
-        timeout: timedelta | None,
-        environment: Mapping[str, object] | None = None,
-    ) -> None:
-        self._backend, self._params, self._timeout = backend, params, timeout
-        self._environment = environment or {}
-        self.ranks: list[Rank] = []
-        self.stop: int | None = None
-        self._first_stop_at = 0.0
-        self._forced_by: int | None = None
-        self._deadlines: list[tuple[float, Callable[[], None]]] = []
-        self._peer_failed = False
+    backend: str | None
+    params: Mapping[str, Any]
+    timeout: timedelta | None
+    environment: Mapping[str, object] = field(default_factory=dict)
+    ranks: list[Rank] = field(default_factory=list)
+    stop: int | None = None
+    _first_stop_at: float = 0.0
+    _forced_by: int | None = None
+    _deadlines: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
+    _peer_failed: bool = False
 
-    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def run(self, work: Work) -> None:
         with contextlib.closing(self):
             with receiving_signals() as received:
-                self.attempt(func, args, kwargs, received)
+                self.attempt(work, received)
             self.finish()
 
     def close(self) -> None:
@@ -189,28 +250,25 @@ class Ranks:
             rank.report.close()
             rank.process.close()
 
-    def attempt(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        received: socket.socket | None,
-    ) -> None:
+    def attempt(self, work: Work, received: socket.socket | None) -> None:
         """Start the ranks, and return when all of them have ended.
 
         Args:
             received: of :func:`receiving_signals`.
         """
         try:
-            store = self._start(func, args, kwargs)  # the ranks meet there as long as they run
+            store = self._start(work, passes_on=received is not None)  # there as long as the ranks run
             while left := [rank for rank in self.ranks if not rank.over]:
                 self._wait(left, received)
             del store
         finally:
             self._kill()
 
-    def _start(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        params = self._params
+    def _start(self, work: Work, *, passes_on: bool) -> Any:
+        """Returns:
+        The store at which the ranks meet, if this process has it.
+        """
+        params = self.params
         nodes, node = params.get("nnodes", 1), params.get("node_rank", 0)
         per_node = params.get("nproc_per_node") or 1
         address, port = params.get("master_addr", "127.0.0.1"), params.get("master_port", 0)
@@ -234,14 +292,12 @@ class Ranks:
                 "MASTER_PORT": port,
                 "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is this process's
             }
-            environment = {**(environment if meets else {}), **self._environment}
-            place = Place({name: str(value) for name, value in environment.items()}, starter)
+            environment = {**(environment if meets else {}), **self.environment}
+            texts = {name: str(value) for name, value in environment.items()}
+            start = Start(texts, starter, passes_on, self.backend, init_method, self.timeout)
             received, report = context.Pipe(duplex=False)
-            process = context.Process(
-                target=rank_main,
-                args=(place, (self._backend, init_method, self._timeout), report, func, args, kwargs),
-                daemon=params.get("daemon", False),
-            )
+            daemon = params.get("daemon", False)
+            process = context.Process(target=rank_main, args=(start, report, work), daemon=daemon)
             with signals.blocked():
                 process.start()
             report.close()
@@ -279,23 +335,31 @@ class Ranks:
         self._deadlines.append((time.monotonic() + seconds, act))
 
     def _forward(self, number: int) -> None:
-        if number not in signals.SIGNALS:
-            return
         now = time.monotonic()
-        if number in signals.STOPS:
-            if self.stop is None:
-                self.stop, self._first_stop_at = number, now
-            elif now - self._first_stop_at >= signals.FORCE_AFTER_S and self._forced_by is None:
+        if number == signal.SIGTSTP:  # Ctrl-Z: the ranks are in sessions of their own
+            self._send(signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            self._send(signal.SIGCONT)
+        elif number in signals.STOPS and self.stop is not None:
+            if now - self._first_stop_at >= signals.FORCE_AFTER_S and self._forced_by is None:
                 self._forced_by = number
+                self._send(signals.FORCE)
                 self._after(_FORCED_RANKS_MAY_END_S, self._kill)
+        elif number in signals.SIGNALS:
+            if number in signals.STOPS:
+                self.stop, self._first_stop_at = number, now
+            self._send(number)
+
+    def _send(self, number: int) -> None:
         for rank in self.ranks:
-            rank.send(signals.FORWARDED[number])
+            rank.send(number)
 
     def _terminate(self) -> None:
         for rank in self.ranks:
             if rank.runs:
                 rank.ended_here = True
-                rank.send(signal.SIGKILL if _is_stopped(rank.process.pid) else signal.SIGTERM)
+                rank.send(signal.SIGTERM)
+                rank.send(signal.SIGCONT)  # one that is stopped receives nothing else
         self._after(_TERMINATED_RANKS_MAY_END_S, self._kill)
 
     def _kill(self) -> None:
@@ -360,7 +424,8 @@ def receiving_signals() -> Iterator[socket.socket | None]:
     received, sender = socket.socketpair()
     received.setblocking(False)
     sender.setblocking(False)
-    handled = [number for number in signals.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    numbers = (*signals.SIGNALS, signal.SIGTSTP)
+    handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, lambda number, frame: None) for number in handled}
     descriptor = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     try:
@@ -376,11 +441,3 @@ def receiving_signals() -> Iterator[socket.socket | None]:
 def _start_method() -> str:
     """As Ignite: in a notebook a function cannot be imported by a process that is spawned."""
     return "fork" if "__IPYTHON__" in builtins.__dict__ else "spawn"
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped (SIGSTOP, Ctrl-Z): it would not receive SIGTERM. False where it is not known."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except OSError:
-        return False

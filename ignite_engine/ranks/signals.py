@@ -1,4 +1,9 @@
-"""What a signal does to a process while nothing else handles it, and how a parent forwards one to its ranks."""
+"""What a signal does to a process while nothing else handles it, and what a rank does at its first line.
+
+A rank that this machine's parent starts leads a session: what a terminal sends reaches the parent alone, which passes
+it on, and counts what the user sends. A rank may get a signal twice all the same, where one is sent to every process
+(by SLURM at a time limit, say): it ends at once by FORCE only.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import FrameType, TracebackType
 from typing import Any
 
 from ignite_engine.errors import Interrupted
@@ -22,28 +27,21 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SIGNALS = (*STOPS, signal.SIGUSR1)
 FORCE_AFTER_S = 0.5
 """A second stop signal of the user ends the run at once if it comes so long after the first."""
+FORCE = signal.SIGUSR2
+"""What a parent sends its ranks then; where nothing handles it, it kills."""
 
-# Signals of their own: Ctrl-C goes to the ranks too, and what the parent forwards must not look like a second one.
-# Where there are none (macOS), it is the signal itself.
-FORWARDED: dict[int, int] = {
-    number: getattr(signal, "SIGRTMAX", number + place) - place for place, number in enumerate(SIGNALS)
-}
-_ORIGINS = {forwarded: number for number, forwarded in FORWARDED.items()}
+parent_counts = False
+"""Whether this process is a rank whose parent passes on what it receives, and counts it."""
 
-_WAKE = getattr(signal, "SIGRTMAX", signal.SIGURG + len(SIGNALS)) - len(SIGNALS)
+_WAKE = signal.SIGURG  # which has no effect where nothing handles it
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 _ORPHANS_MAY_SAVE_S = 30.0  # as torchrun allows from SIGTERM to SIGKILL
 _orphaned = threading.Lock()  # a second SIGTERM would end the process at once
 
 
-def origin(number: int) -> int:
-    """The signal that the parent received, if ``number`` is the one with which it forwards it; else ``number``."""
-    return _ORIGINS.get(number, number)
-
-
 def treated_as(number: int) -> int:
     """The signal whose exit code is used, as 128 + it: a closed terminal (SIGHUP) is a SIGTERM."""
-    return signal.SIGTERM if origin(number) == signal.SIGHUP else origin(number)
+    return signal.SIGTERM if number == signal.SIGHUP else number
 
 
 def name_of(number: int) -> str:
@@ -51,27 +49,48 @@ def name_of(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
-@contextmanager
-def ending_the_process() -> Iterator[Callable[[], bool]]:
+def is_second(number: int, first_at: float) -> bool:
+    """Whether a signal ends the process at once, as the first stop came at ``first_at``, in monotonic seconds."""
+    return number == FORCE or not (parent_counts or time.monotonic() - first_at < FORCE_AFTER_S)
+
+
+class Ending(AbstractContextManager["Ending"]):
     """Within it a stop that nothing else handles raises :class:`Interrupted`; SIGUSR1, which asks to save, is ignored.
 
     Handlers that are not Python's own stay as they are, and ignored signals stay ignored (``nohup``). Outside the main
-    thread, which alone may handle signals, it does nothing.
+    thread, which alone may handle signals, it does nothing. A process forked within it, such as a loader worker, is
+    killed.
 
-    Yields:
-        A function that says whether it has ended the process.
+    Attributes:
+        raised_at: when it did, in monotonic seconds; None: not yet.
     """
-    end = _End()
-    with _default_handlers_are(end):
-        try:
-            yield lambda: end.raised_at is not None
-        except Exception as error:
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, Interrupted):
-                cause = cause.__cause__
-            if cause is not None:  # compiled code, such as pydantic's, wraps what is raised within it
-                raise cause from None
-            raise
+
+    def __init__(self) -> None:
+        self.raised_at: float | None = None
+        self._pid = os.getpid()
+        self._within = contextlib.ExitStack()
+
+    def __enter__(self) -> Ending:
+        self._within.enter_context(_default_handlers_are(self))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._within.close()
+        cause: BaseException | None = error if isinstance(error, Exception) else None
+        while cause is not None and not isinstance(cause, Interrupted):
+            cause = cause.__cause__
+        if cause is not None:  # compiled code, such as pydantic's, wraps what is raised within it
+            raise cause from None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif self.raised_at is None or is_second(number, self.raised_at):
+            self.raised_at = time.monotonic()
+            raise Interrupted(treated_as(number))
 
 
 @contextmanager
@@ -87,7 +106,7 @@ def _default_handlers_are(handler: Any) -> Iterator[None]:
     if threading.current_thread() is threading.main_thread():
         wanted = {**dict.fromkeys(STOPS, handler), signal.SIGUSR1: _ignore}
         for number, wants in wanted.items():
-            if (found := signal.getsignal(number)) in _DEFAULTS or isinstance(found, _End):
+            if (found := signal.getsignal(number)) in _DEFAULTS or isinstance(found, Ending):
                 before[number] = found
                 signal.signal(number, wants)
     try:
@@ -100,77 +119,47 @@ def _default_handlers_are(handler: Any) -> Iterator[None]:
 
 def is_default(handler: Any) -> bool:
     """Whether ``handler`` is Python's or this module's, not one of the user."""
-    return handler is None or isinstance(handler, _End) or handler in (*_DEFAULTS, signal.SIG_IGN, _ignore, dispatch)
-
-
-class _End:
-    """Raise :class:`Interrupted`, once for one signal; a process forked from here, such as a loader worker, is killed.
-
-    Attributes:
-        raised_at: when it did, in monotonic seconds; None: not yet.
-    """
-
-    def __init__(self) -> None:
-        self.raised_at: float | None = None
-        self._pid = os.getpid()
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        elif self.raised_at is None or time.monotonic() - self.raised_at >= FORCE_AFTER_S:
-            self.raised_at = time.monotonic()
-            raise Interrupted(treated_as(number))
+    return handler is None or isinstance(handler, Ending) or handler in (*_DEFAULTS, signal.SIG_IGN, _ignore)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
     """Not SIG_IGN, which processes started from here would inherit."""
 
 
-def dispatch(number: int, frame: FrameType | None) -> None:
-    """A forwarded signal does what the signal itself would do here; it ends no process a second time."""
-    handler = signal.getsignal(origin(number))
-    if isinstance(handler, _End) and handler.raised_at is not None:
-        return
-    if callable(handler):
-        handler(origin(number), frame)
-    elif handler is signal.SIG_DFL:
-        os.kill(os.getpid(), origin(number))
-
-
 @contextmanager
 def blocked() -> Iterator[None]:
     """Within it this thread, and processes started from it, block signals."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*SIGNALS, *FORWARDED.values()})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def let_signals_in() -> None:
-    """In a process that was started with signals blocked: from here on one kills it, until more is known.
+def begin_rank(*, passed_on: bool) -> None:
+    """In a rank that was started with signals blocked: from here on one kills it, until more is known.
 
     The exit status then names the signal; the parent exits with 128 + it.
+
+    Args:
+        passed_on: the parent passes on what it receives.
     """
-    for number in (*STOPS, *(FORWARDED[stop] for stop in STOPS)):
+    global parent_counts
+    parent_counts = passed_on
+    if passed_on and os.getsid(0) != os.getpid():
+        os.setsid()
+    signal.set_wakeup_fd(-1)  # a forked rank has its parent's, and its handlers
+    for number in (*STOPS, signal.SIGTSTP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    for number in (signal.SIGUSR1, FORWARDED[signal.SIGUSR1]):  # there is nothing to save yet
-        signal.signal(number, _ignore)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*SIGNALS, *FORWARDED.values()})
-
-
-def receive_forwarded() -> None:
-    """From here on a forwarded signal does what the signal itself would do."""
-    for number in _ORIGINS.keys() - set(SIGNALS):
-        signal.signal(number, dispatch)
+    signal.signal(signal.SIGUSR1, _ignore)  # there is nothing to save yet
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def ignore_all() -> None:
     """The process ends: what comes now is late."""
     for handler in (_ignore, signal.SIG_IGN):  # Python complains of one that came before, and finds SIG_IGN
-        for number in (*SIGNALS, *FORWARDED.values()):
+        for number in SIGNALS:
             signal.signal(number, handler)
 
 

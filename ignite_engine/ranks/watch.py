@@ -570,10 +570,16 @@ learned: Callable[[Failure], None] | None = None
 """Called when this rank hears of a failure; for a supervisor that is not one of the ranks."""
 
 
-def watched(local_rank: int, func: Callable[..., Any], heartbeat_timeout_s: float, *args: Any, **kwargs: Any) -> Any:
+def watched(
+    heartbeat_timeout_s: float,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    local_rank: int,
+) -> None:
     """Call ``func(local_rank, *args, **kwargs)``, watching the other ranks if there are any; a collective."""
     with watching(heartbeat_timeout_s):
-        return func(local_rank, *args, **kwargs)
+        func(local_rank, *args, **kwargs)
 
 
 @contextmanager

@@ -92,7 +92,7 @@ def test_interrupted_run_goes_on_to_the_same_end(case, tmp_path, whole):
     code, seconds = interrupt(process, number)
 
     killed = number == signal.SIGKILL
-    assert code == (-number if killed else 128 + number) and seconds < WAITS_S and group_is_gone(process.pid)
+    assert code == (-number if killed else 128 + number) and seconds < WAITS_S and group_is_gone(process)
     assert killed or summary(tmp_path)["status"] == "interrupted"
     assert killed or saved(tmp_path)[-1] == summary(tmp_path)["iteration"] < END
     if there is in_an_evaluation:
@@ -110,7 +110,7 @@ def test_interrupted_while_the_loader_waits(number, workers, tmp_path, whole):
     process = train(config)
     wait_until(lambda: in_a_wait(tmp_path), process)
     code, seconds = interrupt(process, number)
-    assert code == 128 + number and seconds < WAITS_S and group_is_gone(process.pid)
+    assert code == 128 + number and seconds < WAITS_S and group_is_gone(process)
     assert saved(tmp_path)[-1] == summary(tmp_path)["iteration"] < END
     (tmp_path / "fast").touch()
     trained(config)

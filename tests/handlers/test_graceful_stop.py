@@ -19,17 +19,17 @@ from tests.kit.processes import start, wait_until
 from tests.kit.tiny import numbers_loader, trainer_of, weights
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+INT, TERM, HUP, FORCE = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signals.FORCE
 SECOND = Events.ITERATION_STARTED(once=2)
 
 
-@pytest.fixture(autouse=True)
-def own_handlers():
-    """After a stop they stay ignored, which the other tests must not inherit."""
-    before = {number: signal.getsignal(number) for number in signals.FORWARDED.values()}
+@pytest.fixture
+def counted_by_the_parent(monkeypatch):
+    """This process is as a rank that ``Parallel`` has started."""
+    monkeypatch.setattr(signals, "parent_counts", True)
+    before = signal.getsignal(FORCE)
     yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    signal.signal(FORCE, before)  # after a stop it stays ignored, which the other tests must not inherit
 
 
 def handlers():
@@ -119,22 +119,8 @@ def test_signal_interrupts_the_wait_for_data(evaluates, tmp_path):
     assert (parts["data"]["batch"], parts["trainer"]["micro_batches"]) == (2, 2)
 
 
-FORWARDED_INT = signals.FORWARDED[INT]
-
-
-@pytest.mark.parametrize(
-    ("numbers", "after_s", "forced"),
-    [
-        ((INT, TERM), 0.0, False),  # Ctrl-C and a launcher's SIGTERM come together
-        ((INT, INT), 0.55, True),
-        ((INT, FORWARDED_INT), 0.55, False),  # what a parent forwards has reached the rank itself, too
-        ((INT, FORWARDED_INT, INT), 0.55, True),
-        ((FORWARDED_INT, FORWARDED_INT), 0.55, True),
-    ],
-)
-def test_a_second_signal_later_forces_the_end(numbers, after_s, forced, tmp_path, clock):
-    signals.receive_forwarded()
-    trainer = stoppable(tmp_path)
+def after_signals(directory, clock, numbers, after_s):
+    trainer = stoppable(directory)
 
     def send_all():
         for number in numbers:
@@ -143,8 +129,24 @@ def test_a_second_signal_later_forces_the_end(numbers, after_s, forced, tmp_path
 
     trainer.add_event_handler(SECOND, send_all)
     stopped(trainer)
-    assert saved.iterations(tmp_path) == ([] if forced else [2])
-    assert trainer.state.reason.startswith("forced") == forced
+    return saved.iterations(directory), trainer.state.reason.startswith("forced")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "after_s", "forced"),
+    [
+        ((INT, TERM), 0.0, False),  # Ctrl-C and a launcher's SIGTERM come together
+        ((INT, INT), 0.55, True),
+    ],
+)
+def test_a_second_signal_later_forces_the_end(numbers, after_s, forced, tmp_path, clock):
+    assert after_signals(tmp_path, clock, numbers, after_s) == ([] if forced else [2], forced)
+
+
+@pytest.mark.parametrize(("numbers", "forced"), [((INT, INT, TERM), False), ((INT, FORCE), True)])
+def test_a_rank_is_forced_by_its_parent_alone(numbers, forced, tmp_path, clock, counted_by_the_parent):
+    """What comes later may be the first one, passed on by the parent, while the main thread was in a long operation."""
+    assert after_signals(tmp_path, clock, numbers, 5.0) == ([] if forced else [2], forced)
 
 
 def test_sigterm_after_the_committed_save_is_ignored(tmp_path, clock):

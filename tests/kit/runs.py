@@ -4,6 +4,7 @@ None of them imports torch anew, and the ranks that they start are forked, too, 
 """
 
 import json
+import os
 import resource
 import runpy
 import signal
@@ -106,27 +107,22 @@ def summary(folder):
     return json.loads((folder / "run" / "summary.json").read_text())
 
 
-def group_is_gone(leader, timeout_s=10.0):
-    """No process of the group lives; multiprocessing's resource tracker goes a moment after its parent."""
-    deadline = time.monotonic() + timeout_s
+def group_is_gone(process, timeout_s=10.0):
+    """Nothing that a ``Child`` has started lives, whatever session it is in; multiprocessing's resource tracker goes a
+    moment after its parent."""
+    deadline, output = time.monotonic() + timeout_s, str(process.output.resolve())
     while time.monotonic() < deadline:
-        if not any(map(_lives_in(leader), Path("/proc").glob("[0-9]*/stat"))):
+        if not any(_prints_into(output, path) for path in Path("/proc").glob("[0-9]*/fd/1")):
             return True
         time.sleep(0.02)
     return False
 
 
-def _lives_in(group):
-    """Those that have ended, and that nobody has waited for, are still listed."""
-
-    def lives(path):
-        try:
-            state, _, its_group, *_ = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            return False
-        return state != "Z" and int(its_group) == group
-
-    return lives
+def _prints_into(output, descriptor):
+    try:
+        return os.readlink(descriptor) == output
+    except OSError:  # it has ended
+        return False
 
 
 def free_port():

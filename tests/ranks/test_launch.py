@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from datetime import timedelta
+from pathlib import Path
 
 import ignite.distributed as idist
 import pytest
@@ -210,7 +211,7 @@ def train(local_rank, folder, ending):
     Checkpoint(folder / "checkpoints").attach(trainer)
     GracefulStop().attach(trainer)
     trainer.add_event_handler(Events.ITERATION_STARTED, lambda: threading.Event().wait(0.005))
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: (folder / f"trains_{rank}").touch())
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: note_that_it_trains(folder, rank))
     if ending == "hangs":
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: threading.Event().wait(WAITS_S))
     if ending == "raises" and rank == 1:
@@ -220,6 +221,15 @@ def train(local_rank, folder, ending):
         trainer.run([batch] * 10_000, max_iters=6 if ending == "completes" else None)
     finally:
         (folder / f"ended_{rank}").write_text(f"{trainer.state.iteration} {trainer.state.status}")
+
+
+def note_that_it_trains(folder, rank):
+    (folder / f"pid_{rank}").write_text(str(os.getpid()))
+    (folder / f"trains_{rank}").touch()
+
+
+def pids_of_ranks(folder):
+    return [int((folder / f"pid_{rank}").read_text()) for rank in range(2)]
 
 
 def both_train(folder, process):
@@ -257,8 +267,9 @@ def test_exit_code_says_how_a_run_ended(launcher, ending, agent, tmp_path):
         processes = [start(lambda: parallel(train, tmp_path, ending))]
     if ending.startswith("SIG"):
         both_train(tmp_path, processes[0])
-        for process in processes:
-            (os.kill if "forwards" in launcher else os.killpg)(process.pid, getattr(signal, ending))
+        ranks = pids_of_ranks(tmp_path) if launcher == "Parallel" else []
+        for pid in [*ranks, *(process.pid for process in processes)]:
+            os.kill(pid, getattr(signal, ending))
     assert [process.wait() for process in processes] == [ENDINGS[ending]] * len(processes), processes[0].said()
     if ending == "raises":
         assert any("no such key" in process.said() for process in processes)
@@ -267,7 +278,7 @@ def test_exit_code_says_how_a_run_ended(launcher, ending, agent, tmp_path):
     assert status == ("completed" if ending == "completes" else "interrupted")
     assert [path.name for path in (tmp_path / "checkpoints").glob("iteration_*")] == [f"iteration_{iteration:08}"]
     assert all("Traceback" not in process.said() for process in processes)
-    assert runs.group_is_gone(processes[0].pid)
+    assert runs.group_is_gone(processes[0])
 
 
 def test_second_signal_forces_the_end(tmp_path):
@@ -276,7 +287,23 @@ def test_second_signal_forces_the_end(tmp_path):
     began = time.monotonic()
     wait_until(lambda: process.signal(signal.SIGINT) or process.poll() is not None)  # of half a second they are one
     assert process.wait() == 130 and time.monotonic() - began < WAITS_S / 2
-    assert not [*tmp_path.glob("checkpoints/iteration_*")] and runs.group_is_gone(process.pid)
+    assert not [*tmp_path.glob("checkpoints/iteration_*")] and runs.group_is_gone(process)
+
+
+def state_of(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_ctrl_z_stops_the_ranks_until_their_parent_goes_on(tmp_path):
+    process = start(lambda: parallel(train, tmp_path, "by a signal"))
+    both_train(tmp_path, process)
+    pids = [process.pid, *pids_of_ranks(tmp_path)]
+    process.signal(signal.SIGTSTP)
+    wait_until(lambda: [state_of(pid) for pid in pids] == ["T"] * 3, process)
+    process.signal(signal.SIGCONT)
+    wait_until(lambda: "T" not in [state_of(pid) for pid in pids], process)
+    process.signal(signal.SIGINT)
+    assert process.wait() == 130 and ends(tmp_path)[1] == "interrupted"
 
 
 def test_ranks_whose_parent_is_killed_save_and_end(tmp_path):
@@ -284,31 +311,32 @@ def test_ranks_whose_parent_is_killed_save_and_end(tmp_path):
     both_train(tmp_path, process)
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    assert runs.group_is_gone(process.pid, timeout_s=20.0), "they train on"
+    assert runs.group_is_gone(process, timeout_s=20.0), "they train on"
     iteration, status = ends(tmp_path)
     assert status == "interrupted" and (tmp_path / "checkpoints" / f"iteration_{iteration:08}").exists()
     assert "is gone" in process.said()
 
 
 def build_slowly(local_rank, folder):
-    (folder / f"building_{local_rank}").touch()
+    note_that_it_trains(folder, local_rank)
     threading.Event().wait(WAITS_S)
 
 
 @pytest.mark.parametrize(
-    ("number", "to_group"),
+    ("number", "to_all"),
     [
         (signal.SIGINT, True),
         (signal.SIGTERM, False),
         *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((signal.SIGINT, False), (signal.SIGTERM, True))),
     ],
 )
-def test_signal_before_ranks_train_is_their_exit_code(number, to_group, tmp_path):
+def test_signal_before_ranks_train_is_their_exit_code(number, to_all, tmp_path):
     process = start(lambda: parallel(build_slowly, tmp_path))
-    wait_until(lambda: len(list(tmp_path.glob("building_*"))) == 2, process)
-    (os.killpg if to_group else os.kill)(process.pid, number)
+    both_train(tmp_path, process)
+    for pid in [*(pids_of_ranks(tmp_path) if to_all else []), process.pid]:
+        os.kill(pid, number)
     assert process.wait() == 128 + number and "Traceback" not in process.said()
-    assert runs.group_is_gone(process.pid)
+    assert runs.group_is_gone(process)
 
 
 def ends_otherwise(local_rank):

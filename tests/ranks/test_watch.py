@@ -28,7 +28,7 @@ def run_that_fails(folder, world, *, timeout=None, heartbeat_timeout=20.0, **opt
         runs.write_config(folder, base=base, **sections, **watched), "--nproc-per-node", world, "--backend", "gloo"
     )
     code = process.wait()
-    assert runs.group_is_gone(process.pid), "a rank is left"
+    assert runs.group_is_gone(process), "a rank is left"
     return code, process.said()
 
 

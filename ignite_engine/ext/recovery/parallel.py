@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.multiprocessing.spawn import ProcessException
 
@@ -14,10 +14,7 @@ from ignite_engine import devices
 from ignite_engine.errors import check_type, is_whole
 from ignite_engine.ranks import launch
 from ignite_engine.ranks.joining import is_launched
-from ignite_engine.ranks.watch import HEARTBEAT_TIMEOUT_S, watched
-
-if TYPE_CHECKING:
-    pass
+from ignite_engine.ranks.watch import HEARTBEAT_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
@@ -116,5 +113,5 @@ class Parallel(launch.Parallel):
     ) -> None:
         from ignite_engine.ext.recovery.supervisor import Supervisor
 
-        watching = (func, self._heartbeat_timeout_s, *args)
-        Supervisor(self.backend, self._spawn_params or {}, self._timeout, restarts).run(watched, watching, kwargs)
+        work = self._watched(func, args, kwargs)
+        Supervisor(self.backend, self._spawn_params or {}, self._timeout, restarts).run(work)

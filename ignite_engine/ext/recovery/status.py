@@ -72,12 +72,11 @@ attempt = Attempt()
 """Which this process takes part in."""
 
 
-def supervised(local_rank: int, row: RankStatus, told: Attempt, func: Any, args: Any, kwargs: Any) -> None:
-    """In a rank that was forked: call ``func(local_rank, ...)``, and write where it is into its row."""
+def supervised(row: RankStatus, told: Attempt) -> None:
+    """In a rank that was forked: from here on it writes where it is into its row."""
     global current, attempt
     current, attempt = row, told
     watch.learned = _note_hang
-    func(local_rank, *args, **kwargs)
 
 
 def _note_hang(failure: watch.Failure) -> None:

@@ -8,9 +8,10 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
@@ -19,6 +20,7 @@ from torch.multiprocessing.spawn import ProcessExitedException
 from ignite_engine.ext.recovery.forking import ready_to_fork
 from ignite_engine.ext.recovery.status import Attempt, RankStatus, shared_rows, supervised
 from ignite_engine.ranks import agreement, signals
+from ignite_engine.ranks.joining import Work
 from ignite_engine.ranks.launch import Ranks, receiving_signals
 
 logger = logging.getLogger(__name__)
@@ -107,8 +109,8 @@ class Supervisor:
         self._died_at: dict[int, int] = {}
         """By rank the iteration at which it died last, while it has not gone beyond."""
 
-    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Call ``func(local_rank, *args, **kwargs)`` on every rank until it has ended there.
+    def run(self, work: Work) -> None:
+        """Call ``work(local_rank)`` on every rank until it has ended there.
 
         Raises:
             LaunchError: this process cannot fork ranks.
@@ -118,7 +120,7 @@ class Supervisor:
         with ready_to_fork(), receiving_signals() as received:
             while True:
                 with contextlib.closing(self._ranks()) as ranks:
-                    ranks.attempt(_in_rank, (ranks.rows, attempt, func, args, kwargs), {}, received)
+                    ranks.attempt(partial(_in_rank, ranks.rows, attempt, work), received)
                     deaths = [] if ranks.stopped else ranks.deaths()
                     if not deaths or (ranks.stop is not None and not ranks.ended):
                         ranks.finish()
@@ -168,8 +170,9 @@ class Supervisor:
         return why
 
 
-def _in_rank(local_rank: int, rows: Sequence[RankStatus], attempt: Attempt, func: Any, args: Any, kwargs: Any) -> None:
-    supervised(local_rank, rows[agreement.rank()], attempt, func, args, kwargs)
+def _in_rank(rows: Sequence[RankStatus], attempt: Attempt, work: Work, local_rank: int) -> None:
+    supervised(rows[agreement.rank()], attempt)
+    work(local_rank)
 
 
 def _give_up(death: _Death, reason: str) -> NoReturn:

@@ -54,7 +54,7 @@ def log_of(folder):
 def finish(folder, process, code=0):
     """Its summary, when it has ended with this code and left no process."""
     assert process.wait() == code, output(folder)
-    assert group_is_gone(process.pid)
+    assert group_is_gone(process)
     return summary(folder)
 
 
@@ -164,7 +164,7 @@ def test_ctrl_c_means_what_it_does_without_restarts(tmp_path, when):
     code, seconds = interrupt(process)
 
     assert code == 130, output(tmp_path)
-    assert seconds < 10 and group_is_gone(process.pid)
+    assert seconds < 10 and group_is_gone(process)
     assert "Traceback" not in output(tmp_path)
     if when == "training":
         assert summary(tmp_path)["status"] == "interrupted" and "Restart" not in output(tmp_path)
@@ -177,7 +177,7 @@ def test_ranks_whose_parent_was_killed_save_and_end(tmp_path, ranks):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
 
-    assert group_is_gone(process.pid, timeout_s=20), "the ranks live on"
+    assert group_is_gone(process, timeout_s=20), "the ranks live on"
     ended = summary(tmp_path)
     assert (ended["status"], ended["reason"]) == ("interrupted", "SIGTERM")
     assert (tmp_path / "run" / "checkpoints" / f"iteration_{ended['iteration']:08d}").is_dir()
