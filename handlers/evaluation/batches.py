@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from ignite.engine import Engine, Events
@@ -167,7 +168,8 @@ class EvaluationBatches:
         progress, batches = self.progress, self.progress.start if self.progress else 0
         iterator = self._iterator
         if iterator is None:
-            self._iterator = iterator = begin_pass(self.data) if progress is None else iter(self.source)
+            iterator = begin_pass(self.data) if progress is None else chain.from_iterable(self.source)
+            self._iterator = iterator
         if progress is not None:
             progress.restore_rng()
         requests, alone = self.trainer.requests, self.single_process and progress is None
@@ -250,7 +252,10 @@ class EvaluationBatches:
 
     def _interrupt(self, iterator: Any) -> None:
         self.interrupted = True
-        end_workers(iterator, self.data)
+        if self.progress is not None:
+            self.source.abandon()
+        else:
+            end_workers(iterator, self.data)
         if self.evaluator.state.epoch_length is None:
             # else the end of the data would be the end of a pass, whose metrics are computed, perhaps of no batch
             self.evaluator.state.epoch_length = sys.maxsize
