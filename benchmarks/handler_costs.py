@@ -37,6 +37,7 @@ from ignite_engine.handlers import (
     Stopwatch,
     Throughput,
 )
+from ignite_engine.update.base import FunctionUpdate
 
 UPDATE_EVENTS = (
     TrainingEvents.FORWARD_STARTED,
@@ -158,7 +159,7 @@ def measure_costs(trainer: Trainer, folder: Path) -> None:
                 engine.fire_event(event)
         return made(engine, batch)
 
-    trainer.update = update
+    trainer.update = FunctionUpdate(update)
     StepTimes().attach(trainer)
     MemoryLogger().attach(trainer)
     Throughput(flops=True).attach(trainer)

@@ -59,7 +59,7 @@ def main(directory: str = "runs/resume") -> None:
 
 
 def weights_of(trainer: Trainer) -> list[Tensor]:
-    return [each.detach() for each in trainer.update.model.parameters()]  # type: ignore[attr-defined]  # an Update
+    return [each.detach() for each in trainer.update.model.parameters()]
 
 
 if __name__ == "__main__":
