@@ -15,6 +15,7 @@ import json
 import logging
 import multiprocessing
 import os
+import select
 import signal
 import socket
 import sys
@@ -25,7 +26,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -221,6 +221,8 @@ class Watch:
         self._rows = Rows(agreement.world_size(), heartbeat_timeout_s)
         self._store: Any = None
         self._pidfds: dict[int, int] = {}
+        self._ended = select.poll()
+        """Says which of them are of processes that have ended."""
         self._is_alone = False
         self._threads: list[threading.Thread] = []
         self._run = self._count = self._code = 0
@@ -296,6 +298,7 @@ class Watch:
             if rank != self.rank and machine is not None and its_machine == machine:
                 with contextlib.suppress(OSError, AttributeError):  # an older kernel, or another system
                     self._pidfds[rank] = os.pidfd_open(pid)
+                    self._ended.register(self._pidfds[rank], select.POLLIN)
 
     def cause_of(self, error: BaseException) -> BaseException:
         """See :func:`cause_of`."""
@@ -390,7 +393,7 @@ class Watch:
         Raises:
             DistError: the store is gone.
         """
-        over = wait([*self._pidfds.values()], 0.0)
+        over = {pidfd for pidfd, _ in self._ended.poll(0)}
         ended = [rank for rank, pidfd in self._pidfds.items() if pidfd in over]
         if 0 in ended and not self._is_alone:
             self._go_on_alone()

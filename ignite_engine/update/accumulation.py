@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from importlib import import_module
@@ -67,7 +68,8 @@ class Accumulation:
         Raises:
             ValueError: it cannot be done with this one.
         """
-        self.update = update
+        # which holds this: a trainer that is dropped frees its model at once
+        self.update = weakref.proxy(update)  # type: ignore[assignment]  # it answers for it
         # one context for good: making one costs more than entering it
         self._context = None if update.precision == "fp32" else autocast(update.precision, update.device.type)
         self._reducing = reducing_modules(update.model)

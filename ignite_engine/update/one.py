@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -129,7 +130,8 @@ class Update(BaseUpdate):
         self.stepping = False
         self.reduce_each_micro_batch, self.loss_parallel = reduce_each_micro_batch, loss_parallel
         self.parameters = Parameters(self.optimizers)
-        self.generators = ModelGenerators(lambda: self.model)
+        held = weakref.ref(self)  # no circle: a trainer that is dropped frees its model at once
+        self.generators = ModelGenerators(lambda: held().model)  # type: ignore[union-attr]  # it is asked by this
         self._losses = FirstNonFinite()
         self._has_gradients = False
         self._sharded = sharded_modules(model)

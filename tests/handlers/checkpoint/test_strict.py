@@ -47,7 +47,7 @@ def two_of_a_kind(trainer):
 WEIGHTED = "DataLoader with WeightedRandomSampler keeps no state"
 CASES = {
     "custom sampler": (weighted, {}, None, WEIGHTED),
-    "randomness in workers": (lambda: Workers([Numbers(4)[0]]), {}, None, "random numbers of its 2 workers"),
+    "randomness in workers": (lambda: Workers([Numbers(4)[0]]), {}, None, "of its 2 workers neither random numbers"),
     "unsaved handler": (numbers_loader, {}, two_of_a_kind, "Nameless is attached but not saved"),
     "part left out": (numbers_loader, {"exclude": ["optimizer"]}, None, "optimizer is not saved"),
     "names left out": (numbers_loader, {"exclude": ["model:0.*"]}, None, "without 2 names (0.weight, 0.bias)"),
