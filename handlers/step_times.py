@@ -80,7 +80,7 @@ class StepTimes:
                 metrics[f"time/{part}_ms"] = mean[part]
 
     def _start(self, trainer: Trainer) -> None:
-        device = trainer.update.device
+        device = trainer.update.device or torch.device("cpu")
         self._clock = DeviceClock(device) if devices.has_timing_events(device.type) else HostClock()
         self._written = (0, dict.fromkeys(PARTS, 0.0))
         self._waiting = False

@@ -30,7 +30,8 @@ class BaseUpdate:
     """The weight of a micro-batch, on which the ranks agree ahead; None: each weighs 1."""
     scaler: LossScaler | None = None
     non_finite: NonFinitePolicy | None = None
-    device = torch.device("cpu")
+    device: torch.device | None = None
+    """On which it computes; None: it does not say."""
     rank_invariant = False
     """Weights and losses have the same bits on any number of ranks."""
     stepping = True

@@ -86,6 +86,8 @@ class Update(BaseUpdate):
     model: nn.Module
     loss_fn: LossFn
 
+    device: torch.device
+
     def __init__(
         self,
         model: nn.Module,
