@@ -236,7 +236,9 @@ def test_two_ranks_train_and_measure_as_one(tmp_path):
     assert process.wait(120) == 0, process.said()
     for ours, alone in zip(log(tmp_path / "run"), log(tmp_path / "whole"), strict=True):
         progressive = {key: value for key, value in alone.items() if key.startswith("progressive/")}
+        nested = progressive.pop("progressive/clicks", {})
         assert {key: ours[key] for key in progressive} == pytest.approx(progressive, abs=5e-3)
+        assert ours.get("progressive/clicks", {}) == pytest.approx(nested, abs=5e-3)
 
 
 # ------------------------------------------------------------------------------------------------------------- digits
