@@ -23,6 +23,8 @@ from ignite_engine.errors import PeerFailed, one_line
 
 T = TypeVar("T")
 
+STORES: Any = dist  # they are documented, but not exported for type checkers
+
 _ROW, _SIZE = 4096, 8
 
 

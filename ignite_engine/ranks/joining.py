@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 Work = Callable[[int], object]
 """What a rank does, called with its number on this machine; pickle carries it."""
-STORES: Any = dist  # they are documented, but not exported for type checkers
-
 _meetings = itertools.count()  # each in the same place on all ranks of torchrun
 
 _FIRST_POLL_S, _POLL_S = 0.001, 0.02
@@ -82,14 +80,16 @@ def _store(options: dict[str, Any]) -> Any:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         if "TORCHELASTIC_RUN_ID" in os.environ:
             _check_agent_lives()
-        store = STORES.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, **options)
+        store = agreement.STORES.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, **options
+        )
         # torch's own rendezvous keeps the keys of all groups in one place: a rank could meet one of them that is dead
-        store = STORES.PrefixStore(f"meeting_{next(_meetings)}", store)
+        store = agreement.STORES.PrefixStore(f"meeting_{next(_meetings)}", store)
         rank = int(os.environ["RANK"])
         attempt = part_of_this_attempt(store, rank, int(os.environ["WORLD_SIZE"]))
         _end_as_before(attempt, rank)
         return attempt
-    return None if {"RANK", "WORLD_SIZE", "SLURM_JOB_ID"} & os.environ.keys() else STORES.HashStore()
+    return None if {"RANK", "WORLD_SIZE", "SLURM_JOB_ID"} & os.environ.keys() else agreement.STORES.HashStore()
 
 
 def part_of_this_attempt(store: Any, rank: int, world_size: int) -> Any:
@@ -106,7 +106,7 @@ def part_of_this_attempt(store: Any, rank: int, world_size: int) -> Any:
         store.set(f"question_{rank}", name)
         attempt = store.get(f"answer_{name}").decode()
         store.set(f"{attempt}/rank_{rank}", "")
-        return STORES.PrefixStore(attempt, store)
+        return agreement.STORES.PrefixStore(attempt, store)
     missing, deadline = list(range(1, world_size)), time.monotonic() + store.timeout.total_seconds()
     pause_s = _FIRST_POLL_S
     while missing:
@@ -122,7 +122,7 @@ def part_of_this_attempt(store: Any, rank: int, world_size: int) -> Any:
             )
         time.sleep(pause_s if missing else 0.0)
         pause_s = min(2 * pause_s, _POLL_S)
-    attempt = STORES.PrefixStore(name, store)
+    attempt = agreement.STORES.PrefixStore(name, store)
     attempt.set("code_before", str(_code_of_last_attempt(store)))
     store.set("last_attempt", f"{name} {world_size}")
     return attempt
@@ -133,7 +133,7 @@ def _code_of_last_attempt(store: Any) -> int:
     if not store.check(["last_attempt"]):
         return 0
     name, ranks = store.get("last_attempt").decode().split()
-    last, keys = STORES.PrefixStore(name, store), [f"code_{rank}" for rank in range(int(ranks))]
+    last, keys = agreement.STORES.PrefixStore(name, store), [f"code_{rank}" for rank in range(int(ranks))]
     return max(int(last.get(key)) for key in keys) if last.check(keys) else 0
 
 

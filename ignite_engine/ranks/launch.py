@@ -29,7 +29,6 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from ignite_engine.ranks import agreement, signals
 from ignite_engine.ranks.joining import (
-    STORES,
     End,
     Start,
     Work,
@@ -276,7 +275,7 @@ class Ranks:
         meets = params.get("nproc_per_node") is not None
         if meets and init_method in (None, "env://") and node == 0:
             with one_line_where_they_cannot_meet(address, port):
-                store = STORES.TCPStore(address, port, is_master=True, wait_for_workers=False)
+                store = agreement.STORES.TCPStore(address, port, is_master=True, wait_for_workers=False)
             port = store.port
         start_method = params.get("start_method", _start_method())
         context: Any = multiprocessing.get_context(start_method)

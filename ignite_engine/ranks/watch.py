@@ -54,7 +54,6 @@ _VERDICT_S = 6.0
 
 _ENDED = "exited without reporting: it was killed, ran out of memory, or crashed in native code"
 _SILENT = "gave no sign of life for {:.0f} s: it is stopped or was killed, or its machine or the link to it is down"
-_STORES: Any = dist  # they are documented, but not exported for type checkers
 _stores: dict[tuple[int, str, int], Any] = {}
 """This process's, by its number, the address and the port. They are kept: to make one torch looks up the names of
 addresses, which may take seconds."""
@@ -287,8 +286,8 @@ class Watch:
             key = (os.getpid(), address, port)
             if key not in _stores:
                 waits = {"timeout": timedelta(seconds=_CONNECT_S), "wait_for_workers": False}
-                _stores[key] = _STORES.TCPStore(address, port, is_master=self.rank == 0, **waits)
-            self._store = _STORES.PrefixStore(name, _stores[key])
+                _stores[key] = agreement.STORES.TCPStore(address, port, is_master=self.rank == 0, **waits)
+            self._store = agreement.STORES.PrefixStore(name, _stores[key])
             self._say_row()
             return name, int(_stores[key].port)
 
@@ -427,7 +426,7 @@ class Watch:
     def _go_on_alone(self) -> None:
         """Rank 0 has left, or its process has ended: nothing more is heard than is known."""
         self._is_alone = True
-        self._store = _STORES.HashStore()
+        self._store = agreement.STORES.HashStore()
         for rank, row in enumerate(self._rows.rows):
             self._store.set(f"row_{rank}", json.dumps(asdict(row)))
         self._news.set()
