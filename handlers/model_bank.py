@@ -103,7 +103,6 @@ class ModelBank:
                 loaded |= self._load_again(trainer, at, found, read)
         if loaded:  # a run that is killed from there on does not look for them again
             trainer.request_save()
-            trainer.agree_at_next_boundary()
 
     def state_dict(self) -> dict[str, Any]:
         return {

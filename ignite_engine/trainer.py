@@ -222,10 +222,10 @@ class Trainer(Engine):
     def terminate(self, skip_completed: bool = False) -> None:
         """End the run as Ignite does: at once, without the rest of the epoch.
 
-        Where perhaps not all ranks call it, all end at the step boundary at which they learn of it, one or two
-        iterations later; with ``rank_invariant`` at the next one, on one process too.
+        On several ranks, of which perhaps not all call it, all end at the next step boundary; with ``rank_invariant``
+        one process does, too.
         """
-        at_once = self.requests.single_process and not self.requests.exact
+        at_once = self.requests.single_process and not self.update.rank_invariant
         if at_once or self.state.status != "running":
             super().terminate(skip_completed)
         else:
@@ -241,13 +241,6 @@ class Trainer(Engine):
         At the next step boundary on which all ranks agree ``state.background_done`` is set on each of them.
         """
         self.requests.asked.add(COLLECT)
-
-    def agree_at_next_boundary(self) -> None:
-        """Agree at the very next step boundary on what any rank has requested, not one or two iterations later.
-
-        Every rank calls it, in a handler of the same event.
-        """
-        self.requests.agree_at_next_boundary()
 
     def call_at_end(self, callback: Callable[[Trainer], None]) -> None:
         """Call ``callback(trainer)`` when this ``run()`` ends in whatever way, an exception included."""
@@ -388,7 +381,7 @@ class Trainer(Engine):
         self._skipped_before = state.skipped_steps
         state.boundary = Boundary()
         self.should_terminate = self.should_terminate_single_epoch = self.should_interrupt = False
-        self.requests.begin(exact=self.update.rank_invariant)
+        self.requests.begin()
         if (model := self.update.model) is not None:
             saved_progress.set_modes(model, self.resume_state.in_eval_mode)
         self.update.run_started()

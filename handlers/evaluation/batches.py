@@ -93,14 +93,12 @@ class EvaluationBatches:
         self._on_each_rank = on_each_rank or waits
         _check(name, self._lengths, on_each_rank=self._on_each_rank)
         self._check_metrics_of_batches()
-        self._extra_forwards = self._count_extra_forwards() if waits else 0
-        # a rank that forwards along cannot exchange anything along
-        self._exchanging = self.common if waits else max(self._lengths)
+        self._forwards_along = waits
+        if waits and len(set(self._lengths)) > 1:
+            self._check_forwards_along()
         self.progress: EvaluationProgress | None = None
         self.at_end: Callable[[], None] | None = None
         """Called where no rank has a batch left, if the evaluator asks for one more than there are."""
-        self._row: Callable[[], list[float]] | None = None
-        self._exchanged = 0
         self._iterator: Any = None
         self._peeked: list[Any] = []
 
@@ -122,21 +120,17 @@ class EvaluationBatches:
                 "give each rank as many batches."
             )
 
-    def _count_extra_forwards(self) -> int:
-        """How many more batches than this rank another one has, where a forward waits for all ranks (FSDP2).
+    def _check_forwards_along(self) -> None:
+        """Refuse data or an evaluator with which a rank cannot forward along where peers have more batches.
 
         Raises:
             ValueError: ranks would wait for each other; on every rank the same line.
         """
-        most = max(self._lengths)
-        if self.common == most >= 0:
-            return 0
-        if self.length is None or not self.sized or not hasattr(self.evaluator, "step"):
+        if not self.sized or not hasattr(self.evaluator, "step"):
             raise ValueError(
                 f"The evaluation of {self.name!r} has a model in FSDP2, in which each forward waits for all ranks: "
                 "give data with a length, and an evaluator of create_evaluator()."
             )
-        return most - self.length
 
     @property
     def sized(self) -> bool:
@@ -172,15 +166,15 @@ class EvaluationBatches:
             self._iterator = iterator
         if progress is not None:
             progress.restore_rng()
-        requests, alone = self.trainer.requests, self.single_process and progress is None
+        requests, batch = self.trainer.requests, None
         while self.limit is None or batches < self.limit:
-            if requests.stop is not None if alone else self._stops(batches):
+            if self._stops(batches):
                 self._interrupt(iterator)
                 return
             try:
                 requests.waiting_for_data = self.single_process
                 try:
-                    batch = self._peeked.pop() if self._peeked else next(iterator, _END)
+                    following = self._peeked.pop() if self._peeked else next(iterator, _END)
                 finally:
                     requests.waiting_for_data = False
             except StopRequested:
@@ -189,17 +183,22 @@ class EvaluationBatches:
                 self._interrupt(iterator)
                 return
             if batches == 0 and self.single_process:
-                _check(self.name, [0 if batch is _END else -1], on_each_rank=False)
-            if batch is _END:
+                _check(self.name, [0 if following is _END else -1], on_each_rank=False)
+            if following is _END:
                 break
-            if self._extra_forwards and batches + 1 == self.length:
-                for _ in range(self._extra_forwards):  # peers have more batches
-                    self.evaluator.step(self.evaluator, batch)  # type: ignore[attr-defined]  # checked above
+            batch = following
             yield batch
             batches += 1
-        if not self.single_process and self._wait_until_peers_finish(batches):
-            self._interrupt(iterator)
-        elif self.at_end is not None:
+        while not self.single_process:  # a rank without a batch exchanges along until no peer has one
+            stops, have_more, _ = self._exchange(has_more=False)
+            if stops:
+                self._interrupt(iterator)
+                return
+            if not have_more:
+                break
+            if self._forwards_along:
+                self.evaluator.step(self.evaluator, batch)  # type: ignore[attr-defined]  # checked above
+        if self.at_end is not None:
             self.at_end()
 
     @property
@@ -216,39 +215,16 @@ class EvaluationBatches:
 
     def _stops(self, batches: int) -> bool:
         """Whether all ranks stop after so many; then the progress is kept."""
-        if not self.single_process and self.sized and self._exchanged >= self._exchanging:
-            return False
-        stops = self.trainer.stop_requested if self.single_process else self._exchange(has_more=True)[0]
-        # while each rank has batches: the position of one that has none left is not that of the others
-        if stops and self.progress is not None and (self.single_process or batches < self.common):
+        stops, _, each_has_more = self._exchange(has_more=True)
+        # the position of one that has none left is not that of the others
+        if stops and self.progress is not None and each_has_more:
             self.progress.capture(batches)
         return stops
 
-    def _exchange(self, *, has_more: bool) -> tuple[bool, bool]:
-        """Whether all ranks stop, and whether one has a batch: as they said when this was called before."""
-        before = self._read()
-        self._exchanged += 1
-        if not before[0] and before[1]:
-            self._row = agreement.start_sum([float(self.trainer.stop_requested), float(has_more)])
-        return before
-
-    def _read(self) -> tuple[bool, bool]:
-        if self._row is None:
-            return False, True
-        (stops, have_more), self._row = self._row(), None
-        return bool(stops), bool(have_more)
-
-    def _wait_until_peers_finish(self, batches: int) -> bool:
-        """Exchange along, without a batch, until no rank has one, or all stop; whether they do."""
-        if self.sized:
-            while self._exchanged < self._exchanging:
-                if self._stops(batches):
-                    return True
-            return self._read()[0]
-        while True:
-            stops, have_more = self._exchange(has_more=False)
-            if stops or not have_more:
-                return stops
+    def _exchange(self, *, has_more: bool) -> tuple[bool, bool, bool]:
+        """Whether all ranks stop, whether one may have another batch, and whether each of them may."""
+        rows = agreement.gather_floats([float(self.trainer.stop_requested), float(has_more)])
+        return any(stops for stops, _ in rows), any(more for _, more in rows), all(more for _, more in rows)
 
     def _interrupt(self, iterator: Any) -> None:
         self.interrupted = True

@@ -243,7 +243,6 @@ class Evaluation:
 
     def _stop(self, trainer: Trainer) -> None:
         """All ranks have interrupted the evaluation: nothing is trained before the run ends."""
-        trainer.agree_at_next_boundary()
         if (source := trainer.progress.ends_epochs) is not None and self._changes:
             source.is_evaluated_again = True
         if trainer.progress.at_boundary:

@@ -106,7 +106,7 @@ def resumable(
     seed: int | None = None,
     *,
     any_sampler: bool = False,
-    agree: Callable[[int], int] = agreement.broadcast_int,
+    agree: Callable[[int], int] = agreement.broadcast_object,
 ) -> Any:
     """``data``, or the same plain ``DataLoader`` rebuilt by :func:`loader`, sharded over the ranks.
 

@@ -58,7 +58,7 @@ class StepBoundary:
         Where what was published ends the epoch, the rest is left to the boundary at its end.
         """
         state, engine = self._state, self._engine
-        agreed = self._agree(now=last or not within_epoch or engine.should_interrupt)
+        agreed = self._agree()
         stopping = STOP in agreed
         if stopping:
             terminate(engine)
@@ -90,12 +90,12 @@ class StepBoundary:
 
     def collect_stop(self) -> None:
         """After COMPLETED: a stop that was requested after the last boundary, in an evaluation for instance."""
-        self._state.boundary = Boundary(last=self._state.boundary.last, stopping=STOP in self._agree(now=True))
+        self._state.boundary = Boundary(last=self._state.boundary.last, stopping=STOP in self._agree())
 
-    def _agree(self, *, now: bool) -> set[Hashable]:
+    def _agree(self) -> set[Hashable]:
         """What all ranks do here of what any has asked for; why the run ends is noted in the state."""
         state, requests = self._state, self._requests
-        agreed = requests.agree(now=now)
+        agreed = requests.agree()
         if STOP in agreed and requests.stop is not None:
             state.status, state.reason = "interrupted", requests.stop[0]
         elif END in agreed and state.status == "running":
@@ -105,8 +105,7 @@ class StepBoundary:
     def agree_to_end(self) -> None:
         """After STARTED: all ranks learn of a rank on which a handler has called ``terminate()``."""
         if not self._requests.single_process:
-            self._agree(now=True)
-            self._requests.iterations_begin()
+            self._agree()
 
     def check(self) -> None:
         """Do what a handler has asked for by ``terminate()`` or ``terminate_epoch()``.
@@ -128,7 +127,7 @@ class StepBoundary:
         self.check()
         if not self._engine.should_interrupt:
             return
-        if self._agree(now=True):  # asked for after the exchange of this boundary
+        if self._agree():  # asked for after the exchange of this boundary
             self.at(last=False)
             self.check()
         raise RunPauses

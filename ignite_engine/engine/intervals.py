@@ -50,7 +50,7 @@ def every(
         windows: of :class:`~ignite_engine.Windows`.
         samples, tokens: after the iteration in which their number over all ranks reaches a multiple; ``state.samples``
             and ``state.tokens`` have the numbers since the run began, over every resume.
-        seconds, minutes: since it last came, by rank 0's clock; on several ranks up to two iterations later.
+        seconds, minutes: since it last came, by rank 0's clock; on several ranks an iteration later.
             What a handler does then comes at another iteration in each run.
         count: ``count(batch) -> int``, of a micro-batch on the host. Of samples: by default the first dimension of the
             first tensor. Of tokens: by default the update's ``weight_fn``.

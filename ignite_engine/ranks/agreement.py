@@ -10,22 +10,21 @@ import atexit
 import contextlib
 import itertools
 import pickle
+import struct
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from ignite_engine import devices
 from ignite_engine.errors import PeerFailed, one_line
+from ignite_engine.ranks.exchange import Exchange
 
 T = TypeVar("T")
 
 STORES: Any = dist  # they are documented, but not exported for type checkers
-
-_ROW, _SIZE = 4096, 8
 
 
 def world_size() -> int:
@@ -115,47 +114,33 @@ def forget_groups() -> None:
 atexit.register(forget_groups)  # however this process was launched: a group that outlives the interpreter aborts it
 
 
-def gather_floats(values: Sequence[float]) -> list[list[float]]:
-    """Every rank's ``values`` (the same count everywhere), by rank; float64 throughout."""
+def _exchange(own: bytes) -> Callable[[], list[bytes]]:
+    """Say it to every rank; what is returned gives what all have said, by rank, once they have."""
     if world_size() == 1:
-        return [list(values)]
-    mine = torch.tensor(list(values), dtype=torch.float64)
-    everyone = [torch.empty_like(mine) for _ in range(world_size())]
-    dist.all_gather(everyone, mine, group=cpu_group())
-    return [row.tolist() for row in everyone]
+        return lambda: [own]
+    groups = _own_groups()
+    if (exchange := groups.get("exchange")) is None:
+        exchange = Exchange(rank(), world_size(), _broadcast_by_gloo, timeout().total_seconds())
+        groups["exchange"] = exchange
+    return exchange.start(own)
+
+
+def _broadcast_by_gloo(value: T) -> T:
+    box: list[T] = [value]
+    dist.broadcast_object_list(box, src=0, group=cpu_group())
+    return box[0]
 
 
 def start_gather(values: Sequence[float]) -> Callable[[], list[list[float]]]:
-    """As :func:`gather_floats`, without waiting: what is returned gives the rows, once, when it is called.
-
-    Every rank starts it at the same place among those of its kind, whatever other collectives come in between.
-    """
-    mine = torch.tensor(list(values), dtype=torch.float64)
-    if world_size() == 1:
-        return lambda: [mine.tolist()]
-    everyone = [torch.empty_like(mine) for _ in range(world_size())]
-    work = dist.all_gather(everyone, mine, group=cpu_group("look-ahead"), async_op=True)
-
-    def rows() -> list[list[float]]:
-        work.wait()
-        return [row.tolist() for row in everyone]
-
-    return rows
+    """As :func:`gather_floats`, without waiting: what is returned gives the rows when it is called."""
+    row = struct.Struct(f"!{len(values)}d")
+    answer = _exchange(row.pack(*values))
+    return lambda: [list(row.unpack(said)) for said in answer()]
 
 
-def start_sum(values: Sequence[float]) -> Callable[[], list[float]]:
-    """The sums over all ranks, without waiting: what is returned gives them, once, when it is called.
-
-    Every rank starts it at the same place among those of its kind, whatever other collectives come in between.
-    """
-    total = torch.tensor(list(values), dtype=torch.float64)
-    work = dist.all_reduce(total, group=cpu_group("sums"), async_op=True)
-
-    def sums() -> list[float]:
-        work.wait()
-        return total.tolist()
-
-    return sums
+def gather_floats(values: Sequence[float]) -> list[list[float]]:
+    """Every rank's ``values`` (the same count everywhere), by rank; float64 throughout."""
+    return start_gather(values)()
 
 
 def mean_of(column: Sequence[float]) -> float:
@@ -164,44 +149,16 @@ def mean_of(column: Sequence[float]) -> float:
     return first if all(value == first for value in column) else sum(column) / len(column)
 
 
-def broadcast_int(value: int) -> int:
-    """Rank 0's ``value``, exactly up to 63 bits (idist.broadcast sends numbers through float32)."""
-    if world_size() == 1:
-        return value
-    tensor = torch.tensor([value], dtype=torch.int64)
-    dist.broadcast(tensor, src=0, group=cpu_group())
-    return int(tensor.item())
-
-
 def broadcast_object(value: T) -> T:
     """Rank 0's picklable ``value``."""
-    if world_size() == 1:
-        return value
-    box: list[T] = [value]
-    dist.broadcast_object_list(box, src=0, group=cpu_group())
-    return box[0]
+    return gather_objects(value if rank() == 0 else None)[0]  # type: ignore[return-value]  # rank 0's
 
 
 def gather_objects(value: T) -> list[T]:
-    """Every rank's picklable ``value``, by rank: one collective for small ones, of which torch makes two."""
+    """Every rank's picklable ``value``, by rank."""
     if world_size() == 1:
         return [value]
-    mine = pickle.dumps(value)
-    size, fits = len(mine).to_bytes(_SIZE, "big"), _ROW - _SIZE
-    rows = _gather_bytes(size + mine[:fits], _ROW)
-    sizes = [int.from_bytes(row[:_SIZE], "big") for row in rows]
-    longest = max(sizes) - fits
-    rest = _gather_bytes(mine[fits:], longest) if longest > 0 else [b""] * len(rows)
-    texts = [row[_SIZE:] + more for row, more in zip(rows, rest, strict=True)]
-    return [pickle.loads(text[:size]) for text, size in zip(texts, sizes, strict=True)]
-
-
-def _gather_bytes(mine: bytes, size: int) -> list[bytes]:
-    """Every rank's bytes, filled up to ``size`` with zeros."""
-    row = torch.frombuffer(bytearray(mine.ljust(size, b"\0")), dtype=torch.uint8)
-    everyone = [torch.empty_like(row) for _ in range(world_size())]
-    dist.all_gather(everyone, row, group=cpu_group())
-    return [received.numpy().tobytes() for received in everyone]
+    return [pickle.loads(said) for said in _exchange(pickle.dumps(value))()]
 
 
 def first_difference(values: Mapping[str, Any]) -> str | None:
@@ -268,5 +225,4 @@ def on_rank_0(work: Callable[[], T]) -> T:
 
 def wait_for_all() -> None:
     """Return once every rank has called this."""
-    if world_size() > 1:
-        dist.barrier(group=cpu_group())
+    gather_objects(None)

@@ -46,7 +46,6 @@ def passes(data, epochs=3, folder=None, stop_at=None, **options):
         checkpoint.resume()
     if stop_at:
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop_at), lambda: trainer.request_stop("here"))
-        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop_at), trainer.agree_at_next_boundary)
     trainer.run(data, max_epochs=epochs)
     return [each for each in found if each]
 

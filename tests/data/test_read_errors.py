@@ -237,7 +237,6 @@ def run_plan(name, folder=None, stop_at=None):
         checkpoint.resume(ignore=[] if stop_at else ["seen"])
     if stop_at is not None:
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop_at), lambda: trainer.request_stop("here"))
-        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop_at), trainer.agree_at_next_boundary)
     logged = Lines()
     logging.getLogger("ignite_engine").addHandler(logged)
     data = Owned(dist.get_rank()) if name == "own state" else loader(Broken(23, *BAD), 1)

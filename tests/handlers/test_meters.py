@@ -70,7 +70,7 @@ def test_stopwatch_is_the_mean_time_of_a_use(clock):
     assert trainer.run(range(2)).metrics["time/augment_ms"] == pytest.approx(500.0)
 
 
-def test_on_two_ranks_all_meters_and_means_are_one_collective():
+def test_on_two_ranks_all_meters_and_means_are_one_exchange():
     def work(rank):
         """Rank 1 gives its own meter nothing, and larger values."""
         trainer = Trainer(lambda engine, batch: {"loss": 0.0, "a": float(batch) + 10 * rank})
@@ -82,13 +82,13 @@ def test_on_two_ranks_all_meters_and_means_are_one_collective():
             trainer.add_event_handler(Events.ITERATION_STARTED, lambda: given.update(float(trainer.state.iteration)))
         counts = []
         with Collectives() as collectives:
-            trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: counts.append(dict(collectives.counts)))
-            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: collectives.counts.clear())
+            trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: counts.append(collectives.exchanges))
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: counts.append(collectives.exchanges))
             state = trainer.run([1, 2, 3], max_epochs=1)
-        return counts, dict(state.metrics)
+        return counts[1] - counts[0], dict(state.metrics)
 
     expected = {"loss": 0.0, "a": 7.0, "sum of a": 42.0, "mean of a": 7.0, "max of a": 13.0, "min of a": 1.0}
-    assert ranks(2, work) == [([{"all_gather": 1}], {**expected, "given": 2.0})] * 2
+    assert ranks(2, work) == [(1, {**expected, "given": 2.0})] * 2
 
 
 # -- metrics of several numbers, and the log of a run as a table -------------------------------------------------------

@@ -2,9 +2,10 @@
 
 from collections import Counter
 
-import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from ignite_engine.ranks.exchange import Exchange
 
 NAMES = {
     "allreduce_": "all_reduce",
@@ -21,12 +22,29 @@ NAMES = {
 class Collectives(TorchDispatchMode):
     """Within it, ``counts`` grows with each collective of this process, by kind, backward on the CPU included.
 
-    Rows of float64 are left out: those are of what the engine's ranks ask of each other, once in an iteration.
+    ``exchanges`` counts what the engine's ranks say to each other beside them.
     """
 
     def __init__(self):
         super().__init__()
-        self.counts = Counter()
+        self.counts, self.exchanges = Counter(), 0
+        self._start = Exchange.start
+
+    def __enter__(self):
+        Exchange.start = self._count_and_start
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        Exchange.start = self._start
+        return super().__exit__(*error)
+
+    @property
+    def _count_and_start(self):
+        def start(exchange, own):
+            self.exchanges += 1
+            return self._start(exchange, own)
+
+        return start
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(each is DTensor for each in types):
@@ -36,7 +54,6 @@ class Collectives(TorchDispatchMode):
             namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd")
             and "wait" not in name
             and "_wrap" not in name
-            and not (name == "allreduce_" and args[0][0].dtype is torch.float64 and args[0][0].dim())
         ):
             self.counts[NAMES.get(name, name)] += 1
         return func(*args, **(kwargs or {}))

@@ -206,8 +206,6 @@ class Run:
     # how it is broken off
 
     def _attach_stop(self, stop):
-        if self.case.ranks > 1:
-            self.trainer.add_event_handler(Events.ITERATION_COMPLETED, self._vote)
         if stop.how in ("limit", "file operation", "instant") or stop.event == "a sample is read":
             return
         if stop.how == "stop in an evaluation":
@@ -215,10 +213,6 @@ class Run:
             return
         event = getattr(Events, stop.event, None) or getattr(TrainingEvents, stop.event)
         self.trainer.add_event_handler(event, lambda: self._strike_if_due())
-
-    def _vote(self):
-        if self.stop is not None and self.trainer.state.iteration >= self.at:
-            self.trainer.agree_at_next_boundary()  # not one or two iterations later
 
     def _read(self):
         if self.stop is not None and self.stop.event == "a sample is read" and os.getpid() == self._pid:

@@ -53,7 +53,6 @@ def streamed(*arguments, **options):
 
 def stop_here(trainer):
     trainer.request_stop("a pause")
-    trainer.agree_at_next_boundary()
 
 
 # ------------------------------------------------------------------------------------------------------------- ends

@@ -58,7 +58,6 @@ def part_of_a_run(folder, make_model, make_trainer, *, stop):
     def stop_here():
         if stop:
             trainer.request_stop("test")
-            trainer.agree_at_next_boundary()
 
     checkpoint = Checkpoint(folder)
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=100))

@@ -63,7 +63,6 @@ def train(rank, source, stock, folder, stop_at=None, comes=None):
     def stop():
         if trainer.state.iteration == stop_at:
             trainer.request_stop("here")
-            trainer.agree_at_next_boundary()
 
     trainer.run(numbers_loader(24), max_iters=15)
     logging.getLogger("ignite_engine").removeHandler(handler)

@@ -44,7 +44,6 @@ def part_of_a_run(rank, folder, size, stop_at=None, steps=None, dealt=None, wrap
             seen.extend((trainer.state.epoch, int(index)) for index in batch[0])
         if trainer.state.iteration == stop_at:
             trainer.request_stop("here")
-            trainer.agree_at_next_boundary()  # at this very iteration, however fast the machine is
 
     state = trainer.run(loader(Indexed(SAMPLES), size, shuffle=True), max_epochs=2)
     end = (state.status, state.iteration)

@@ -59,7 +59,7 @@ class RankInvariant(Accumulation):
         self.check()
         model, parameters = self.update.model, self.update.parameters.all()
         if self._seed is None:
-            self._seed = agreement.broadcast_int(torch.initial_seed() & (2**63 - 1))
+            self._seed = agreement.broadcast_object(torch.initial_seed() & (2**63 - 1))
         self._names: list[str] | None = None
         saved = model.state_dict()
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
