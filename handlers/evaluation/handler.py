@@ -243,10 +243,12 @@ class Evaluation:
 
     def _stop(self, trainer: Trainer) -> None:
         """All ranks have interrupted the evaluation: nothing is trained before the run ends."""
-        if (source := trainer.progress.ends_epochs) is not None and self._changes:
-            source.is_evaluated_again = True
-        if trainer.progress.at_boundary:
-            trainer.finish("a stop in an evaluation")  # all ranks are here; terminate() would first ask them
+        progress = trainer.progress
+        if progress.updating:
+            return
+        if progress.group is not None:  # it comes again in the resumed run, and with it this event
+            self._unfinished_at = None
+        trainer.finish("a stop in an evaluation")  # all ranks are here; terminate() would first ask them
 
     def _data(self) -> Any:
         """What is evaluated now, None where no window is there; a collective."""

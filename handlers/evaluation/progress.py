@@ -15,6 +15,7 @@ from ignite_engine.data.source import DataSource
 from ignite_engine.errors import CheckpointError, one_line
 from ignite_engine.ranks import agreement
 from ignite_engine.states import metrics as metric_state
+from ignite_engine.step.micro_batches import Group
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,9 @@ class EvaluationProgress:
 
     def capture(self, batches: int) -> None:
         """Keep the progress after ``batches`` batches in :attr:`saved`; every rank calls it after the same number."""
-        self._source.consumed(batches - self._source.place.batch)
+        evaluated = Group()
+        evaluated.places = batches - self._source.place.batch
+        self._source.consumed(evaluated)
         metrics = {name: metric_state.capture(metric) for name, metric in self._metrics.items()}
         state = {"what": self._what, "metrics": metrics, "rng": rng.capture(), "data": self._source.state_dict()}
         try:

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
-from ignite_engine import rng
-from ignite_engine.data.lookahead import LookAhead, Waiting
-from ignite_engine.data.place import Held
-from ignite_engine.data.read_errors import ReadErrors
-from ignite_engine.data.readers import length_of
-from ignite_engine.data.source import DataSource
+from ignite_engine.data.read_errors import ReadErrors, split
+from ignite_engine.data.source import DataSource, Waiting
+from ignite_engine.errors import PeerFailed, StopRequested, one_line
 from ignite_engine.ranks import agreement, mesh
-from ignite_engine.step.micro_batches import WeightFn
+from ignite_engine.step.micro_batches import Group, WeightFn, check_weight
+
+_ERROR, _STOP = 1, 2
 
 
 class AgreedSource(DataSource):
     """A :class:`DataSource` whose ranks agree on its groups.
 
     Args:
-        weigh: weight of a batch, which the ranks then exchange ahead; None: none.
-        waiting: its ``waiting_for_data`` is set where a signal may end a wait that the ranks agree on.
+        weigh: weight of a batch, which the ranks exchange; None: none.
 
     Sized loaders exchange their lengths when a pass starts; nothing more is needed where they are equal. Otherwise, and
-    where groups are weighed or batches may be left out, the ranks agree on each group one ahead (:class:`LookAhead`): a
-    rank that is exhausted before its peers repeats its last batch until all are.
+    where groups are weighed or batches may be left out, the ranks exchange when each has fetched a group: how many
+    batches it has, what they weigh, and whether it failed or was stopped. So no rank enters a step that a peer will not
+    join. A rank that has fewer batches than its peers repeats its last one, which weighs nothing; one that has none
+    takes a peer's.
+
+    Raises (where a group is fetched):
+        Exception: what this rank's data raised.
+        PeerFailed: what a peer's raised, at the same place.
+        StopRequested: a rank was stopped while it waited for data, on every rank.
     """
 
     def __init__(
@@ -39,10 +44,9 @@ class AgreedSource(DataSource):
         read_errors: ReadErrors | None = None,
     ) -> None:
         super().__init__(data, accumulation_steps, read_errors=read_errors)
-        self._weigh, self._waiting = weigh, waiting
-        self._ahead: LookAhead | None = None
+        self._weigh, self._agreed_wait = weigh, waiting
         self.pads = False
-        """A rank may have to repeat a batch, or groups are weighed ahead."""
+        """A rank may have to repeat a batch, or groups are weighed."""
 
     def agree_lengths(self) -> None:
         """Read the length of the pass that starts; the ranks exchange theirs. A collective.
@@ -55,76 +59,83 @@ class AgreedSource(DataSource):
         check_orders_agree([row[1:] for row in rows])
         lengths = [int(row[0]) for row in mesh.by_data_rank(rows)]
         self.batches = max(lengths) if min(lengths) >= 0 else None
-        told_ahead = self._weigh is not None or self.read_errors is not None
-        self.pads = told_ahead or self.batches is None or len(set(lengths)) > 1
+        exchanges = self._weigh is not None or self.read_errors is not None
+        self.pads = exchanges or self.batches is None or len(set(lengths)) > 1
+        self._waiting = self._agreed_wait if self.pads else None  # else the ranks could not agree on a stop in it
 
-    def __iter__(self) -> Iterator[Any]:
-        if not self.pads or self.place.ended:
-            return super().__iter__()
+    def _next(self, batches: Iterator[Any]) -> Group | None:
+        if not self.pads:
+            return super()._next(batches)
+        group = Group()
+        while True:
+            own, weights, rows = self._exchanged(batches, group)
+            longest, places = (int(max(row[column] for row in rows)) for column in (0, 3))
+            group.places += places
+            if longest or not places:
+                break
+        if not longest:
+            return group if group.places else None
+        group.extend(own)
+        holder = next(rank for rank, row in enumerate(rows) if row[0])
+        if not all(row[0] for row in rows):
+            repeated = batch_of(holder, own[0] if own else None)
+        group.padding = longest - len(own)
+        group.extend([own[-1] if own else repeated] * group.padding)
+        of_data = mesh.by_data_rank(rows)
+        group.total = int(sum(row[0] for row in of_data))
+        if self._weigh is not None:
+            group.weights = weights + [0.0] * group.padding
+            group.total_weight = sum(row[2] for row in of_data)
+        return group
+
+    def _exchanged(self, batches: Iterator[Any], group: Group) -> tuple[list[Any], list[float], list[list[float]]]:
+        """This rank's batches and their weights; of each rank how many it has, what is wrong, their weight, how many
+        were due."""
+        places, own, unread, weights = list[Any](), list[Any](), list[Exception](), list[float]()
+        flags, error = 0, None
+        try:
+            places = self._read(batches)
+            own, unread = split(places)
+            if self._weigh is not None:
+                weights = [check_weight(self._weigh(batch)) for batch in own]
+        except StopRequested:
+            flags = _STOP
+        except Exception as raised:
+            error, flags = raised, _ERROR
+        rows = agreement.gather_floats([len(own), flags, sum(weights), len(places)])
+        if any(row[1] == _ERROR for row in rows):
+            _raise(error)
+        if any(row[1] for row in rows):
+            raise StopRequested
         if self.read_errors is not None:
-            self.read_errors.clear()
-        held, left = self.place.held, None if self.batches is None else self.batches - self.place.batch
-        self.place = self.place._replace(held=replace(held, rng=None))
-        self._opened_at = self.place.held if held.loader is not None or held.exhausted else None
-        repeated = self._last_consumed()
-        self._ahead = LookAhead(
-            iter(()) if held.exhausted or repeated is not None else self._open(),
-            repeated=repeated,
-            steps=self.steps,
-            position=None
-            if self.sampler is not None
-            else lambda: replace(self._loader_before_the_fetch(), rng=rng.capture()),
-            weigh=self._weigh,
-            waiting=self._waiting,
-            read_errors=self.read_errors,
-            left=left,
-        )
-        if held.rng is not None:  # what the fetch drew was drawn before the generators were saved
-            with rng.isolated():
-                rng.restore(held.rng)
-                self._ahead.fetch(drawn=True)
-        return self._ahead
-
-    def _last_consumed(self) -> Iterator[Any] | None:
-        """The last batch of this rank, opened, where it has none left; None: it has, or it cannot be read again."""
-        place, own = self.place, length_of(self.data)
-        if self.read_errors is not None or not (self.reader.begins_anywhere and own and place.batch >= own):
-            return None
-        self.place = place._replace(batch=own - 1)
-        batches = self._open()
-        self.place = self.place._replace(batch=place.batch)
-        return batches
-
-    def consumed(self, batches: int) -> None:
-        super().consumed(batches)
-        if self._ahead is not None:
-            self._ahead.consumed()
-
-    def next_pass(self) -> None:
-        super().next_pass()
-        self._ahead = None
-
-    def close(self) -> None:
-        if self._ahead is not None:
-            self.freeze()
-        super().close()
-
-    def _held(self) -> Held:
-        before = None if self._ahead is None else self._ahead.before
-        return super()._held() if before is None else before
-
-    def freeze(self) -> None:
-        if self._ahead is not None:
-            if isinstance(self.data, Iterator):
-                self.reader.fetched = self._ahead.fetched
-            self.place, self._ahead = self.place._replace(held=self._held()), None
-        else:
-            super().freeze()
+            found = int(sum(row[3] - row[0] for row in rows))
+            empty = any(row[3] for row in rows) and not any(row[0] for row in rows)
+            self.read_errors.leave_out(group, unread, found=found, empty=empty)
+        return own, weights, rows
 
     def _has_ended(self) -> bool:
         if not self.pads:
             return super()._has_ended()
         return self.place.ended or (self.batches is not None and self.place.batch >= self.batches)
+
+
+def _raise(error: Exception | None) -> None:
+    """Of the data of one rank, on all."""
+    lines = agreement.gather_objects(None if error is None else one_line(error))
+    if error is not None:
+        raise error
+    rank, line = next((rank, line) for rank, line in enumerate(lines) if line is not None)
+    raise PeerFailed(f"Rank {rank} failed, reading its data: {line}")
+
+
+def batch_of(holder: int, batch: Any) -> Any:
+    """The batch of rank ``holder``, on every rank; a collective.
+
+    Raises:
+        Exception: it cannot be pickled, on every rank.
+    """
+    mine = agreement.rank() == holder
+    return pickle.loads(agreement.agreed(lambda: pickle.dumps(batch) if mine else b"")[holder])
 
 
 def order_key(source: DataSource) -> list[float]:

@@ -78,7 +78,8 @@ class WithState(Replayed):
             generator.set_state(state)
 
     def held(self) -> Held:
-        return Held(self.data.state_dict(), [generator.get_state() for generator in generators_of(self.data)])
+        states = [generator.get_state() for generator in generators_of(self.data)]
+        return Held(self.data.state_dict(), states, exhausted=self.exhausted)
 
     def saved(self, place: Place) -> dict[str, Any]:
         held = place.held

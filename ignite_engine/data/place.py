@@ -14,8 +14,6 @@ class Held:
     """The loader's own state; None: it has none, or it is at its place itself."""
     generators: Any = None
     """States of the loader's own random number generators (``own_state.generators_of``)."""
-    rng: Any = None
-    """States of the global generators before a group that was fetched and not consumed."""
     exhausted: bool = False
     """This rank has no batch left, a peer has."""
     between_passes: bool = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -31,30 +30,23 @@ class Unread:
 
 
 class ReadErrors:
-    """What is taken from a source whose batches may be left out; more than ``limit`` in a run end it.
+    """Lets batches be left out; more than ``limit`` in a run end it.
 
     A batch that is left out keeps its place in the order: the position counts it, and a group is shorter by it. A group
-    of which no rank can read anything is no iteration.
+    of which no rank can read anything is no iteration, and goes with the one after it.
 
     Args:
         limit: over all ranks.
-        state: counts what was left out of the groups that are consumed.
+        state: of the run, which counts them.
     """
 
     def __init__(self, limit: int, state: Counts) -> None:
         self.limit, self._state = limit, state
-        self.clear()
 
-    def clear(self) -> None:
-        """What was taken is consumed."""
-        self.batches = self.groups = self.count = 0
-        """Taken and not yet consumed: places in the order; groups of which nothing is left; errors on all ranks."""
-
-    def take(self, batches: int, errors: Sequence[Exception], *, found: int, empty: bool) -> None:
-        """Count a group; where a rank could not read all of it, a collective.
+    def leave_out(self, group: Group, errors: Sequence[Exception], *, found: int, empty: bool) -> None:
+        """Note in ``group`` what of it is left out; where a rank could not read all of it, a collective.
 
         Args:
-            batches: places of the group in the order.
             errors: of this rank.
             found: errors on all ranks.
             empty: nothing of it could be read on any rank.
@@ -63,8 +55,7 @@ class ReadErrors:
             Exception: of this rank, where there are too many.
             PeerFailed: of another rank, likewise.
         """
-        self.batches += batches
-        self.groups += empty
+        group.lost += empty
         if not found:
             return
         lines = [
@@ -73,8 +64,8 @@ class ReadErrors:
             for line in of_rank
         ]
         for rank, line in lines:
-            self.count += 1
-            total = self._state.read_errors + self.count
+            group.unread += 1
+            total = self._state.read_errors + group.unread
             if total > self.limit:
                 if errors:
                     raise errors[0]
@@ -87,20 +78,11 @@ class ReadErrors:
                     *(at, where, total, self.limit, line),
                 )
 
-    def readable(self, batches: Iterator[Any], steps: int) -> Iterator[Group]:
-        """On one process: groups of what can be read of ``batches``."""
-        while places := list(islice(batches, steps)):
-            group, errors = split(places)
-            self.take(len(places), errors, found=len(errors), empty=not group)
-            if group:
-                group.places = self.batches
-                yield group
 
-
-def split(places: Sequence[Any]) -> tuple[Group, list[Exception]]:
+def split(places: Sequence[Any]) -> tuple[list[Any], list[Exception]]:
     """What was read, and the errors in the place of what was not."""
-    group = Group(item for item in places if not isinstance(item, Unread))
-    return group, [item.error for item in places if isinstance(item, Unread)]
+    own = [item for item in places if not isinstance(item, Unread)]
+    return own, [item.error for item in places if isinstance(item, Unread)]
 
 
 def marked(batches: Iterator[Any], data: Any) -> Iterator[Any]:

@@ -36,13 +36,13 @@ class Replayed:
     """The loader has ended its pass, perhaps while the last group was gathered; only known of one with a state."""
     generators: Sequence[Any] = ()
     """Those whose states are saved with the place."""
-    begins_anywhere = False
-    """A pass can be opened at any of its batches, which is the same one each time."""
+    draws = True
+    """Random numbers may be drawn, or a state moved on, where a batch is read."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
         self.fetched: Sequence[Any] | None = None
-        """What was fetched and is not consumed, of an iterator that can be read only once and goes on."""
+        """What was put back, of an iterator that can be read only once and goes on."""
         self._measured: int | None = None
         """The pass that was measured and is not open yet."""
 
@@ -119,7 +119,7 @@ class Listed(Replayed):
     """Batches in a list or a tuple: the same in every pass."""
 
     inexact = None
-    begins_anywhere = True
+    draws = False
 
     def open(self, place: Place, begin: Begin) -> Iterator[Any]:
         return _from(begin(), place.batch)
@@ -128,7 +128,7 @@ class Listed(Replayed):
 class ByIndex(Replayed):
     """A ``loader()``: its sampler begins at any sample, nothing that was consumed is loaded."""
 
-    begins_anywhere = True
+    draws = False
 
     def __init__(self, data: Any) -> None:
         super().__init__(data)

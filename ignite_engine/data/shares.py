@@ -8,11 +8,10 @@ from typing import Any
 
 from ignite_engine.data.agreed import AgreedSource, check_orders_agree, order_key
 from ignite_engine.data.loader import resumable
-from ignite_engine.data.lookahead import Waiting
 from ignite_engine.data.place import Held
 from ignite_engine.data.read_errors import ReadErrors
 from ignite_engine.data.sampler import Dealing
-from ignite_engine.data.source import DataSource
+from ignite_engine.data.source import DataSource, Waiting
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.step.micro_batches import Group, WeightFn, share
 
@@ -46,12 +45,13 @@ def source_of(
     data = resumable(data)
     if global_micro_batches is None or (isinstance(data, tuple) and not data):  # an empty window
         if agreement.world_size() == 1:
-            return DataSource(data, accumulation_steps, read_errors=read_errors)
+            return DataSource(data, accumulation_steps, waiting=waiting, read_errors=read_errors)
         return AgreedSource(data, accumulation_steps, weigh=weigh, waiting=waiting, read_errors=read_errors)
     share(global_micro_batches, mesh.data_rank(), mesh.data_size())
-    source = DataSource(data, global_micro_batches)
+    waiting = waiting if agreement.world_size() == 1 else None  # ranks could not agree on a stop in it
+    source = DataSource(data, global_micro_batches, waiting=waiting)
     if source.sampler is not None:
-        return SharedSource(data, global_micro_batches, may_be_empty=may_be_empty)
+        return SharedSource(data, global_micro_batches, waiting=waiting, may_be_empty=may_be_empty)
     if mesh.data_size() > 1:
         raise ValueError(
             f"global_micro_batches deals one order of samples out to the ranks, which needs loader() or a plain "
@@ -76,8 +76,8 @@ class SharedSource(DataSource):
         ValueError: there are fewer micro-batches than ranks.
     """
 
-    def __init__(self, data: Any, micro_batches: int, *, may_be_empty: bool) -> None:
-        super().__init__(data, micro_batches)
+    def __init__(self, data: Any, micro_batches: int, *, waiting: Waiting | None, may_be_empty: bool) -> None:
+        super().__init__(data, micro_batches, waiting=waiting)
         assert self.sampler is not None
         self._may_be_empty = may_be_empty
         self._first, self._end = share(micro_batches, mesh.data_rank(), mesh.data_size())
@@ -113,22 +113,18 @@ class SharedSource(DataSource):
     def own_batches(self, batches: int) -> int:
         return len(range(self._first, min(self._end, batches)))
 
-    def __iter__(self) -> Iterator[Any]:
-        if self.place.ended:
-            return iter(())
-        return self._shares(self._open(), self.place.batch)
-
-    def _shares(self, batches: Iterator[Any], begun: int) -> Iterator[Group]:
+    def _next(self, batches: Iterator[Any]) -> Group | None:
         assert self.batches is not None
-        for begin in range(begun, self.batches, self.steps):
-            size = min(self.steps, self.batches - begin)
-            group = Group(islice(batches, self.own_batches(size)))
-            if not group and not self._may_be_empty:
-                group.append(self._first_batch())
-                group.padding = 1
-            group.total = group.places = size
-            yield group
-        next(batches, None)  # the loader ends its workers when it is exhausted
+        size = min(self.steps, self.batches - self.place.batch)
+        if size <= 0:
+            next(batches, None)  # the loader ends its workers when it is exhausted
+            return None
+        group = Group(self._read(islice(batches, self.own_batches(size))))
+        if not group and not self._may_be_empty:
+            group.append(self._first_batch())
+            group.padding = 1
+        group.total = group.places = size
+        return group
 
     def _open(self) -> Iterator[Any]:
         assert self.sampler is not None

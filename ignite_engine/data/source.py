@@ -6,9 +6,8 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import DataLoader
 
@@ -16,7 +15,7 @@ from ignite_engine import rng
 from ignite_engine.data.fingerprint import fingerprint
 from ignite_engine.data.own_state import WithState, keeps_state
 from ignite_engine.data.place import Held, Place
-from ignite_engine.data.read_errors import ReadErrors, marked
+from ignite_engine.data.read_errors import ReadErrors, marked, split
 from ignite_engine.data.readers import ByIndex, Listed, Replayed, length_of
 from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.data.workers import Begun, begin_pass, end_workers
@@ -25,7 +24,6 @@ from ignite_engine.ranks import agreement, mesh
 from ignite_engine.step.micro_batches import Group
 
 logger = logging.getLogger(__name__)
-_END = object()
 
 __all__ = ["DataSource", "length_of", "reader_of"]
 
@@ -39,16 +37,31 @@ def reader_of(data: Any) -> Replayed:
     return WithState(data) if keeps_state(data) else Replayed(data)
 
 
+class Waiting(Protocol):
+    """Who is told that a signal may raise :class:`StopRequested` now."""
+
+    waiting_for_data: bool
+
+    def stops_waiting(self) -> bool:
+        """Whether this rank is to stop."""
+        ...
+
+
+class _InHand(NamedTuple):
+    """What comes back where the group that was fetched last is put back."""
+
+    group: Group | None
+    held: Held
+    generators: Any
+    """Of :func:`rng.snapshot`."""
+
+
 class BetweenPasses(Protocol):
     """What a source that ends epochs asks of the run between two of its passes; each call may end or pause the run."""
 
     @property
     def epoch_iteration(self) -> int:
         """Iterations of the epoch under way."""
-        ...
-
-    def consume_unreadable_tail(self) -> bool:
-        """Leave out what could not be read at the end of the pass."""
         ...
 
     def fire(self, event: Any) -> None:
@@ -59,7 +72,7 @@ class BetweenPasses(Protocol):
         """A step boundary."""
         ...
 
-    def fetch(self) -> Any:
+    def fetch(self) -> Group | None:
         """The first group of the pass that begins, None if it has none."""
         ...
 
@@ -71,14 +84,6 @@ class BetweenPasses(Protocol):
 class EndsEpochs(Protocol):
     """A source whose epochs are several passes, and that says which is the last."""
 
-    is_evaluated_again: bool
-    """An evaluation of the pass was stopped, and is repeated in it by a resumed run."""
-
-    @property
-    def first_group_pending(self) -> bool:
-        """The first group of a pass was fetched when the place was saved, and is not trained on."""
-        ...
-
     def run_begins(self) -> None:
         """The position at which a run begins is set."""
         ...
@@ -87,7 +92,7 @@ class EndsEpochs(Protocol):
         """GET_BATCH_COMPLETED has come."""
         ...
 
-    def first_of_next_pass(self, run: BetweenPasses) -> Any:
+    def first_of_next_pass(self, run: BetweenPasses) -> Group | None:
         """The next group where a pass has no more, None at the end of the epoch."""
         ...
 
@@ -123,11 +128,12 @@ class Source(Protocol):
     def was_open_when_saved(self) -> bool: ...
     @property
     def between_passes(self) -> bool: ...
-    def __iter__(self) -> Iterator[Any]: ...
+    def __iter__(self) -> Iterator[Group]: ...
     def agree_lengths(self) -> None: ...
     def begin_after(self, place: Place) -> None: ...
     def continue_at(self, place: Place) -> None: ...
-    def consumed(self, batches: int) -> None: ...
+    def consumed(self, group: Group) -> None: ...
+    def put_back(self) -> None: ...
     def next_pass(self) -> None: ...
     def abandon(self) -> None: ...
     def freeze(self) -> None: ...
@@ -178,15 +184,23 @@ class DataSource:
     Args:
         data: a loader or any iterable of batches.
         accumulation_steps: batches in a group; None: one.
+        waiting: its ``waiting_for_data`` is set where a signal may end a wait; None: a signal ends none.
         read_errors: batches that cannot be read are left out; None: they raise.
 
-    It reads what this rank has; on several ranks :class:`~ignite_engine.data.agreed.AgreedSource` makes the groups of
-    all of them equally many.
+    At most one group is in hand, fetched and not consumed; :meth:`put_back` undoes the fetch. It reads what this rank
+    has; on several ranks :class:`~ignite_engine.data.agreed.AgreedSource` makes the groups of all equally many.
     """
 
     ends_epochs = None
 
-    def __init__(self, data: Any, accumulation_steps: int | None, *, read_errors: ReadErrors | None = None) -> None:
+    def __init__(
+        self,
+        data: Any,
+        accumulation_steps: int | None,
+        *,
+        waiting: Waiting | None = None,
+        read_errors: ReadErrors | None = None,
+    ) -> None:
         self.data, self.reader, self.read_errors = data, reader_of(data), read_errors
         self.steps = accumulation_steps or 1
         self.place = Place()
@@ -194,11 +208,11 @@ class DataSource:
         """Batches in one pass on the longest rank, None if unknown."""
         self.changed: str | None = None
         """What is other than where the place was saved, as a sentence."""
+        self._waiting = waiting
         self._iterator: Any = None
         self._opened_at: Held | None = None
         """What was loaded and the present pass was opened with, until its first fetch."""
-        self._before: Callable[[], Held] | None = None
-        """Where a loader with a state was before the group that was fetched last, until it is consumed."""
+        self._in_hand: _InHand | None = None
         # as it is before it is read, as in a process that resumes
         self.fingerprint = fingerprint(data.dataset) if isinstance(data, DataLoader) else None
         """Of the dataset; None: it is not known what it holds."""
@@ -246,60 +260,79 @@ class DataSource:
 
     # -- a pass -----------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Group]:
         """The groups of the present pass from the place on."""
-        if self.read_errors is not None:
-            self.read_errors.clear()
         if self.place.ended:
             return iter(())
         held = self.place.held
         self._opened_at = None if held.loader is None else held
-        groups = self._groups(self._open())
-        return self._noted(groups, held.rng) if self.reader.keeps_state else groups
+        return self._groups(self._open())
 
-    def _noted(self, groups: Iterator[Any], drawn: Any) -> Iterator[Any]:
-        """The groups; the place is before each until it is consumed.
-
-        Args:
-            drawn: the random numbers before the first one, if it was fetched before the place was saved.
-        """
-        if drawn is not None:  # what the fetch drew was drawn before the generators were saved
-            self._before = partial(replace, self._loader_before_the_fetch(), rng=drawn)
-            with rng.isolated():
-                rng.restore(drawn)
-                first = list(islice(groups, 1))
-            yield from first
-        while True:
-            before, generators = self._loader_before_the_fetch(), rng.snapshot()
-            self._before = partial(_with_generators, before, generators)
-            try:
-                group = next(groups, _END)
-            except StopRequested:  # a resumed run draws again what the fetch has drawn
-                rng.restore_snapshot(generators)
-                self._before = partial(replace, before)
-                raise
-            if group is _END:
-                self._before = None
-                return
+    def _groups(self, batches: Iterator[Any]) -> Iterator[Group]:
+        while (group := self._fetch(batches)) is not None:
             yield group
+
+    def _fetch(self, batches: Iterator[Any]) -> Group | None:
+        """The next group, None at the end of the pass; the place is before it until it is consumed."""
+        if not self.reader.draws:
+            self._in_hand = None
+            return self._next(batches)
+        before = _InHand(None, self._loader_before_the_fetch(), rng.snapshot())
+        self._in_hand = before
+        try:
+            group = self._next(batches)
+        except StopRequested:
+            self.put_back()
+            raise
+        self._in_hand = None if group is None else before._replace(group=group)
+        return group
+
+    def _next(self, batches: Iterator[Any]) -> Group | None:
+        """The next batches; where some of them cannot be read, as far as the next group that has one."""
+        group = Group()
+        while not group and (places := self._read(batches)):
+            group.places += len(places)
+            if self.read_errors is None:
+                group.extend(places)
+            else:
+                own, errors = split(places)
+                group.extend(own)
+                self.read_errors.leave_out(group, errors, found=len(errors), empty=not own)
+        return group if group.places else None
+
+    def _read(self, batches: Iterator[Any]) -> list[Any]:
+        """The batches of one iteration; a stop may end the wait for them."""
+        if self._waiting is None:
+            return list(islice(batches, self.steps))
+        try:
+            self._waiting.waiting_for_data = True
+            return list(islice(batches, self.steps))
+        finally:
+            self._waiting.waiting_for_data = False
+
+    def put_back(self) -> None:
+        """Undo the fetch of the group in hand: it comes again, with what was drawn for it."""
+        if (before := self._in_hand) is None:
+            return
+        rng.restore_snapshot(before.generators)
+        self._in_hand = None
+        if isinstance(self.data, Iterator):
+            self.reader.fetched = before.group or ()
+        elif self.reader.keeps_state:
+            self.place = self.place._replace(held=before.held)
 
     def _loader_before_the_fetch(self) -> Held:
         if (opened_at := self._opened_at) is None:
             return self.reader.held()
         if not opened_at.exhausted:  # else the loader is not used in this pass
             self._opened_at = None
-        return replace(opened_at, rng=None)
-
-    def _groups(self, batches: Iterator[Any]) -> Iterator[Group]:
-        if self.read_errors is not None:
-            yield from self.read_errors.readable(batches, self.steps)
-        while group := Group(islice(batches, self.steps)):
-            group.places = len(group)
-            yield group
+        return opened_at
 
     def _open(self) -> Iterator[Any]:
         """This rank's batches from the place on; from now on the loader itself is at its place."""
-        place, self.place = self.place, self.place._replace(held=Held(exhausted=self.place.held.exhausted))
+        if self.place.held.exhausted:  # the loader is not used in this pass
+            return iter(())
+        place, self.place = self.place, self.place._replace(held=Held())
         self.reader.set_pass(place)
         return self.reader.open(place, self._begin)
 
@@ -313,16 +346,14 @@ class DataSource:
         """How many of the next ``batches`` are this rank's."""
         return batches
 
-    def consumed(self, batches: int) -> None:
-        """``batches`` more batches are trained on."""
-        self.place, self._before = self.place._replace(batch=self.place.batch + batches), None
-        if self.read_errors is not None:
-            self.read_errors.clear()
+    def consumed(self, group: Group) -> None:
+        """It is trained on, or given up."""
+        self.place, self._in_hand = self.place._replace(batch=self.place.batch + group.places), None
 
     def next_pass(self) -> None:
         """Move to the first batch of the next pass."""
         self.place, self.reader.exhausted = self.place.next_pass(), False
-        self._before = self._opened_at = None
+        self._in_hand = self._opened_at = None
 
     def abandon(self) -> None:
         """End the workers of the present pass at once: they may be busy for long with what is no longer wanted."""
@@ -341,21 +372,21 @@ class DataSource:
 
     def _held(self) -> Held:
         """What belongs to the place beside its numbers, as a checkpoint holds it."""
-        if self._before is not None:
-            return self._before()
+        if self._in_hand is not None:
+            return self._in_hand.held
         held = self.place.held
-        if held.loader is not None or held.exhausted or held.rng is not None:  # the pass is not open
+        if held.loader is not None or held.exhausted:  # the pass is not open
             return held
         return replace(self.reader.held(), between_passes=held.between_passes)
 
     def freeze(self) -> None:
         """Keep the place as it is now, whatever becomes of the loader: it is discarded, or others iterate it."""
         if self.reader.keeps_state and self._iterator is not None:
-            self.place, self._before = self.place._replace(held=self._held()), None
+            self.place = self.place._replace(held=self._held())
 
     def _has_ended(self) -> bool:
         consumed = self.batches is not None and self.place.batch >= self.batches
-        return self.place.ended or (self.reader.exhausted and self._before is None) or consumed
+        return self.place.ended or (self.reader.exhausted and self._in_hand is None) or consumed
 
     def state_dict(self) -> dict[str, Any]:
         """The place, and what must be the same for it to mean the same."""
@@ -373,8 +404,8 @@ class DataSource:
             state["fingerprint"] = self.fingerprint
         if self.sampler is not None:
             return {**state, **self.reader.saved(place), "steps": self.steps}
-        ahead = {"rng": place.held.rng, "exhausted": place.held.exhausted} if place.held.rng is not None else {}
-        return {**state, **self.reader.saved(place), **ahead}
+        exhausted = {"exhausted": True} if place.held.exhausted else {}
+        return {**state, **self.reader.saved(place), **exhausted}
 
     def _keeps_global_batch(self, state: dict[str, Any]) -> bool:
         """On another number of ranks an update has as many samples as where ``state`` was saved."""
@@ -420,7 +451,6 @@ class DataSource:
         held = Held(
             loader=state.get("loader") if self.reader.keeps_state else None,
             generators=state.get("generators"),
-            rng=state.get("rng") if same else None,
             exhausted=bool(state.get("exhausted")) and same,
             between_passes=bool(state.get("between_passes")),
         )
@@ -447,8 +477,3 @@ class DataSource:
                     f"The checkpoint was made with {name} {state[name]} in its data, now it is {value}: make them "
                     f"equal, or leave the position out with {leave_out('data')}."
                 )
-
-
-def _with_generators(held: Held, generators: Any) -> Held:
-    """What belongs to a place, with the random numbers of :func:`rng.snapshot`."""
-    return replace(held, rng=rng.plain(generators))

@@ -77,7 +77,8 @@ class StepBoundary:
 
     def before_the_end(self) -> None:
         """``terminate()`` outside an iteration: the boundary before it was not known to be the last."""
-        if not self._state.boundary.last and self._progress.at_boundary:
+        if not self._state.boundary.last and not self._progress.updating:
+            self._progress.put_back()
             self.at(last=True)
 
     def publish(self) -> None:

@@ -6,7 +6,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from enum import Enum
 from typing import Any
 
 from ignite.engine import Engine, Events
@@ -15,28 +14,20 @@ from ignite_engine.engine.boundary import RunEnds, StepBoundary
 from ignite_engine.engine.grouping import Grouping
 from ignite_engine.engine.position import EpochIs, is_done
 from ignite_engine.engine.progress import Progress
-from ignite_engine.engine.requests import Requests
 from ignite_engine.errors import StopRequested
 from ignite_engine.state import TrainingState
+from ignite_engine.step.micro_batches import Group
 
 logger = logging.getLogger(__name__)
-
-
-class End(Enum):
-    """Instead of a group: the epoch has no more."""
-
-    OF_EPOCH = "end of epoch"
 
 
 class Feed:
     """The groups of a run, one by one, with the events of fetching them: ``GET_BATCH_*``, those of windows, and
     ``DATALOADER_STOP_ITERATION``."""
 
-    def __init__(
-        self, engine: Engine, state: TrainingState, progress: Progress, requests: Requests, boundary: StepBoundary
-    ) -> None:
+    def __init__(self, engine: Engine, state: TrainingState, progress: Progress, boundary: StepBoundary) -> None:
         self._engine, self._state, self._progress = engine, state, progress
-        self._requests, self._boundary = requests, boundary
+        self._boundary = boundary
         self._fire: Callable[..., bool] = engine._fire_event  # type: ignore[assignment]  # the Trainer's, which may be wrapped
         self._began_at = state.iteration
         self._is_grouped = progress.grouping != Grouping()
@@ -46,20 +37,20 @@ class Feed:
         if self._engine._dataloader_iter is None:
             self._engine._dataloader_iter = self._progress.open_pass()
 
-    def next(self) -> Any:
-        """The next group of the epoch, which becomes ``state.batch``, or :attr:`End.OF_EPOCH`."""
+    def next(self) -> Group | None:
+        """The next group of the epoch, which becomes ``state.batch``; None: it has no more."""
         state, progress = self._state, self._progress
         state.group = state.batch = None
         if state.dataloader is not None and self._fire(Events.GET_BATCH_STARTED):
             self._boundary.check()
         group = self._fetch()
-        if group is End.OF_EPOCH:
-            group = self._first_of_next_pass()
-            if group is End.OF_EPOCH:
-                return group
+        if group is None and (progress.epoch_is_full() or (group := self._first_of_next_pass()) is None):
+            return None
         # reset here, not at the epoch's end: handlers of EPOCH_COMPLETED read the last output
-        state.group, state.output = group, None
-        state.batch = group if group is None or self._is_grouped else group[0]
+        progress.group = group
+        state.output = None
+        state.group = None if progress.source is None else group
+        state.batch = group if self._is_grouped else group[0]  # type: ignore[assignment]  # Ignite says: a number
         if state.dataloader is not None and self._fire(Events.GET_BATCH_COMPLETED):
             self._boundary.check()
         if progress.ends_epochs is not None:
@@ -71,39 +62,35 @@ class Feed:
         self._progress.give_up_epoch()
         self._engine._dataloader_iter = self._progress.open_pass()
 
-    def _fetch(self) -> Any:
+    def _fetch(self) -> Group | None:
         """The next group of the pass; where a signal breaks the wait for it, the run ends."""
-        requests = self._requests
-        iterator: Iterator[Any] = self._engine._dataloader_iter  # type: ignore[assignment]  # it is open
+        progress = self._progress
+        iterator: Iterator[Group] = self._engine._dataloader_iter  # type: ignore[assignment]  # it is open
         try:
-            requests.waiting_for_data = requests.single_process  # several say it where they can agree on it
-            try:
-                return next(iterator, End.OF_EPOCH)
-            finally:
-                requests.waiting_for_data = False
-        except StopRequested:
-            # the group was not consumed; on several ranks all of them are here
-            if self._progress.source is not None:
-                self._progress.source.abandon()
+            group = next(iterator, None)
+        except StopRequested:  # on several ranks all of them are here
+            if progress.source is not None:
+                progress.source.abandon()
             self._engine._dataloader_iter = None
             self._boundary.at(last=True)
             raise RunEnds from None
+        if group is not None and group.is_lost:
+            progress.group_given_up(group)
+            return None
+        return group
 
-    def _first_of_next_pass(self) -> Any:
-        """The first group of the next pass over the data, or the end of the epoch."""
+    def _first_of_next_pass(self) -> Group | None:
+        """The first group of the next pass over the data, None at the end of the epoch."""
         state, progress, engine = self._state, self._progress, self._engine
         if progress.ends_epochs is not None:
-            group = progress.ends_epochs.first_of_next_pass(self)
-            return End.OF_EPOCH if group is None else group
-        if progress.consume_unreadable_tail():
-            return End.OF_EPOCH
+            return progress.ends_epochs.first_of_next_pass(self)
         emptied, measured = False, progress.epoch_is is EpochIs.MEASURED
         while True:
             if measured and progress.epoch_iteration:
                 state.epoch_length = progress.epoch_iteration
             if emptied:
                 self._data_is_exhausted()
-                return End.OF_EPOCH
+                return None
             if state.dataloader is not None:
                 self._fire(Events.DATALOADER_STOP_ITERATION)
                 self._boundary.check()
@@ -111,10 +98,10 @@ class Feed:
             if measured and progress.epoch_iteration:
                 # opened when it is needed: what this draws comes after the position is saved, as in a resumed run
                 engine._dataloader_iter = None
-                return End.OF_EPOCH
+                return None
             engine._dataloader_iter = progress.open_pass()
             emptied = True
-            if (group := self._fetch()) is not End.OF_EPOCH:
+            if (group := self._fetch()) is not None:
                 return group
 
     # -- for a source that ends epochs --------------------------------------------------------------------------------
@@ -122,9 +109,6 @@ class Feed:
     @property
     def epoch_iteration(self) -> int:
         return self._progress.epoch_iteration
-
-    def consume_unreadable_tail(self) -> bool:
-        return self._progress.consume_unreadable_tail()
 
     def fire(self, event: Any) -> None:
         if self._fire(event):
@@ -134,10 +118,9 @@ class Feed:
         self._boundary.at(last=last or bool(self._engine.should_terminate), within_epoch=True)
         self._boundary.check_or_pause()
 
-    def fetch(self) -> Any:
+    def fetch(self) -> Group | None:
         self._engine._dataloader_iter = self._progress.open_pass()
-        group = self._fetch()
-        return None if group is End.OF_EPOCH else group
+        return self._fetch()
 
     def end_run(self) -> None:
         self._state.epoch -= 1  # or what is logged from here on is of an epoch without an iteration

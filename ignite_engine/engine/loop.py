@@ -27,7 +27,7 @@ from ignite.engine import Engine, Events
 from ignite_engine import rng
 from ignite_engine.engine import bus
 from ignite_engine.engine.boundary import EpochEnds, RunEnds, RunPauses, StepBoundary
-from ignite_engine.engine.feed import End, Feed
+from ignite_engine.engine.feed import Feed
 from ignite_engine.engine.position import Next, next_of
 from ignite_engine.engine.progress import Progress
 from ignite_engine.engine.requests import Requests
@@ -55,7 +55,7 @@ class Loop:
         self.engine, self.update, self.state, self.progress = engine, update, state, progress
         self.requests, self.registry, self.resume = requests, registry, resume
         self.boundary = StepBoundary(engine, state, progress, requests)
-        self.feed = Feed(engine, state, progress, requests, self.boundary)
+        self.feed = Feed(engine, state, progress, self.boundary)
         self._fire: Callable[..., bool] = engine._fire_event  # type: ignore[assignment]  # the Trainer's, which may be wrapped
         self._reported: BaseException | None = None
 
@@ -101,11 +101,8 @@ class Loop:
             engine.should_terminate_single_epoch = self.progress.epoch_ends
         # an evaluation that is done again here publishes and ends what it would have in the uninterrupted run
         at_end_of_epoch = within and (self.progress.epoch_is_full() or engine.should_terminate_single_epoch)
-        source = self.progress.ends_epochs
-        before_a_pass = source is not None and source.first_group_pending
-        publishes_here = not (at_end_of_epoch or before_a_pass)  # else the end of the epoch or iteration does
-        measured = publishes_here and bool(state.metrics.fresh)
-        if publishes_here:
+        measured = not at_end_of_epoch and bool(state.metrics.fresh)
+        if not at_end_of_epoch:  # which does it
             self.boundary.publish()
         self._restore_rng()  # handlers of STARTED may have drawn
         if measured and bus.handlers_of(engine, TrainingEvents.RESUME_POINT):
@@ -130,10 +127,9 @@ class Loop:
         try:
             boundary.check()
             while not progress.epoch_is_full():  # a resumed epoch may be, but for its EPOCH_COMPLETED
-                group = feed.next()
-                if group is End.OF_EPOCH:
+                if feed.next() is None:
                     break
-                progress.group_fetched(group)
+                progress.update_begins()
                 state.iteration += 1
                 if fire(Events.ITERATION_STARTED):
                     boundary.check()
@@ -154,7 +150,7 @@ class Loop:
             raise
         except Exception as error:
             self._raise_unless_handled(error)
-            progress.group_discarded()
+            progress.group_given_up(progress.group)
         self._end_epoch(started)
 
     def _end_epoch(self, started: float) -> None:

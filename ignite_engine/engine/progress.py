@@ -6,33 +6,21 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice, repeat
 from typing import Any
 
 from ignite_engine import rng
-from ignite_engine.data.lookahead import Waiting
 from ignite_engine.data.read_errors import ReadErrors
 from ignite_engine.data.shares import source_of
-from ignite_engine.data.source import DataSource, EndsEpochs, OwnSource, Source
+from ignite_engine.data.source import DataSource, EndsEpochs, OwnSource, Source, Waiting
 from ignite_engine.engine.grouping import Grouping
 from ignite_engine.engine.position import EpochIs, Plan, Position, is_done, limit_reached
 from ignite_engine.state import TrainingState
+from ignite_engine.step.micro_batches import Group
 from ignite_engine.update.base import BaseUpdate
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Fetched:
-    """The group that is being trained on."""
-
-    source: DataSource | None
-    """The source that it comes from; None: there is no data."""
-    batches: int
-    """How far it moves the place in the data."""
-    optimizer_steps: int
-    """Steps before it."""
 
 
 class Progress:
@@ -67,7 +55,12 @@ class Progress:
         """As :attr:`Position.epoch_ends`."""
         self.advanced = 1
         """Iterations of the epoch that the last group counts for: more than one, where others could not be read."""
-        self._fetched: _Fetched | None = None
+        self.group: Group | None = None
+        """What is fetched and not consumed."""
+        self.updating = False
+        """An update of it has begun."""
+        self._steps_before = 0
+        """Optimizer steps before it."""
         self.left: Position | None = None
         """Where the run before in this process ended, without its place in the data; None: none did, or it failed."""
         self.failed = False
@@ -100,7 +93,7 @@ class Progress:
         """A run begins at ``position``: assigns all of it, and cannot fail."""
         state = self.state
         self.source, self.user_data, self.failed = source, data, False
-        self.epoch_is, self._fetched = plan.epoch_is, None
+        self.epoch_is = plan.epoch_is
         self.epochs_completed, self.epoch_iteration = position.epochs, position.epoch_iteration
         self.epoch_ends = position.epoch_ends
         state.max_epochs, state.max_iters = plan.max_epochs, plan.max_iters
@@ -110,11 +103,6 @@ class Progress:
         if self.ends_epochs is not None:
             self.ends_epochs.run_begins()
         self._forget_group()
-
-    @property
-    def at_boundary(self) -> bool:
-        """No update is half done."""
-        return self._fetched is None
 
     @property
     def ends_epochs(self) -> EndsEpochs | None:
@@ -169,7 +157,7 @@ class Progress:
             self._replace_data(data)
         if data is None or self.source is None:
             assert self.state.epoch_length is not None
-            return repeat(None, self.state.epoch_length)
+            return repeat(Group([None]), self.state.epoch_length)
         if self.source.between_passes:
             self.source.agree_lengths()  # the data may have grown
             self._forget_group()
@@ -189,7 +177,14 @@ class Progress:
         self._forget_group()
 
     def _forget_group(self) -> None:
-        self.state.group = None
+        self.state.group = self.group = None
+        self.updating = False
+
+    def put_back(self) -> None:
+        """Undo the fetch of a group that no update has begun with: it comes again where the run goes on."""
+        if self.source is not None and self.group is not None:
+            self.source.put_back()
+        self._forget_group()
 
     def leave(self, *, goes_on: bool) -> None:
         """The run has ended at a step boundary: loader workers end with it, and others may iterate the loader.
@@ -223,56 +218,40 @@ class Progress:
         """Whether the run has reached a limit."""
         return is_done(self.counted, self.plan)
 
-    def group_fetched(self, group: Any) -> None:
-        """An update of ``group`` begins."""
-        source, batches = self._present, 0 if group is None else group.places
-        self._fetched = _Fetched(source, batches, self.state.optimizer_steps)
+    def update_begins(self) -> None:
+        """An update of the group begins."""
+        self.updating, self._steps_before = True, self.state.optimizer_steps
 
     def samples_of_group(self) -> list[int] | None:
-        """Dataset indices of this rank's group under way, or of the next one; None if not of a ``loader()``'s data."""
-        source = self._present if self._fetched is None else self._fetched.source
+        """Dataset indices of this rank's group in hand, or of the next one; None if not of a ``loader()``'s data."""
+        source = self._present
         if source is None or source.sampler is None:
             return None
-        batches = source.steps if self._fetched is None else self._fetched.batches
+        batches = source.steps if self.group is None else self.group.places
         size, order = source.data.batch_size, copy(source.sampler)
         order.start = source.place.batch * size
         return [index for _, index in islice(order, source.own_batches(batches) * size)]
 
     def group_consumed(self) -> None:
         """The update of the group is done."""
+        assert self.group is not None
         before = self.epoch_iteration
         self.epoch_iteration += 1
-        self._consume()
+        self.group_given_up(self.group)
         self.advanced = self.epoch_iteration - before
 
-    def group_discarded(self) -> None:
-        """A user's EXCEPTION_RAISED handler swallowed the error of an update: its group does not come again."""
-        if self._fetched is not None:
-            self._consume()
+    def group_given_up(self, group: Group | None) -> None:
+        """It does not come again: it is trained on, or an error was swallowed, or nothing of it could be read."""
+        self.group, self.updating = None, False
+        if group is not None and self.source is not None:
+            self.epoch_iteration += group.lost
+            self.state.read_errors += group.unread
+            self.source.consumed(group)
 
     def give_up_epoch(self) -> None:
         """``terminate_epoch()``: a group that was fetched is given up with the rest of the pass."""
-        self._fetched = None
+        self.group, self.updating = None, False
         self.end_pass()
-
-    def _consume(self) -> None:
-        fetched, self._fetched = self._fetched, None
-        if fetched is None or fetched.source is None or self.source is None:
-            return
-        if (errors := fetched.source.read_errors) is not None:
-            self.epoch_iteration += errors.groups
-            self.state.read_errors += errors.count
-        self.source.consumed(fetched.batches)
-
-    def consume_unreadable_tail(self) -> bool:
-        """Skip unreadable batches at the end of the pass; True if that completes the epoch."""
-        source = self._present
-        errors = None if source is None else source.read_errors
-        if errors is None or not errors.groups:
-            return False
-        self._fetched = _Fetched(source, errors.batches, self.state.optimizer_steps)
-        self._consume()
-        return self.epoch_is_full()
 
     def end_pass(self) -> None:
         """The present pass or window is over."""
@@ -292,12 +271,12 @@ class Progress:
 
         They do not if an optimizer had begun to step, nor after an update function that does not say so.
         """
-        state, fetched = self.state, self._fetched
-        stepped = update.stepping or (fetched is not None and state.optimizer_steps != fetched.optimizer_steps)
-        undone = int(fetched is not None and state.iteration > 0)
+        state = self.state
+        stepped = update.stepping or (self.updating and state.optimizer_steps != self._steps_before)
+        undone = int(self.updating and state.iteration > 0)
         state.iteration -= undone
         try:
-            yield fetched is None or not stepped
+            yield not self.updating or not stepped
         finally:
             state.iteration += undone
 

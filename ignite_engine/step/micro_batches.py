@@ -23,11 +23,20 @@ class Group(list[Any]):
     total = 0
     """Micro-batches with weight over all data-parallel ranks; 0: as many on each as here."""
     weights: list[float] | None = None
-    """What ``weight_fn`` gave for each, where the ranks have agreed on it ahead."""
+    """What ``weight_fn`` gave for each, where the ranks have agreed on it before."""
     total_weight = 0.0
     """The sum of the weights over all data-parallel ranks, where there are any."""
     places = 0
     """How far it moves the position in the data, with what could not be read."""
+    unread = 0
+    """Batches over all ranks that could not be read and are left out."""
+    lost = 0
+    """Iterations before it, or at the end of a pass in its place, of which no rank could read anything."""
+
+    @property
+    def is_lost(self) -> bool:
+        """No rank has anything of it to train on."""
+        return not self and not self.total
 
     @property
     def real(self) -> list[Any]:
@@ -39,7 +48,7 @@ class Group(list[Any]):
 
         Args:
             weight_fn: the weight of one micro-batch on the host, e.g. its number of tokens; a collective, unless the
-                ranks have agreed ahead.
+                ranks have agreed before.
 
         Returns:
             ``w_i * data_size / W``, W the weight over the group and all data-parallel ranks; None where W is zero.

@@ -27,7 +27,7 @@ class BaseUpdate:
     optimizers: Mapping[str, Optimizer] = {}
     """By name; a single one is called ``optimizer``."""
     weight_fn: WeightFn | None = None
-    """The weight of a micro-batch, on which the ranks agree ahead; None: each weighs 1."""
+    """The weight of a micro-batch, on which the ranks agree; None: each weighs 1."""
     scaler: LossScaler | None = None
     non_finite: NonFinitePolicy | None = None
     device: torch.device | None = None

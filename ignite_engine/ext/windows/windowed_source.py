@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 from ignite.engine import Events
@@ -18,6 +18,7 @@ from ignite_engine.events import TrainingEvents
 from ignite_engine.ext.windows.window_reader import WindowReader
 from ignite_engine.ext.windows.windows import Windows
 from ignite_engine.ranks import agreement, mesh
+from ignite_engine.step.micro_batches import Group
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +35,6 @@ class WindowPlace:
     """Updates in the open window."""
     announced: bool = False
     """The open window has had its WINDOW_STARTED."""
-    completed: bool = False
-    """The open window has had its WINDOW_COMPLETED."""
-    opened_with: Any = None
-    """The random numbers with which it was opened, until its first group is consumed."""
 
 
 class WindowedSource:
@@ -51,8 +48,6 @@ class WindowedSource:
 
     batches = iterations = None
     """Neither is known for a pass."""
-    is_evaluated_again = False
-    """An evaluation of the open window was stopped, and is repeated in it by a resumed run."""
 
     def __init__(
         self, windows: Windows, source_of: Callable[[Any], DataSource], state: Any, stops: Callable[[], bool]
@@ -63,6 +58,8 @@ class WindowedSource:
         self.present: DataSource | None = None
         """Over the window that is open."""
         self.at = WindowPlace()
+        self._opened_with: Any = None
+        """The random numbers before the open window was taken here, until its first group is consumed."""
         self._changed: str | None = None
         self._inexact: str | None = None
         windows.present, windows.is_open = None, False
@@ -87,16 +84,12 @@ class WindowedSource:
     @property
     def was_open_when_saved(self) -> bool:
         """A window was open when the place was saved: where a pass begins in this process, none is open yet."""
-        return self.present is not None or self.first_group_pending
+        return self.present is not None
 
     @property
     def between_passes(self) -> bool:
         """No window is open."""
         return self.present is None or self.present.between_passes
-
-    @property
-    def first_group_pending(self) -> bool:
-        return self.at.opened_with is not None
 
     @property
     def epoch_is_over(self) -> bool:
@@ -118,39 +111,21 @@ class WindowedSource:
 
     # -- a window -----------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Any]:
-        """The rest of the open window, or the next one, which is taken by the first ``next``."""
+    def __iter__(self) -> Iterator[Group]:
+        """The rest of the open window, or the next one, which is taken by the first ``next``: a stop may end that."""
+        if self.present is None:
+            return self._next_window()
         limit = self.data.max_updates
-        if self.present is not None:
-            groups = iter(self.present)
-        else:
-            # by the first ``next``, which a stop may end
-            groups = self._window_again() if self.first_group_pending else self._next_window()
-        return groups if limit is None else islice(groups, max(limit - self.at.updates, 0))
+        return islice(self.present, None if limit is None else max(limit - self.at.updates, 0))
 
-    def _next_window(self) -> Iterator[Any]:
-        if not self.reader.take():
-            return
-        before = rng.capture()
-        self.at = replace(self.at, opened_with=before)
-        try:
-            iterator = iter(self._open())
-            first = list(islice(iterator, 1))
-        except StopRequested:  # it is taken again, with the random numbers of before
-            self.abandon()
-            self.present, self.at = None, replace(self.at, opened_with=None)
-            self.data.present, self.data.is_open = None, False
-            rng.restore(before)
-            raise
-        yield from chain(first, iterator)
-
-    def _window_again(self) -> Iterator[Any]:
-        """The window whose first group was fetched, but not trained on, when the place was saved."""
-        with rng.isolated():  # what was drawn for it was drawn then
-            rng.restore(self.at.opened_with)
-            iterator = iter(self._open())
-            first = list(islice(iterator, 1))
-        yield from chain(first, iterator)
+    def _next_window(self) -> Iterator[Group]:
+        if self.reader.take():
+            self._opened_with = rng.snapshot()
+            try:
+                yield from islice(self._open(), self.data.max_updates)
+            except StopRequested:
+                self.put_back()
+                raise
 
     def _open(self) -> DataSource:
         """Open the window that the reader has taken. A collective."""
@@ -178,16 +153,12 @@ class WindowedSource:
             self._state.window = self.data.present
             run.fire(TrainingEvents.WINDOW_STARTED)
 
-    def first_of_next_pass(self, run: BetweenPasses) -> Any:
+    def first_of_next_pass(self, run: BetweenPasses) -> Group | None:
         """The first group of the next window that has one, None at the end of the epoch."""
         begun_again = False
         while True:
-            run.consume_unreadable_tail()
-            if (announced := self.at.announced) and not self.at.completed:
-                self.at = replace(self.at, completed=True)
+            if announced := self.at.announced:
                 run.fire(TrainingEvents.WINDOW_COMPLETED)
-                if self.is_evaluated_again:
-                    run.boundary(last=True)
             self.next_pass()
             if self.epoch_is_over and not run.epoch_iteration and not begun_again:
                 begun_again = self.reader.begin_again()  # the epoch before has ended with the sequence
@@ -206,22 +177,37 @@ class WindowedSource:
             if (group := run.fetch()) is not None:
                 return group
 
-    def consumed(self, batches: int) -> None:
-        """``batches`` more batches of the open window are trained on."""
-        assert self.present is not None, "a group was fetched from it"
-        self.present.consumed(batches)
-        self.at = replace(self.at, opened_with=None, updates=self.at.updates + 1)
+    def consumed(self, group: Group) -> None:
+        """A group of the open window is trained on, or given up."""
+        assert self.present is not None, "it was fetched from it"
+        self.present.consumed(group)
+        self._opened_with = None
+        self.at = replace(self.at, updates=self.at.updates + int(not group.is_lost))
+
+    def put_back(self) -> None:
+        """Undo the fetch of the group in hand; the window of which it is the first is taken again with it."""
+        if self._opened_with is None:
+            if self.present is not None:
+                self.present.put_back()
+            return
+        rng.restore_snapshot(self._opened_with)
+        if self.at.announced:
+            self.at = replace(self.at, announced=False, of_epoch=self.at.of_epoch - 1)
+            self._state.windows -= 1
+        self._leave_window()
+
+    def _leave_window(self) -> None:
+        if self.present is not None:
+            self.present.close()
+        self.present = self._opened_with = None
+        self.data.present, self.data.is_open = None, False
+        self._state.window, self._state.windows_completed = None, self._state.windows
 
     def next_pass(self) -> None:
         """The open window is trained on, or was empty."""
-        number = self.at.number
-        if self.present is not None:
-            self._changed = self.changed  # a resumed run of later windows is as little that of the checkpoint
-            self.present.close()
-            number += 1
-        self.present, self.at = None, WindowPlace(number, self.at.of_epoch)
-        self.data.present, self.data.is_open = None, False
-        self._state.window, self._state.windows_completed = None, self._state.windows
+        self._changed = self.changed  # a resumed run of later windows is as little that of the checkpoint
+        self.at = WindowPlace(self.at.number + int(self.present is not None), self.at.of_epoch)
+        self._leave_window()
         self.reader.done()
 
     def epoch_ended(self) -> None:
@@ -242,22 +228,16 @@ class WindowedSource:
 
     def close(self) -> None:
         """The run is over: end the workers of the open window."""
-        self.is_evaluated_again = False
         if self.present is not None:
             self.present.close()
 
     # -- in checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the stream, and that in the open window; of one that was not trained on how it was opened.
-
-        Such a window is opened again, with the random numbers of then, and has no place.
-        """
-        at, window = self.at, None if self.present is None or self.first_group_pending else self.present.state_dict()
+        """The place in the stream, and that in the open window."""
+        at, window = self.at, None if self.present is None else self.present.state_dict()
         own: dict[str, Any] = {"begun": at.announced, "of_epoch": at.of_epoch, "number": at.number}
-        own |= {"updates": at.updates} | ({"completed": True} if at.completed else {})
-        if self.first_group_pending:
-            own |= {"opened_with": at.opened_with, "order_seed": self.data.order_seed}
+        own |= {"updates": at.updates}
         own |= {"fingerprint": self.reader.fingerprint} if window is not None and self.reader.fingerprint else {}
         return {"windows": self.reader.state_dict() | own, "window": window, "ranks": mesh.data_size()}
 
@@ -279,20 +259,7 @@ class WindowedSource:
                 "own windows, some may come twice or never."
             )
         self.reader.load_state_dict(own, begun=own["begun"])
-        # of this rank or a peer: all take the next one together
-        is_gone = any(agreement.gather_objects(own["name"] is not None and self.reader.name is None))
-        opened_with = None if is_gone else own.get("opened_with")
-        self.at = WindowPlace(
-            number=own["number"],
-            of_epoch=own["of_epoch"],
-            updates=own["updates"],
-            announced=own["begun"],
-            completed=own.get("completed", False),
-            opened_with=opened_with,
-        )
-        if self.first_group_pending:
-            self.data.present, self.data.is_open = self.reader.name, True
-            self.data.order_seed = own.get("order_seed")
+        self.at = WindowPlace(own["number"], own["of_epoch"], own["updates"], announced=own["begun"])
         if state["window"] is not None:
             window = self._open()
             saved = state["window"] | ({} if self.data.shared else {"ranks": ranks})
