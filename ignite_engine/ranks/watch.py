@@ -1,39 +1,36 @@
 """The ranks watch each other: the error of one ends all of them and is named by all, and so is one that is silent.
 
-Rank 0 hosts a store. There each rank writes twice a second a row that says what it does, and looks for the failure that
-ends all of them: what is written first stands, for every rank. Rank 0 reads all rows, and says who is silent and whom
-the others wait for; the others read its row. Each rank looks at the processes of its own machine. On one process there
-is no watch.
+All have a row in the store at which they met. Each writes its own twice a second, reads that of the next rank, and
+looks at its process where it is on the same machine. The first rank of which a collective has broken reads those of
+all. Who finds that a rank has failed writes it into the store: what is written first stands, for every rank. On one
+process there is no watch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import itertools
 import json
 import logging
 import multiprocessing
 import os
-import select
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import torch.distributed as dist
 
 from ignite_engine.errors import PeerFailed, one_line, raised_by_all_ranks
-from ignite_engine.ranks import agreement, signals
+from ignite_engine.ranks import agreement
 
 logger = logging.getLogger(__name__)
 
@@ -42,21 +39,15 @@ HEARTBEAT_TIMEOUT_S = 60.0
 BEAT_S = 0.5
 SILENT_S = 2.0
 """A rank of which nothing is heard for so long, while a collective of its peers has broken, is gone."""
-_FIRST_PAUSE_S = 0.002
-_CONNECT_S = 30.0
 _LONGEST_NOTE = 1000
 _LONGEST_TRACE = 20_000
 _MAY_RAISE_S = 2.0
 _MAY_LEAVE_S = 30.0
-_MAY_HEAR_S = 10.0
-"""For how long rank 0, whose store ends with its process, waits until the others have heard that it leaves."""
 _VERDICT_S = 6.0
 
 _ENDED = "exited without reporting: it was killed, ran out of memory, or crashed in native code"
 _SILENT = "gave no sign of life for {:.0f} s: it is stopped or was killed, or its machine or the link to it is down"
-_stores: dict[tuple[int, str, int], Any] = {}
-"""This process's, by its number, the address and the port. They are kept: to make one torch looks up the names of
-addresses, which may take seconds."""
+_NO_STORE = "rank 0, or the launcher, is gone or stopped: the store through which the ranks hear of each other does not answer"
 _numbers = itertools.count()
 
 
@@ -65,10 +56,8 @@ class Failure:
     """Why all ranks end.
 
     Attributes:
-        line: one line that names the ranks that failed, and how. It is the same on every rank, but where rank 0 is gone
-            each gives the last of its heartbeats that it has read.
+        line: one line that names the ranks that failed, and how.
         ranks: those that failed; empty where none can be named.
-        run: the number of the run in which a rank raised; the next one forgets it.
         trace: the traceback of what was raised.
         code: the exit code of ranks that are ended for it.
         kind: ``raised``: the rank may still leave by itself; ``ended``: it has; ``silent``: nothing is heard of it, its
@@ -77,14 +66,9 @@ class Failure:
 
     line: str
     ranks: Sequence[int] = ()
-    run: int = 0
     trace: str = ""
     code: int = 1
     kind: Literal["raised", "ended", "silent", "stuck"] = "ended"
-
-    @property
-    def raised(self) -> bool:
-        return self.kind == "raised"
 
 
 @dataclass(frozen=True)
@@ -96,99 +80,92 @@ class Row:
         lost: with what a collective of it broke.
         left: how its function has ended.
         code: the exit code that goes with it.
-        alone: it has heard that rank 0 has left.
-        count: of its rows; a rank that lives never writes the same one twice.
+        said_at: on a clock of its own; a rank that lives never writes the same row twice.
     """
 
-    beat: str = "none"
+    beat: str
     lost: str | None = None
     left: str | None = None
     code: int = 0
-    alone: bool = False
-    count: int = 0
+    said_at: float = 0.0
 
 
 class Rows:
-    """What a rank knows of all ranks, and whom it says to have failed.
+    """What a rank has read of others, and whom it says to have failed.
 
     Args:
         timeout_s: a rank of which nothing is heard for so long has failed.
     """
 
-    def __init__(self, ranks: int, timeout_s: float) -> None:
-        self.rows = [Row() for _ in range(ranks)]
+    def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._heard_at, self._moved_at, self._whole_at = [0.0] * ranks, [0.0] * ranks, 0.0
+        self._rows: dict[int, Row] = {}
+        self._heard_at: dict[int, float] = {}
 
     def hear(self, rank: int, row: Row, now: float) -> None:
         """Take a row that was read ``now``, on a clock that stands while this process is stopped."""
-        before, self.rows[rank] = self.rows[rank], row
-        if row.count != before.count:
-            self._heard_at[rank] = now
-        if row.beat != before.beat:
-            self._moved_at[rank] = now
+        if row != self._rows.get(rank):
+            self._rows[rank], self._heard_at[rank] = row, now
 
-    def forget(self, now: float) -> None:
-        """What broke until ``now`` is past."""
-        self._whole_at = now
-
-    def limit_s(self, *, broken: bool) -> float:
-        """For how long a rank may be silent, or else has failed; less where a collective has broken."""
-        return min(SILENT_S, self.timeout_s) if broken else self.timeout_s
-
-    def verdict(self, heard: Collection[int], ended: Collection[int], now: float) -> Failure | None:
-        """Who has failed; None: nobody.
+    def verdict(
+        self, ranks: Sequence[int], ended: Collection[int], now: float, broken_s: float | None
+    ) -> Failure | None:
+        """Who of ``ranks`` has failed; None: nobody.
 
         Args:
-            heard: the ranks whose rows are read.
-            ended: those whose processes have ended.
+            ended: those whose processes had ended before their rows were read.
+            broken_s: for how long a collective has been broken, of which ``ranks`` are all; None: none is.
         """
-        left = [rank for rank in heard if self.rows[rank].left is not None]
-        for rank in ended:
-            if rank not in left:
-                return Failure(f"rank {rank} {_ENDED}. {self._heartbeats([rank])}", [rank])
-        present = [rank for rank in heard if rank not in left]
-        broken = [rank for rank in present if self.rows[rank].lost is not None]
-        if not broken:
-            self._whole_at = now
-        limit_s, waited_s = self.limit_s(broken=bool(broken)), now - self._whole_at
+        present = [rank for rank in ranks if self._rows[rank].left is None]
+        if gone := [rank for rank in present if rank in ended]:
+            return Failure(f"{_named(gone)} {_ENDED}. {self._heartbeats(gone)}", gone)
+        limit_s = self.timeout_s if broken_s is None else min(SILENT_S, self.timeout_s)
         if silent := [rank for rank in present if now - self._heard_at[rank] >= limit_s]:
-            return self.silent(silent, now)
-        if left and waited_s >= BEAT_S:
-            how = "; ".join(f"rank {rank} {self.rows[rank].left}" for rank in left)
-            code = max(self.rows[rank].code for rank in left)
-            # where rank 0 has left no rank knows of all that wait
-            waiting = "" if 0 in left else f", while {_named(broken)} waited for it"
-            return Failure(f"{how}{waiting}", left, code=code or 1)
-        if waited_s >= SILENT_S + BEAT_S and len(heard) == len(self.rows):
-            return self._stuck(broken, [rank for rank in present if rank not in broken], now)
-        return None
+            how = _SILENT.format(max(now - self._heard_at[rank] for rank in silent))
+            return Failure(f"{_named(silent)} {how}. {self._heartbeats(silent)}", silent, kind="silent")
+        broken = [rank for rank in present if self._rows[rank].lost is not None]
+        if broken_s is None or broken_s < SILENT_S + BEAT_S or not broken:
+            return None
+        waited = f"{_named(broken)} waited"
+        if left := [rank for rank in ranks if rank not in present]:
+            how = "; ".join(f"rank {rank} {self._rows[rank].left}" for rank in left)
+            return Failure(f"{how}, while {waited} for it", left, code=max(self._rows[rank].code for rank in left) or 1)
+        missing = [rank for rank in present if rank not in broken]
+        how = f"{_named(missing)} did not come while {waited}" if missing else "the ranks waited for each other"
+        line = f"{how} ({self._rows[broken[0]].lost}). {self._heartbeats(missing or broken)}"
+        return Failure(line, missing, kind="stuck")
 
-    def silent(self, ranks: list[int], now: float) -> Failure:
-        seconds = max(now - self._heard_at[rank] for rank in ranks)
-        line = f"{_named(ranks)} {_SILENT.format(seconds)}. {self._heartbeats(ranks)}"
-        return Failure(line, ranks, kind="silent")
-
-    def _stuck(self, broken: list[int], others: list[int], now: float) -> Failure:
-        """All live, but a collective timed out, or a connection between two of them has ended."""
-        what = self.rows[broken[0]].lost
-        if not any("timed out" in str(self.rows[rank].lost).lower() for rank in broken):
-            line = f"{_named(broken)} lost a connection to a rank that still answers rank 0 ({what})"
-            return Failure(f"{line}. {self._heartbeats(broken)}", kind="stuck")
-        if not others:
-            return Failure(f"the ranks waited for each other ({what}). {self._heartbeats(broken)}", kind="stuck")
-        seconds = min(now - self._moved_at[rank] for rank in others)
-        line = f"{_named(others)} did not come while {_named(broken)} waited ({what}), and did the same thing for"
-        return Failure(f"{line} {seconds:.1f} s. {self._heartbeats(others)}", others, kind="stuck")
-
-    def _heartbeats(self, ranks: list[int]) -> str:
+    def _heartbeats(self, ranks: Sequence[int]) -> str:
         if len(ranks) == 1:
-            return f"Last heartbeat: {self.rows[ranks[0]].beat}"
-        return "Last heartbeats: " + "; ".join(f"rank {rank}: {self.rows[rank].beat}" for rank in ranks)
+            return f"Last heartbeat: {self._rows[ranks[0]].beat}"
+        return "Last heartbeats: " + "; ".join(f"rank {rank}: {self._rows[rank].beat}" for rank in ranks)
 
 
-def _named(ranks: list[int]) -> str:
+def _named(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+
+
+@dataclass
+class _Case:
+    """What this rank knows of failures in one run: the next one forgets it, as all ranks have gone on.
+
+    Attributes:
+        number: of the run.
+        failure: that which stands.
+        proposed: what this rank has to write.
+        lost: with what a collective of this rank broke, at ``lost_at``.
+        raised: set when the main thread raises, whatever it is; ``is_own``: it is no broken collective.
+    """
+
+    number: int
+    failure: Failure | None = None
+    proposed: Failure | None = None
+    lost: str | None = None
+    lost_at: float = 0.0
+    is_own: bool = False
+    raised: threading.Event = field(default_factory=threading.Event)
+    learned: threading.Event = field(default_factory=threading.Event)
+    told: threading.Event = field(default_factory=threading.Event)
 
 
 class Watch:
@@ -202,8 +179,8 @@ class Watch:
 
     When a rank fails, each rank logs it in one line and calls those given to :func:`on_failure`. The main thread gets
     :class:`~ignite_engine.errors.PeerFailed` instead of the error of a collective that broke. A rank whose main thread
-    does not end within 2 s (30 s if it has raised, or the failed rank has not ended either) is ended with its stack
-    logged. A silent process on this machine is killed. A rank of ``multiprocessing`` whose parent was killed is ended.
+    does not end within 2 s (30 s where a rank has raised) is ended with its stack logged. A silent process on this
+    machine is killed.
     """
 
     def __init__(self, heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S) -> None:
@@ -212,139 +189,88 @@ class Watch:
                 f"heartbeat_timeout must be at least {2 * BEAT_S:g} s, as heartbeats are {BEAT_S} s apart, "
                 f"got {heartbeat_timeout_s:g}."
             )
-        self.rank = agreement.rank()
-        self.failure: Failure | None = None
-        self.callbacks: list[Callable[[str], None]] = []
-        self.ending: str | None = None
+        self.rank, self._ranks = agreement.rank(), range(agreement.world_size())
+        self.left: str | None = None
         """How the function of this rank ends, if not by an exception."""
-        self._rows = Rows(agreement.world_size(), heartbeat_timeout_s)
-        self._store: Any = None
-        self._pidfds: dict[int, int] = {}
-        self._ended = select.poll()
-        """Says which of them are of processes that have ended."""
-        self._is_alone = False
-        self._threads: list[threading.Thread] = []
-        self._run = self._count = self._code = 0
+        self._code = 0
+        self._case = _Case(0)
+        self._rows = Rows(heartbeat_timeout_s)
+        # a connection of its own: on another one some thread may wait
+        store: Any = dist.distributed_c10d._get_default_store()
+        self._store = agreement.STORES.PrefixStore(f"watch_{next(_numbers)}", store.clone())
+        self._local: dict[int, int] = {}
+        """Processes on this machine, by rank."""
         self._position: Callable[[], str] | None = None
         self._watched = threading.current_thread()
-        self._parent = multiprocessing.parent_process()
-        self._parent_seen = os.getppid()  # of multiprocessing's fork server it is that one
-        self._lock = threading.Lock()
+        self._follower = threading.Thread(target=self._follow, name="watch", daemon=True)
         self._news, self._over = threading.Event(), threading.Event()
-        self._learned, self._decided, self._told = threading.Event(), threading.Event(), threading.Event()
-        self._proposed: Failure | None = None
-        self._lost: str | None = None
-        self._raised = self._raised_own = self._leaving = False
-        self._learned_at = self._end_at = float("inf")
-        self._now_s = self._answered_at = 0.0  # on a clock that stands while this process is stopped, by Ctrl-Z say
+        self._now_s = 0.0  # on a clock that stands while this process is stopped, by Ctrl-Z say
+
+    @property
+    def failure(self) -> Failure | None:
+        """That which all ranks end for."""
+        return self._case.failure
 
     # -- the main thread ------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Watch:
         global current
-        try:
-            self._connect()
-        except (dist.DistError, PeerFailed) as error:
-            self._store = None
-            if self.rank == 0:
-                logger.warning(
-                    "The ranks cannot watch each other (%s): what fails on one rank is not named by the others.",
-                    one_line(error),
-                )
-        else:
-            self._threads = [threading.Thread(target=work, daemon=True) for work in (self._follow, self._guard)]
-            for thread in self._threads:
-                thread.start()
+        self._say()
+        machine = _machine()
+        everyone = enumerate(agreement.gather_objects((os.getpid(), machine)))
+        self._local = {rank: pid for rank, (pid, its_machine) in everyone if machine and its_machine == machine}
+        self._follower.start()
         current = self
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         global current
         cause = error if error is None else self.cause_of(error)
-        current, self._leaving = None, True
+        current = None
+        self._over.set()
         self._news.set()
-        for thread in self._threads:  # the first one may wait for a store that does not answer
-            thread.join(_MAY_HEAR_S + _MAY_RAISE_S)
-            self._over.set()
+        self._follower.join(_MAY_RAISE_S)  # its store may not answer
+        if self.failure is not None and self.rank == 0:
+            time.sleep(2 * BEAT_S)  # the store may end with this process, and the others are to read this
         if cause is not None and cause is not error:
             raise cause from error
-
-    def _connect(self) -> None:
-        """Meet the others at rank 0's store.
-
-        Raises:
-            DistError, PeerFailed: a rank cannot; on all ranks.
-        """
-        machine = _machine()
-        processes = agreement.gather_objects((os.getpid(), machine))
-        local = machine is not None and all(its_machine == machine for _, its_machine in processes)
-        address = "127.0.0.1" if local else os.environ.get("MASTER_ADDR") or socket.gethostname()
-
-        def meet(name: str, address: str, port: int) -> tuple[str, int]:
-            key = (os.getpid(), address, port)
-            if key not in _stores:
-                waits = {"timeout": timedelta(seconds=_CONNECT_S), "wait_for_workers": False}
-                _stores[key] = agreement.STORES.TCPStore(address, port, is_master=self.rank == 0, **waits)
-            self._store = agreement.STORES.PrefixStore(name, _stores[key])
-            self._say_row()
-            return name, int(_stores[key].port)
-
-        name, port = agreement.on_rank_0(lambda: meet(f"watch_{next(_numbers)}", "127.0.0.1", 0))
-        agreement.together(lambda: meet(name, address, port) if self.rank else None)
-        for rank, (pid, its_machine) in enumerate(processes):
-            if rank != self.rank and machine is not None and its_machine == machine:
-                with contextlib.suppress(OSError, AttributeError):  # an older kernel, or another system
-                    self._pidfds[rank] = os.pidfd_open(pid)
-                    self._ended.register(self._pidfds[rank], select.POLLIN)
 
     def cause_of(self, error: BaseException) -> BaseException:
         """See :func:`cause_of`."""
         if isinstance(error, PeerFailed) or raised_by_all_ranks(error):
             return error
-        broken = broken_collective(error) if isinstance(error, Exception) else None
-        self._raised, self._raised_own = True, not broken
-        self._decided.set()
-        if self._end_at != float("inf"):
-            self._end_at = time.monotonic() + _MAY_LEAVE_S
-        if isinstance(error, SystemExit | KeyboardInterrupt) and self.ending is None:
-            self._code = _exit_code(error)
-            self.ending = f"{_called(error)}{self._at()}"
+        case, broken = self._case, broken_collective(error)
+        case.is_own = not broken
+        case.raised.set()
         if not isinstance(error, Exception):
+            if self.left is None:
+                code = getattr(error, "code", 0)
+                self._code, self.left = code if isinstance(code, int) else 1, f"raised {error!r}{self._at()}"
             return error
-        if self._threads and self.failure is None:
-            if broken:
-                self._lost = broken
-                self._news.set()
-                self._learned.wait(_VERDICT_S)
-            if self.failure is None:
-                self._proposed = own = self._failure_of(error)
-                self._news.set()
-                if not self._learned.wait(_MAY_RAISE_S):
-                    self._learn(own)
-        if self.failure is not None:
-            self._told.wait(_MAY_RAISE_S)
-        if not broken or self.failure is None or (self.failure.raised and self.rank in self.failure.ranks):
+        if broken and case.failure is None:
+            case.lost_at, case.lost = self._now_s, broken
+            self._news.set()
+            if not case.learned.wait(_VERDICT_S):
+                self._learn(case, Failure(f"{_NO_STORE} ({broken})", [0]))
+        elif case.failure is None:
+            case.proposed = self._failure_of(error)
+            self._learn(case, case.proposed)
+            self._news.set()
+        case.told.wait(_MAY_RAISE_S)
+        failure = case.failure
+        if not broken or failure is None or (failure.kind == "raised" and self.rank in failure.ranks):
             return error
-        peer = PeerFailed(self.failure.line, self.failure.code)
-        if self.failure.trace:
-            peer.add_note(f"On rank {self.failure.ranks[0]}:\n{self.failure.trace}")
+        peer = PeerFailed(failure.line, failure.code)
+        if failure.trace:
+            peer.add_note(f"On rank {failure.ranks[0]}:\n{failure.trace}")
         return peer
 
     @contextmanager
     def run(self, position: Callable[[], str]) -> Iterator[None]:
-        """Within it is a run: what a rank raised before is past, since all of them have gone on."""
+        """Within it is a run, which begins a case of its own."""
         outer, self._position = self._position, position
         self._watched = threading.current_thread()
-        self._run += 1
-        self._proposed = self._lost = None
-        self._rows.forget(self._now_s)
-        if self.failure is not None and self.failure.raised:
-            self.failure, self._end_at = None, float("inf")
-            for event in (self._learned, self._told, self._decided):
-                event.clear()
-        self._raised = self._raised_own = False
+        self._case = _Case(self._case.number + 1)
         self._news.set()  # the last heartbeat, if this rank is killed before the next
         try:
             yield
@@ -356,7 +282,7 @@ class Watch:
         notes = "".join(f" ({text.rstrip('.')})" for text in texts if "\n" not in text and len(text) < _LONGEST_NOTE)
         trace = "".join(traceback.format_exception(error))[-_LONGEST_TRACE:]
         line = f"rank {self.rank} failed{self._at()}: {one_line(error)}{notes}"
-        return Failure(line, [self.rank], self._run, trace, kind="raised")
+        return Failure(line, [self.rank], trace, kind="raised")
 
     def _at(self) -> str:
         return f" at {self._position()}" if self._position is not None else ""
@@ -364,157 +290,94 @@ class Watch:
     # -- the thread that uses the store ---------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        pause_s, leaves_at = _FIRST_PAUSE_S, float("inf")
-        while True:
-            if leaving := self._leaving:
-                leaves_at = min(leaves_at, time.monotonic() + (_MAY_HEAR_S if self.failure is None else 2 * BEAT_S))
-            try:
-                self._exchange(leaving)
-            except dist.DistError:
-                if leaving:  # rank 0 has heard it, and has ended
-                    break
-                self._go_on_alone()
-            else:
-                known = all(row.alone or row.left is not None for row in self._rows.rows)
-                if leaving and (self.rank or known or time.monotonic() >= leaves_at):
-                    break
-            pause_s = _FIRST_PAUSE_S if self._news.wait(pause_s) else min(2 * pause_s, BEAT_S)
-            self._news.clear()
-        self._over.set()
-        self._kill_silent()
-        self._store = None
-        for pidfd in self._pidfds.values():
-            os.close(pidfd)
+        before, leaves = time.monotonic(), False
+        with contextlib.suppress(dist.DistError):  # the store is gone, with rank 0 or with the launcher
+            while not leaves:
+                leaves, now = self._over.is_set(), time.monotonic()
+                self._now_s += min(now - before, BEAT_S)
+                before, case = now, self._case
+                self._say(leaves)
+                self._judge(case)
+                self._news.wait(0.0 if leaves else BEAT_S if case.lost is None or case.failure else BEAT_S / 10)
+                self._news.clear()
 
-    def _exchange(self, leaving: bool) -> None:
-        """Say what this rank does, hear what the others do, and whether one has failed.
-
-        Raises:
-            DistError: the store is gone.
-        """
-        over = {pidfd for pidfd, _ in self._ended.poll(0)}
-        ended = [rank for rank, pidfd in self._pidfds.items() if pidfd in over]
-        if 0 in ended and not self._is_alone:
-            self._go_on_alone()
-        if self._is_alone:
-            ended = [0]
-        run, failed = self._run, self.failure.ranks if self.failure is not None else ()
-        heard = sorted({0, self.rank, *ended, *failed}) if self.rank else range(len(self._rows.rows))
-        self._say_row(leaving)
-        for rank, text in zip(heard, self._store.multi_get([f"row_{rank}" for rank in heard]), strict=True):
-            self._rows.hear(rank, Row(**json.loads(text)), self._now_s)
-        self._answered_at = self._now_s
-        verdict = self._rows.verdict(heard, ended, self._now_s) if self.failure is None else None
-        proposed = self._proposed or verdict
-        written = "" if proposed is None else json.dumps(asdict(proposed))
-        if standing := self._store.compare_set(f"failure_{run}", "", written):
-            self._learn(Failure(**json.loads(standing)))
-        if self.rank and self._rows.rows[0].left is not None and not self._is_alone:
-            self._is_alone = True
-            self._say_row(leaving)  # rank 0 waits for that
-            self._go_on_alone()
-        if not self._raised and any(rank in ended or self._rows.rows[rank].left for rank in failed):
-            self._end_at = min(self._end_at, time.monotonic() + _MAY_RAISE_S)
-
-    def _say_row(self, leaving: bool = False) -> None:
-        self._count += 1
+    def _say(self, leaves: bool = False) -> None:
+        """What this rank does."""
         beat = self._position() if self._position is not None else "outside of run()"
-        left = (self.ending or "returned from its function") if leaving else None
-        row = Row(beat, self._lost, left, self._code, self._is_alone, self._count)
+        left = (self.left or "returned from its function") if leaves else None
+        row = Row(beat, self._case.lost, left, self._code, time.monotonic())
         self._store.set(f"row_{self.rank}", json.dumps(asdict(row)))
 
-    def _go_on_alone(self) -> None:
-        """Rank 0 has left, or its process has ended: nothing more is heard than is known."""
-        self._is_alone = True
-        self._store = agreement.STORES.HashStore()
-        for rank, row in enumerate(self._rows.rows):
-            self._store.set(f"row_{rank}", json.dumps(asdict(row)))
-        self._news.set()
+    def _judge(self, case: _Case) -> None:
+        """Whether a rank has failed, as this one finds, or another one has written."""
+        ranks, broken_s = [(self.rank + 1) % len(self._ranks)], None
+        if case.lost is not None and self._is_first(f"judge_{case.number}", str(self.rank)):
+            ranks, broken_s = list(self._ranks), self._now_s - case.lost_at
+        ended = [rank for rank in ranks if rank in self._local and _has_ended(self._local[rank])]
+        for rank in ranks:
+            self._rows.hear(rank, Row(**json.loads(self._store.get(f"row_{rank}"))), self._now_s)
+        found = case.proposed or self._rows.verdict(ranks, ended, self._now_s, broken_s)
+        name = f"failure_{case.number}"
+        if found is not None and case.failure in (None, case.proposed):
+            self._is_first(name, json.dumps(asdict(found)))
+        if case.failure is None and self._store.check([name]):
+            self._learn(case, Failure(**json.loads(self._store.get(name))))
 
-    # -- the thread that waits for nothing ------------------------------------------------------------------------
+    def _is_first(self, name: str, text: str) -> bool:
+        """Write ``text`` where nothing is written yet, and say whether it stands."""
+        return bool(self._store.compare_set(name, "", text).decode() == text)
 
-    def _guard(self) -> None:
-        before = time.monotonic()
-        while not self._over.wait(BEAT_S / 2):
-            now = time.monotonic()
-            self._now_s += min(now - before, BEAT_S)
-            before = now
-            if self.rank and self._now_s - self._answered_at >= self._rows.limit_s(broken=self._lost is not None):
-                self._learn(self._rows.silent([0], self._now_s))
-            if now >= self._learned_at + 2 * BEAT_S:  # the others know it, too: what breaks then is no news
-                self._kill_silent()
-            if self.failure is not None and now >= self._end_at:
-                self._end(self.failure)
-            self._end_orphan()
+    # -- once a rank has failed -----------------------------------------------------------------------------------
 
-    def _end_orphan(self) -> None:
-        """A rank of ``mp.spawn`` whose parent was killed ends; nothing else tells it, and its peers wait for it."""
-        if self._parent is None or (self._parent.is_alive() and os.getppid() in (self._parent.pid, self._parent_seen)):
-            return
-        pid, self._parent = self._parent.pid, None
-        threading.Thread(target=signals.end_orphan, args=(pid,), name="orphan", daemon=True).start()
-
-    def _learn(self, failure: Failure) -> None:
-        with self._lock:
-            if self.failure is not None or (failure.raised and failure.run < self._run):
-                return
-            self.failure, self._lost, self._learned_at = failure, None, time.monotonic()
+    def _learn(self, case: _Case, failure: Failure) -> None:
+        case.failure = failure
         if learned is not None:
             learned(failure)
-        if not (failure.raised and self.rank in failure.ranks):
-            self._end_at = time.monotonic() + (_MAY_LEAVE_S if failure.raised or self._raised else _MAY_RAISE_S)
-        if failure.kind in ("silent", "stuck") and not self._raised:
+        if failure.kind in ("silent", "stuck") and not case.raised.is_set():
             _write_stack(self._watched)
-        # a thread of its own: whatever the main thread holds, the end is not delayed
-        threading.Thread(target=self._tell, args=(failure,), name="failure", daemon=True).start()
-        self._learned.set()
+        for work in (self._tell, self._end_blocked):  # whatever the main thread holds, the end is not delayed
+            threading.Thread(target=work, args=(case, failure), name="failure", daemon=True).start()
+        case.learned.set()
 
-    def _kill_silent(self) -> None:
-        if self.failure is not None and self.failure.kind == "silent":
-            for pidfd in [self._pidfds[rank] for rank in self.failure.ranks if rank in self._pidfds]:
-                with contextlib.suppress(OSError):
-                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-
-    def _tell(self, failure: Failure) -> None:
-        try:
-            if failure.raised and self.rank not in failure.ranks:
-                self._decided.wait(BEAT_S)  # where all ranks raise the same, the error of each is enough
-            if not (failure.raised and self._raised_own):
-                self._say(failure)
-        finally:
-            self._told.set()
-
-    def _say(self, failure: Failure) -> None:
-        dead = () if failure.raised else failure.ranks
-        # rank 0, or the first that lives, speaks and writes for all
-        speaks = self.rank == next((rank for rank in range(len(self._rows.rows)) if rank not in dead), 0)
-        configured = logger.hasHandlers()
-        if speaks or configured:
-            logger.error("%s", failure.line)
-        if speaks and self.rank != 0 and configured:
-            print(failure.line, file=sys.stderr, flush=True)  # the log of rank 0 alone is shown on the console
-        if configured and failure.trace:
-            logger.error("%s", failure.trace.rstrip(), extra={"console": False})
-        if speaks:
-            for callback in list(self.callbacks):
+    def _tell(self, case: _Case, failure: Failure) -> None:
+        is_raised = failure.kind == "raised"
+        if is_raised and self.rank not in failure.ranks:
+            case.raised.wait(BEAT_S)  # where all ranks raise the same, the error of each is enough
+        living = [rank for rank in self._ranks if is_raised or rank not in failure.ranks]
+        speaks, configured = self.rank == living[0], logger.hasHandlers()
+        if not (is_raised and case.is_own):
+            if speaks or configured:
+                logger.error("%s", failure.line)
+            if speaks and self.rank != 0 and configured:
+                print(failure.line, file=sys.stderr, flush=True)  # the log of rank 0 alone is shown on the console
+            if configured and failure.trace:
+                logger.error("%s", failure.trace.rstrip(), extra={"console": False})
+            for callback in list(_callbacks) if speaks else ():
                 callback(failure.line)
+        case.told.set()
 
-    def _end(self, failure: Failure) -> None:
-        """End this process, whose main thread waits for a rank that has failed."""
+    def _end_blocked(self, case: _Case, failure: Failure) -> None:
+        """End this process, if its main thread waits for a rank that has failed; and one that is silent."""
+        learned_at = time.monotonic()
+        self._over.wait(2 * BEAT_S)  # then the others know it, too: what breaks by a kill is no news
+        for rank in failure.ranks if failure.kind == "silent" else ():
+            if rank in self._local and not _has_ended(self._local[rank]):
+                os.kill(self._local[rank], signal.SIGKILL)
+        while not self._over.wait(BEAT_S) and case is self._case:
+            may_s = _MAY_LEAVE_S if failure.kind == "raised" or case.raised.is_set() else _MAY_RAISE_S
+            if time.monotonic() >= learned_at + may_s:
+                self._end_process(failure)
 
-        def say() -> None:
-            logger.error("Rank %d did not end by itself.", self.rank, extra={"console": False})
-            _write_stack(self._watched)
-            time.sleep(0.1)
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-
-        saying = threading.Thread(target=say, daemon=True)
-        saying.start()
-        saying.join(1.0)
+    def _end_process(self, failure: Failure) -> None:
+        threading.Timer(1.0, os._exit, [failure.code]).start()
+        logger.error("Rank %d did not end by itself.", self.rank, extra={"console": False})
+        _write_stack(self._watched)
+        time.sleep(0.1)
         for process in multiprocessing.active_children():
             if process.daemon:  # as at any other end; a worker whose dataset never returns would stay
                 process.kill()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
         os._exit(failure.code)
 
 
@@ -532,15 +395,19 @@ def _write_stack(thread: threading.Thread) -> None:
             signal.pthread_kill(thread.ident, signal.SIGUSR2)
 
 
-def _machine() -> tuple[str, int, int] | None:
-    """Where the processes can be seen and reached from this one; None: not on Linux, or not to be known."""
+def _machine() -> str | None:
+    """Where processes can be seen from this one; None: not on Linux, or not to be known."""
     with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return (boot, os.stat("/proc/self/ns/pid").st_ino, os.stat("/proc/self/ns/net").st_ino)
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {os.stat('/proc/self/ns/pid').st_ino}"
     return None
 
 
-# -- what happened ----------------------------------------------------------------------------------------------------
+def _has_ended(pid: int) -> bool:
+    """Whether a process on this machine is no more; one that its parent has not waited for counts."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError as error:
+        return error.errno in (errno.ENOENT, errno.ESRCH)
 
 
 def broken_collective(error: BaseException) -> str | None:
@@ -554,42 +421,25 @@ def broken_collective(error: BaseException) -> str | None:
     return None
 
 
-def _called(error: SystemExit | KeyboardInterrupt) -> str:
-    return f"called sys.exit({error.code!r})" if type(error) is SystemExit else f"was {str(error) or 'interrupted'}"
-
-
-def _exit_code(error: SystemExit | KeyboardInterrupt) -> int:
-    if isinstance(error, KeyboardInterrupt):
-        return 128 + signal.SIGINT
-    return error.code if isinstance(error.code, int) else int(error.code is not None)
-
-
 # -- what a run asks, on one process too ------------------------------------------------------------------------------
 
 current: Watch | None = None
 """The one that is entered."""
 learned: Callable[[Failure], None] | None = None
 """Called when this rank hears of a failure; for a supervisor that is not one of the ranks."""
+_callbacks: list[Callable[[str], None]] = []
 
 
-def watched(
-    heartbeat_timeout_s: float,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    local_rank: int,
-) -> None:
+def watched(timeout_s: float, func: Any, args: Sequence[Any], kwargs: dict[str, Any], local_rank: int) -> None:
     """Call ``func(local_rank, *args, **kwargs)``, watching the other ranks if there are any; a collective."""
-    with watching(heartbeat_timeout_s):
+    with watching(timeout_s):
         func(local_rank, *args, **kwargs)
 
 
 @contextmanager
 def watching(heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S) -> Iterator[Watch | None]:
     """Watch the other ranks; None on one process. Within another it is that one."""
-    if agreement.world_size() == 1:
-        yield None
-    elif current is not None:
+    if agreement.world_size() == 1 or current is not None:
         yield current
     else:
         with Watch(heartbeat_timeout_s) as watch:
@@ -610,14 +460,11 @@ def watched_run(position: Callable[[], str]) -> Iterator[None]:
 @contextmanager
 def on_failure(callback: Callable[[str], None]) -> Iterator[None]:
     """Within it, call ``callback(line)`` when a rank fails: in another thread, on one rank that lives."""
-    if (watch := current) is None:
-        yield
-        return
-    watch.callbacks.append(callback)
+    _callbacks.append(callback)
     try:
         yield
     finally:
-        watch.callbacks.remove(callback)
+        _callbacks.remove(callback)
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -635,8 +482,6 @@ def reason_of(error: BaseException) -> str:
     """Why a run failed, for its summary; on several ranks it names the one that did."""
     if isinstance(error, PeerFailed):
         return str(error)
-    if (line := known_failure()) is not None:
-        return line
-    if (watch := current) is not None and watch.ending is not None:
-        return f"rank {watch.rank} {watch.ending}"
+    if current is not None and (current.failure or current.left):
+        return known_failure() or f"rank {current.rank} {current.left}"
     return f"{type(error).__name__}: {error}"

@@ -8,15 +8,16 @@ TIMED_OUT = "Timed out waiting 3000ms"
 
 
 def failure(*, broken=(), silent=None, left=None, timeout_s=60.0, seconds=100.0):
-    """Of three ranks that write twice a second, and what rank 0 says first; None: nothing."""
-    rows = Rows(3, timeout_s)
+    """Of three ranks that write twice a second, and what one that reads all rows says first; None: nothing."""
+    rows = Rows(timeout_s)
     for count in range(1, int(seconds / BEAT_S)):
+        now = count * BEAT_S
         for rank in range(3):
             lost, gone = (TIMED_OUT if rank in broken else None), left if rank == 1 else None
             if rank != silent or count == 1:
-                rows.hear(rank, Row(f"iteration {rank}", lost, gone, code=3, count=count), count * BEAT_S)
-        if (found := rows.verdict(range(3), [], count * BEAT_S)) is not None:
-            return found, count * BEAT_S
+                rows.hear(rank, Row(f"iteration {rank}", lost, gone, code=3, said_at=now), now)
+        if (found := rows.verdict(range(3), [], now, now - BEAT_S if broken else None)) is not None:
+            return found, now
 
 
 @pytest.mark.row("G5")
@@ -26,8 +27,8 @@ def failure(*, broken=(), silent=None, left=None, timeout_s=60.0, seconds=100.0)
         ({"silent": 1, "timeout_s": 5.0}, ([1], "silent", 1), "rank 1 for 5 s heartbeat: iteration 1", 6),
         ({"silent": 1, "broken": [0]}, ([1], "silent", 1), "rank 1 heartbeat: iteration 1", 3),
         ({"broken": [0, 2]}, ([1], "stuck", 1), "rank 1 ranks 0, 2 3000ms heartbeat: iteration 1", 4),
-        ({"broken": [0, 1, 2]}, ((), "stuck", 1), "0: 1: iteration 1; 2: iteration 2", 4),  # they wait for each other
-        ({"broken": [0], "left": "called sys.exit(3)"}, ([1], "ended", 3), "rank 1 sys.exit(3) rank 0 waited", 2),
+        ({"broken": [0, 1, 2]}, ([], "stuck", 1), "0: 1: iteration 1; 2: iteration 2", 4),  # they wait for each other
+        ({"broken": [0], "left": "raised SystemExit(3)"}, ([1], "ended", 3), "rank 1 SystemExit(3) rank 0 waited", 4),
     ],
 )
 def test_rank_that_others_waited_for_is_named_with_what_it_did_last(how, expected, words, within_s):

@@ -206,7 +206,7 @@ def _is_lost(error: BaseException | None) -> bool:
     failed, or it was forced to end."""
     if isinstance(error, PeerFailed):
         failure = None if watch.current is None else watch.current.failure
-        return failure is not None and not failure.raised
+        return failure is not None and failure.kind != "raised"
     if isinstance(error, CheckpointError | Interrupted | KeyboardInterrupt):
         return True
     return error is not None and watch.broken_collective(error) is not None  # the peer was not learned in time
