@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 from ignite.engine import Engine
@@ -93,7 +93,7 @@ class StepBoundary:
         """After COMPLETED: a stop that was requested after the last boundary, in an evaluation for instance."""
         self._state.boundary = Boundary(last=self._state.boundary.last, stopping=STOP in self._agree())
 
-    def _agree(self) -> set[Hashable]:
+    def _agree(self) -> set[str]:
         """What all ranks do here of what any has asked for; why the run ends is noted in the state."""
         state, requests = self._state, self._requests
         agreed = requests.agree()

@@ -50,7 +50,7 @@ def every(
         windows: of :class:`~ignite_engine.Windows`.
         samples, tokens: after the iteration in which their number over all ranks reaches a multiple; ``state.samples``
             and ``state.tokens`` have the numbers since the run began, over every resume.
-        seconds, minutes: since it last came, by rank 0's clock; on several ranks an iteration later.
+        seconds, minutes: since it last came, by rank 0's clock.
             What a handler does then comes at another iteration in each run.
         count: ``count(batch) -> int``, of a micro-batch on the host. Of samples: by default the first dimension of the
             first tensor. Of tokens: by default the update's ``weight_fn``.
@@ -153,7 +153,7 @@ class Clock(Interval):
         return self.number * _SECONDS[self.unit]
 
     def _comes(self, trainer: Any) -> bool:
-        return bool(trainer.intervals.came_at(self) == trainer.state.iteration)
+        return self in trainer.intervals.come
 
 
 class Intervals:
@@ -162,11 +162,11 @@ class Intervals:
     def __init__(self) -> None:
         self.before: dict[str, float] = {}
         """Samples and tokens before this iteration, as far as they are counted."""
+        self.come: set[Clock] = set()
+        """Clocks that come at this iteration."""
         self._counts: dict[str, Count] = {}
-        self._clocks: list[Clock] = []
-        self._due: list[float] = []
-        self._came_at: list[int] = []
-        self._rows: Callable[[], list[list[float]]] | None = None
+        self._due: dict[Clock, float] = {}
+        """When each clock comes, by rank 0's."""
         self._attached = False
 
     def add(self, trainer: Any, interval: Interval) -> None:
@@ -177,33 +177,23 @@ class Intervals:
         """
         if isinstance(interval, Counted):
             self._add_count(trainer, interval)
-        elif isinstance(interval, Clock) and not any(clock is interval for clock in self._clocks):
-            self._clocks.append(interval)
-            trainer.requests.clocks.append(interval)
-            self._due.append(self._next(interval))
-            self._came_at.append(-1)
-        if not self._attached and (self._counts or self._clocks):
+        elif isinstance(interval, Clock):
+            self._due.setdefault(interval, time.monotonic() + interval.in_seconds)
+        if not self._attached and (self._counts or self._due):
             self._attached = True
-            trainer.add_event_handler(Events.ITERATION_STARTED, self._begin_iteration)
-            trainer.add_event_handler(Events.ITERATION_COMPLETED, self._end_iteration)
+            trainer.add_event_handler(Events.ITERATION_COMPLETED, self._measure)
 
     def begin(self, trainer: Any, *, fresh: bool) -> None:
         """A run begins: clocks start, and what is not counted is not known, nor what no handler asks for any more."""
-        state, self._rows = trainer.state, None
+        state, self.come = trainer.state, set()
         asked_for = [handler.filter for _, handler in bus.filtered(trainer)]
         units = {interval.unit for interval in asked_for if isinstance(interval, Counted)}
         self._counts = {unit: count for unit, count in self._counts.items() if unit in units}
-        self._clocks = [clock for clock in self._clocks if any(clock is interval for interval in asked_for)]
-        trainer.requests.clocks[:] = self._clocks
         for unit in TOTALS:
             total = getattr(state, unit)
             setattr(state, unit, None if unit not in self._counts else 0 if fresh or total is None else total)
-        self._due = [self._next(clock) for clock in self._clocks]
-        self._came_at = [-1] * len(self._clocks)
-
-    def came_at(self, clock: Clock) -> int:
-        """The iteration at which it came last in this run; -1: at none."""
-        return next(at for known, at in zip(self._clocks, self._came_at, strict=True) if known is clock)
+        now = time.monotonic()
+        self._due = {clock: now + clock.in_seconds for clock in self._due if clock in asked_for}
 
     def _add_count(self, trainer: Any, interval: Counted) -> None:
         unit, known = interval.unit, self._counts.get(interval.unit)
@@ -220,43 +210,21 @@ class Intervals:
         if getattr(trainer.state, unit) is None:
             setattr(trainer.state, unit, 0)
 
-    def _begin_iteration(self, trainer: Any) -> None:
-        """Count this rank's samples and tokens; the ranks exchange their numbers beside the update."""
-        if not self._counts:
+    def _measure(self, trainer: Any) -> None:
+        """Count the samples and tokens of this iteration over all ranks, and look at rank 0's clock."""
+        if not self._counts and not self._due:
             return
-        batches = group_of(trainer, trainer.state.batch).real
-        own = [float(sum(count(batch) for batch in batches)) for count in self._counts.values()]
-        if self._rows is not None:
-            self._rows()  # of an iteration that was given up
-        self._rows = agreement.start_gather(own)
+        state, now = trainer.state, time.monotonic()
+        batches = group_of(trainer, state.batch).real if self._counts else ()
+        own = [float(sum(map(count, batches))) for count in self._counts.values()]
+        rows = agreement.gather_floats([*own, *(float(now >= due) for due in self._due.values())])
+        for unit, *counted in zip(self._counts, *mesh.by_data_rank(rows)):
+            self.before[unit] = getattr(state, unit)
+            setattr(state, unit, self.before[unit] + int(sum(counted)))
+        self.come = {clock for clock, is_due in zip(self._due, rows[0][len(own) :], strict=True) if is_due}
+        self._due |= {clock: now + clock.in_seconds for clock in self.come}
 
-    def _end_iteration(self, trainer: Any) -> None:
-        state = trainer.state
-        if self._rows is not None:
-            rows, self._rows = mesh.by_data_rank(self._rows()), None
-            for unit, column in zip(self._counts, zip(*rows, strict=True), strict=True):
-                self.before[unit] = getattr(state, unit)
-                setattr(state, unit, self.before[unit] + int(sum(column)))
-        if self._clocks:
-            self._read_clocks(trainer.requests, state.iteration)
-
-    def _read_clocks(self, requests: Any, iteration: int) -> None:
-        now = time.monotonic()
-        for place, clock in enumerate(self._clocks):
-            is_due = now >= self._due[place]
-            if not requests.single_process:
-                if is_due:
-                    self._due[place] = math.inf  # until all have agreed
-                    requests.asked.add(clock)
-                is_due = clock in requests.agreed
-                requests.agreed.discard(clock)
-            if is_due:
-                self._came_at[place], self._due[place] = iteration, self._next(clock)
-
-    def _next(self, clock: Clock) -> float:
-        return time.monotonic() + clock.in_seconds if agreement.rank() == 0 else math.inf
-
-    _end_iteration.phase = Phase.PREPARE  # type: ignore[attr-defined]  # before any handler that asks
+    _measure.phase = Phase.PREPARE  # type: ignore[attr-defined]  # before any handler that asks
 
 
 def _samples(batch: Any) -> int:

@@ -7,7 +7,7 @@ iteration later, and no rule is needed about where a later one would be too late
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 from ignite_engine.ranks import agreement
 
@@ -24,11 +24,9 @@ class Requests:
     def __init__(self) -> None:
         self.single_process = True
         """There is no other rank to agree with."""
-        self.clocks: list[Hashable] = []
-        """Those of the run's intervals: at its time each of them can be asked for."""
-        self.asked: set[Hashable] = set()
+        self.asked: set[str] = set()
         """By this rank, and not agreed on yet."""
-        self.agreed: set[Hashable] = set()
+        self.agreed: set[str] = set()
         """By all ranks, and not done yet."""
         self.stop: tuple[str, int | None] | None = None
         """Reason and signal of the requested stop; once it is agreed on those of the first rank that asked."""
@@ -60,14 +58,13 @@ class Requests:
             check()
         return self.stop is not None
 
-    def agree(self) -> set[Hashable]:
+    def agree(self) -> set[str]:
         """What all ranks do at this boundary; a collective."""
         if self.single_process:
             found, self.asked = self.asked, set()
         else:
-            kinds = (*KINDS, *self.clocks)
-            rows = agreement.gather_floats([float(kind in self.asked) for kind in kinds])
-            found = {kind for kind, asked in zip(kinds, zip(*rows, strict=True), strict=True) if any(asked)}
+            rows = agreement.gather_floats([float(kind in self.asked) for kind in KINDS])
+            found = {kind for kind, asked in zip(KINDS, zip(*rows, strict=True), strict=True) if any(asked)}
             self.asked -= found
             if STOP in found:
                 self.stop = next(stop for stop in agreement.gather_objects(self.stop) if stop is not None)

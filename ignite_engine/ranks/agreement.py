@@ -114,15 +114,15 @@ def forget_groups() -> None:
 atexit.register(forget_groups)  # however this process was launched: a group that outlives the interpreter aborts it
 
 
-def _exchange(own: bytes) -> Callable[[], list[bytes]]:
-    """Say it to every rank; what is returned gives what all have said, by rank, once they have."""
+def _exchange(own: bytes) -> list[bytes]:
+    """What every rank says, by rank."""
     if world_size() == 1:
-        return lambda: [own]
+        return [own]
     groups = _own_groups()
-    if (exchange := groups.get("exchange")) is None:
-        exchange = Exchange(rank(), world_size(), _broadcast_by_gloo, timeout().total_seconds())
-        groups["exchange"] = exchange
-    return exchange.start(own)
+    if "exchange" not in groups:
+        groups["exchange"] = Exchange(rank(), world_size(), _broadcast_by_gloo, timeout().total_seconds())
+    said: list[bytes] = groups["exchange"](own)
+    return said
 
 
 def _broadcast_by_gloo(value: T) -> T:
@@ -131,16 +131,10 @@ def _broadcast_by_gloo(value: T) -> T:
     return box[0]
 
 
-def start_gather(values: Sequence[float]) -> Callable[[], list[list[float]]]:
-    """As :func:`gather_floats`, without waiting: what is returned gives the rows when it is called."""
-    row = struct.Struct(f"!{len(values)}d")
-    answer = _exchange(row.pack(*values))
-    return lambda: [list(row.unpack(said)) for said in answer()]
-
-
 def gather_floats(values: Sequence[float]) -> list[list[float]]:
     """Every rank's ``values`` (the same count everywhere), by rank; float64 throughout."""
-    return start_gather(values)()
+    row = struct.Struct(f"!{len(values)}d")
+    return [list(row.unpack(said)) for said in _exchange(row.pack(*values))]
 
 
 def mean_of(column: Sequence[float]) -> float:
@@ -158,7 +152,7 @@ def gather_objects(value: T) -> list[T]:
     """Every rank's picklable ``value``, by rank."""
     if world_size() == 1:
         return [value]
-    return [pickle.loads(said) for said in _exchange(pickle.dumps(value))()]
+    return [pickle.loads(said) for said in _exchange(pickle.dumps(value))]
 
 
 def first_difference(values: Mapping[str, Any]) -> str | None:

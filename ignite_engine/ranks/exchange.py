@@ -10,9 +10,7 @@ import os
 import secrets
 import socket
 import struct
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -21,18 +19,8 @@ _Meeting = tuple[list[str], int, bytes]
 _SIZE, _HELLO = struct.Struct("!Q"), struct.Struct("!16sQ")
 
 
-@dataclass
-class _Started:
-    """What this rank says in one exchange, and what all ranks have said, by rank."""
-
-    own: bytes
-    of_all: list[bytes] | None = None
-
-
 class Exchange:
     """A star of connections with rank 0 in its middle; made on all ranks together.
-
-    Every rank starts the same exchanges in the same order. One may be started and answered later, with others between.
 
     Args:
         broadcast: gives every rank what rank 0 gives it.
@@ -44,7 +32,6 @@ class Exchange:
 
     def __init__(self, rank: int, ranks: int, broadcast: Callable[[_Meeting], _Meeting], timeout_s: float) -> None:
         self._rank, self._timeout_s = rank, timeout_s
-        self._started: deque[_Started] = deque()
         self._peers: dict[int, socket.socket] = {}
         """By rank: all others on rank 0, rank 0 on the others."""
         with socket.create_server(("", 0), backlog=ranks) as server:
@@ -82,21 +69,11 @@ class Exchange:
         if found == token:  # else somebody who is not of this run
             self._peers[rank] = connection
 
-    def start(self, own: bytes) -> Callable[[], list[bytes]]:
-        """Say it to all; what is returned waits for what all have said, by rank."""
-        started = _Started(own)
-        self._started.append(started)
+    def __call__(self, own: bytes) -> list[bytes]:
+        """What every rank says, by rank; all call it, in the same order."""
         if self._rank:
             self._send(0, own)
-        return lambda: self._answer(started)
-
-    def _answer(self, started: _Started) -> list[bytes]:
-        while started.of_all is None:
-            first = self._started.popleft()
-            first.of_all = self._collect(first.own) if self._rank == 0 else _unpack(self._take(0))
-        return started.of_all
-
-    def _collect(self, own: bytes) -> list[bytes]:
+            return _unpack(self._take(0))
         rows = [own, *(self._take(rank) for rank in sorted(self._peers))]
         for rank in self._peers:
             self._send(rank, _pack(rows))

@@ -28,23 +28,23 @@ class Collectives(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.counts, self.exchanges = Counter(), 0
-        self._start = Exchange.start
+        self._exchange = Exchange.__call__
 
     def __enter__(self):
-        Exchange.start = self._count_and_start
+        Exchange.__call__ = self._count_and_exchange
         return super().__enter__()
 
     def __exit__(self, *error):
-        Exchange.start = self._start
+        Exchange.__call__ = self._exchange
         return super().__exit__(*error)
 
     @property
-    def _count_and_start(self):
-        def start(exchange, own):
+    def _count_and_exchange(self):
+        def exchange(each, own):
             self.exchanges += 1
-            return self._start(exchange, own)
+            return self._exchange(each, own)
 
-        return start
+        return exchange
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(each is DTensor for each in types):
