@@ -24,15 +24,8 @@ class Start(Enum):
     RESUMED = "resumed"
     """A checkpoint was loaded: counters, data position and random numbers continue where it was saved."""
     CONTINUED = "continued"
-    """The run before in this process ended or was stopped at this iteration, and its data continues where it was."""
-    RESET = "reset"
-    """Iterations are counted on, but data starts with a new pass: the run before was terminated, or the counters were
-    set by hand."""
-
-    @property
-    def continues(self) -> bool:
-        """Whether the data continues where the run before has left it."""
-        return self in (Start.RESUMED, Start.CONTINUED)
+    """Iterations are counted on from the run before in this process. Its data continues where it was; after
+    ``terminate()``, and where the counters were set by hand, with a new pass."""
 
 
 class Metrics(dict[str, Any]):

@@ -289,10 +289,12 @@ class Trainer(Engine):
         An exception of a handler or of the update leaves as it was raised, with the handler named in a note; the
         next ``run()`` then starts over.
         """
-        arguments = start.RunArguments(data, max_epochs, max_iters, epoch_length)
         source_before = self.progress.source
+        if data is None and self.state.status == "interrupted":
+            data = self.progress.user_data
+        arguments = start.RunArguments(data, max_epochs, max_iters, epoch_length)
         try:
-            loop = self._begin(start.after_pause(arguments, self.state, self.progress))
+            loop = self._begin(arguments)
         except BaseException:
             if self.progress.source is not source_before:
                 self.progress.close()
@@ -300,7 +302,8 @@ class Trainer(Engine):
         with watched_run(self._position):
             while True:
                 try:
-                    self._note_ending(paused=not loop.run())
+                    loop.run()
+                    self._note_ending()
                     break
                 except RollBack as request:
                     self._go_back(request)
@@ -401,19 +404,18 @@ class Trainer(Engine):
         after = f", after {bus.event_name(self.last_event_name)}" if self.last_event_name is not None else ""
         return f"iteration {self.state.iteration}, epoch {self.state.epoch}{after}"
 
-    def _note_ending(self, *, paused: bool) -> None:
+    def _note_ending(self) -> None:
         state, progress = self.state, self.progress
-        if paused or state.status == "interrupted":  # the next run goes on
+        if state.status == "interrupted":  # the next run goes on
             self.resume_state.in_eval_mode = saved_progress.in_eval_mode(self.update)
-        if not paused:
-            self.update.run_ended(self)
+        self.update.run_ended(self)
         all_skipped = state.skipped_steps > self._skipped_before and not state.optimizer_steps
         if all_skipped and state.status == "completed" and agreement.rank() == 0:
             self.logger.warning(
                 f"The run made no optimizer step, all {state.skipped_steps} were skipped: return weights above 0 from "
                 "weight_fn, or look for losses and gradients that are not finite."
             )
-        progress.leave(goes_on=paused or state.status == "interrupted" or progress.is_done())
+        progress.leave(goes_on=state.status == "interrupted" or progress.is_done())
 
     def _note_failure(self, error: BaseException) -> None:
         self.progress.fail()

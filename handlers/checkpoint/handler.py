@@ -495,7 +495,7 @@ class Checkpoint:
         try:
             if trainer.state.status in ("completed", "interrupted"):
                 self._save_what_came_late(trainer)
-            elif trainer.state.status == "running" and self._saver.busy:  # paused, or rolled back: a run goes on
+            elif trainer.state.status == "running" and self._saver.busy:  # rolled back: the run goes on
                 self._saver.finish(trainer)
             self._saver.end(trainer)
             if trainer.state.status == "failed" and agreement.world_size() == 1 and self.options.on_exception:

@@ -166,7 +166,7 @@ class Evaluation:
 
     def _at_the_start(self, trainer: Trainer) -> None:
         """On STARTED: a run that continues was evaluated when it began."""
-        if trainer.state.start in (Start.FRESH, Start.RESET):
+        if trainer.state.start is Start.FRESH:
             self(trainer)
 
     def _evaluate(self, trainer: Trainer) -> None:

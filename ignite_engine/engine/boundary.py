@@ -25,7 +25,7 @@ class EpochEnds(Exception):
 
 
 class RunPauses(Exception):
-    """``interrupt()`` was called: the run pauses at this step boundary."""
+    """``interrupt()`` was called: the run stops at this step boundary, and the next one goes on."""
 
 
 class StepBoundary:
@@ -59,15 +59,16 @@ class StepBoundary:
         """
         state, engine = self._state, self._engine
         agreed = self._agree()
-        stopping = STOP in agreed
-        if stopping:
+        if STOP in agreed:
             terminate(engine)
-        last = last or stopping or END in agreed
-        boundary = state.boundary = Boundary(last, stopping, SAVE in agreed, COLLECT in agreed)
+        last = last or STOP in agreed or END in agreed
+        state.boundary = Boundary(last, STOP in agreed, SAVE in agreed, COLLECT in agreed)
         self.publish()
         self._progress.epoch_ends = self._progress.epoch_iteration > 0 and engine.should_terminate_single_epoch
-        if engine.should_terminate and not last:  # what was measured has ended the run
-            boundary = state.boundary = boundary._replace(last=True)
+        boundary = state.boundary = state.boundary._replace(  # what was measured may have ended the run
+            last=last or bool(engine.should_terminate) or engine.should_interrupt,
+            stopping=STOP in agreed or engine.should_interrupt,
+        )
         if within_epoch and engine.should_terminate_single_epoch and not boundary.last:
             return
         if bus.handlers_of(engine, _RESUME_POINT):  # else `last_event_name` stays Ignite's
@@ -76,9 +77,14 @@ class StepBoundary:
         state.boundary = boundary._replace(save=False, collect=False)
 
     def before_the_end(self) -> None:
-        """``terminate()`` outside an iteration: the boundary before it was not known to be the last."""
+        """``terminate()`` where the boundary before was not known to be the last."""
         if not self._state.boundary.last and not self._progress.updating:
             self._progress.put_back()
+            self.at(last=True)
+
+    def do_what_came_late(self) -> None:
+        """What is asked for after the exchange of a boundary at which ``interrupt()`` stops the run."""
+        if self._agree():
             self.at(last=True)
 
     def publish(self) -> None:
@@ -126,12 +132,8 @@ class StepBoundary:
             RunEnds, EpochEnds, RunPauses: they were called.
         """
         self.check()
-        if not self._engine.should_interrupt:
-            return
-        if self._agree():  # asked for after the exchange of this boundary
-            self.at(last=False)
-            self.check()
-        raise RunPauses
+        if self._engine.should_interrupt:
+            raise RunPauses
 
 
 def terminate(engine: Any) -> None:

@@ -28,12 +28,12 @@ from ignite_engine import rng
 from ignite_engine.engine import bus
 from ignite_engine.engine.boundary import EpochEnds, RunEnds, RunPauses, StepBoundary
 from ignite_engine.engine.feed import Feed
-from ignite_engine.engine.position import Next, next_of
+from ignite_engine.engine.position import is_within_epoch
 from ignite_engine.engine.progress import Progress
 from ignite_engine.engine.requests import Requests
 from ignite_engine.errors import RollBack
 from ignite_engine.events import TrainingEvents
-from ignite_engine.state import Boundary, TrainingState
+from ignite_engine.state import Boundary, Start, TrainingState
 from ignite_engine.states.registry import Registry
 from ignite_engine.states.resume_state import ResumeState
 from ignite_engine.update.base import BaseUpdate
@@ -59,8 +59,8 @@ class Loop:
         self._fire: Callable[..., bool] = engine._fire_event  # type: ignore[assignment]  # the Trainer's, which may be wrapped
         self._reported: BaseException | None = None
 
-    def run(self) -> bool:
-        """The whole run, begun by :func:`ignite_engine.engine.start.begin`; False: ``interrupt()`` has paused it."""
+    def run(self) -> None:
+        """The whole run, begun by :func:`ignite_engine.engine.start.begin`."""
         engine, started = self.engine, time.time()
         try:
             try:
@@ -74,8 +74,10 @@ class Loop:
                 self.boundary.before_the_end()
                 self._fire(Events.TERMINATE)
             except RunPauses:
+                self.boundary.do_what_came_late()
+                self.state.status, self.state.reason = "interrupted", self.state.reason or "interrupt"
                 self._fire(Events.INTERRUPT)
-                return False
+                return
             except EpochEnds:
                 raise RuntimeError(
                     "terminate_epoch() was called on STARTED or EPOCH_STARTED, where no epoch runs yet: "
@@ -87,7 +89,6 @@ class Loop:
             self._raise_unless_handled(error)
         finally:
             engine._dataloader_iter = None
-        return True
 
     def _start(self) -> None:
         engine, state = self.engine, self.state
@@ -110,7 +111,7 @@ class Loop:
             self._fire(TrainingEvents.RESUME_POINT)  # what was measured is that of these weights, not of later ones
         if within and not engine.should_terminate:
             return  # `_epoch` ends, if a handler has asked for it
-        if state.start.continues:
+        if state.start is not Start.FRESH:
             engine.should_terminate_single_epoch = False  # at the end of an epoch there is no rest of it
         self.boundary.check()
 
@@ -177,9 +178,7 @@ class Loop:
 
     def _within_epoch(self) -> bool:
         """Whether the run begins within an epoch, which it completes first, if only by its EPOCH_COMPLETED."""
-        if not self.state.start.continues:
-            return False
-        return next_of(self.progress.counted, self.progress.plan) in (Next.GROUP, Next.EPOCH_END)
+        return is_within_epoch(self.progress.counted, self.progress.plan)
 
     # -- the end --------------------------------------------------------------------------------------------------
 

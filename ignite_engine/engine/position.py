@@ -55,22 +55,10 @@ class Position:
         return self.epochs + int(self.epoch_iteration > 0)
 
 
-class Next(Enum):
-    """What comes next at a step boundary."""
-
-    GROUP = "a group of the epoch under way"
-    EPOCH_END = "the end of the epoch under way, which has all its iterations"
-    EPOCH = "a new epoch"
-    END = "the end of the run"
-
-
-def next_of(position: Position, plan: Plan) -> Next:
-    """What a run does next that begins at ``position``."""
-    if position.epoch_iteration:
-        if is_full(position.epoch_iteration, plan):
-            return Next.EPOCH_END
-        return Next.END if is_done(position, plan) else Next.GROUP
-    return Next.END if is_done(position, plan) else Next.EPOCH
+def is_within_epoch(position: Position, plan: Plan) -> bool:
+    """Whether a run that begins there completes an epoch first, if only by its EPOCH_COMPLETED."""
+    begun = position.epoch_iteration
+    return begun > 0 and (is_full(begun, plan) or not is_done(position, plan))
 
 
 def is_full(epoch_iteration: int, plan: Plan) -> bool:

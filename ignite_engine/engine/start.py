@@ -81,23 +81,22 @@ def check_ranks_agree(arguments: RunArguments, settings: Mapping[str, Any], opti
 
 def begin(
     arguments: RunArguments, state: TrainingState, progress: Progress, registry: Registry, resume: ResumeState
-) -> Start:
+) -> None:
     """Put counters, limits and data where the run begins; a collective.
 
     Raises:
         ValueError: the arguments contradict the state, or the data is unusable.
         StateMismatch: the loaded position is one in other data.
     """
-    start, max_epochs, max_iters = _decide(arguments, state, progress, resume)
+    start, position, max_epochs, max_iters = _decide(arguments, state, progress, resume)
     if isinstance(arguments.data, OwnSource):
         arguments.data.check_epoch_length(arguments.epoch_length)
     grouping = progress.grouping
-    position = _position(start, state, progress, resume)
     # a new source may begin a stream again, and draw random numbers for its loaders
-    random_numbers = rng.capture() if start is Start.CONTINUED else None
+    random_numbers = rng.capture() if start is Start.CONTINUED and position.data is not None else None
     source = None if arguments.data is None else progress.new_source(arguments.data)
     try:
-        if isinstance(source, DataSource) and (number := _pass_number(start, progress, position)):
+        if isinstance(source, DataSource) and (number := _pass_number(progress, position)):
             source.place = Place(number)
             source.agree_lengths()  # a pass may have another length than the first
         plan = _plan(arguments, state, progress, source, start, max_epochs, max_iters)
@@ -107,74 +106,58 @@ def begin(
         if source is not None:
             source.close()  # the loader is the user's again
         raise
-    if start is Start.RESET and plan.epoch_length is not None and not _is_as_left(state, progress):
+    if position.data is None and plan.epoch_length is not None and not _is_as_left(state, progress):
         # as Ignite after its load_state_dict()
         position = replace(position, epoch_iteration=state.iteration % plan.epoch_length)
     saved_with = resume.saved_grouping if start is Start.RESUMED else grouping
-    if start.continues and isinstance(source, DataSource) and (saved_with != grouping or source.place.skipped):
+    if isinstance(source, DataSource) and (saved_with != grouping or source.place.skipped):
         position = _regrouped(position, plan, source)
 
     # nothing below raises
     if start is Start.FRESH:
         _reset(state, progress)
     progress.begin(source, arguments.data, plan, position)
-    if start.continues:
-        if start is Start.CONTINUED:
-            registry.keep_metrics()
-            resume.rng = random_numbers  # handlers of STARTED may draw, too
-        if saved_with != grouping:
-            reason = f"saved with {saved_with}, resumed with {grouping}: an iteration is other samples"
-            registry.resumed_otherwise.append(reason)
-            if agreement.rank() == 0:
-                logger.warning("The run may not be bit-exact: it was %s.", reason)
-        state.epoch = position.epoch
-    state.start = start
-    return start
+    if random_numbers is not None:
+        registry.keep_metrics()
+        resume.rng = random_numbers  # handlers of STARTED may draw, too
+    if saved_with != grouping:
+        reason = f"saved with {saved_with}, resumed with {grouping}: an iteration is other samples"
+        registry.resumed_otherwise.append(reason)
+        if agreement.rank() == 0:
+            logger.warning("The run may not be bit-exact: it was %s.", reason)
+    state.epoch, state.start = position.epoch, start
 
 
 def _decide(
     arguments: RunArguments, state: TrainingState, progress: Progress, resume: ResumeState
-) -> tuple[Start, int | None, int | None]:
-    """Which start it is, with ``max_epochs`` and ``max_iters``."""
+) -> tuple[Start, Position, int | None, int | None]:
+    """How the run starts and where, as far as its data does not say otherwise; ``max_epochs`` and ``max_iters``."""
     given, left = (arguments.max_epochs, arguments.max_iters), progress.left
     default = (1, None) if given == (None, None) else given
     if resume.is_pending:
         at_least = max(1, progress.epochs_completed)  # a finished run is evaluated, not trained on
-        return Start.RESUMED, *((at_least, None) if given == (None, None) else given)
+        limits = (at_least, None) if given == (None, None) else given
+        return Start.RESUMED, replace(progress.counted, data=resume.data or {}), *limits
     if progress.failed or (state.max_epochs is None and state.max_iters is None):
-        return Start.FRESH, *default
-    is_as_left = _is_as_left(state, progress)
-    paused = is_as_left and state.status == "running"
-    stopped = left is not None and (state.status == "interrupted" or paused)
+        return Start.FRESH, Position(), *default
+    stopped = left is not None and state.status == "interrupted"
     _check_against_state(arguments, state, stopped=stopped)
     max_epochs = given[0] if given[0] is not None else state.max_epochs
     max_iters = given[1] if given[1] is not None else state.max_iters
-    if stopped:
-        return Start.CONTINUED, max_epochs, max_iters
     done = (max_epochs is not None and state.epoch >= max_epochs) or (
         max_iters is not None and state.iteration >= max_iters
     )
-    if done:
-        return Start.FRESH, *default
-    goes_on = left is not None and is_as_left and left.data is not None
-    return (Start.CONTINUED if goes_on else Start.RESET), max_epochs, max_iters
+    if done and not stopped:
+        return Start.FRESH, Position(), *default
+    goes_on = left is not None and left.data is not None and (stopped or _is_as_left(state, progress))
+    position = progress.position if goes_on else Position(state.iteration, epochs=state.epoch, data=None)
+    return Start.CONTINUED, position, max_epochs, max_iters
 
 
 def _is_as_left(state: TrainingState, progress: Progress) -> bool:
     """Whether the counters are those with which the run before ended, and nobody has set them since."""
     left = progress.left
     return left is not None and (left.iteration, left.epoch) == (state.iteration, state.epoch)
-
-
-def _position(start: Start, state: TrainingState, progress: Progress, resume: ResumeState) -> Position:
-    """Where the run begins, as far as its data does not say otherwise."""
-    if start is Start.FRESH:
-        return Position()
-    if start is Start.RESET:
-        return Position(state.iteration, epochs=state.epoch)
-    if start is Start.RESUMED:
-        return replace(progress.counted, data=resume.data or {})
-    return progress.position
 
 
 def _regrouped(position: Position, plan: Plan, source: DataSource) -> Position:
@@ -194,14 +177,6 @@ def _reset(state: TrainingState, progress: Progress) -> None:
     for counter in ("epoch", *COUNTERS):
         setattr(state, counter, 0)
     state.not_finite_at = None
-
-
-def after_pause(arguments: RunArguments, state: TrainingState, progress: Progress) -> RunArguments:
-    """The same arguments; after ``interrupt()`` the data of the paused run in the place of none."""
-    has_limit = state.max_epochs is not None or state.max_iters is not None
-    if state.status != "running" or arguments.data is not None or not has_limit:
-        return arguments
-    return replace(arguments, data=progress.user_data)
 
 
 def _check_against_state(arguments: RunArguments, state: TrainingState, *, stopped: bool = False) -> None:
@@ -239,7 +214,7 @@ def _plan(
     """
     given, known = arguments.epoch_length, None if source is None else source.iterations
     measured = progress.epoch_is is EpochIs.MEASURED
-    if start in (Start.CONTINUED, Start.RESET) and state.epoch_length is not None and not measured:
+    if start is Start.CONTINUED and state.epoch_length is not None and not measured:
         if given is not None and given != state.epoch_length:
             raise ValueError(
                 f"Argument epoch_length should be same as in the state, but given {given} vs {state.epoch_length}"
@@ -259,29 +234,28 @@ def _plan(
     return Plan(max_epochs, max_iters, length, epoch_is)
 
 
-def _pass_number(start: Start, progress: Progress, position: Position) -> int:
+def _pass_number(progress: Progress, position: Position) -> int:
     """The pass within which, or at whose end, the run begins."""
-    if start.continues and position.data and "pass" in position.data:
+    if position.data and "pass" in position.data:
         return int(position.data["pass"]) - int(position.data["ended"])
-    before = None if start is Start.FRESH or progress.source is None else progress.source.place
-    return 0 if before is None else before.pass_number + int(start is Start.RESET and before.batch > 0)
+    if position.data is not None or progress.source is None:
+        return 0
+    before = progress.source.place
+    return before.pass_number + int(before.batch > 0)
 
 
 def _move_to(source: Source, start: Start, data: Any, progress: Progress, position: Position) -> None:
     """Move a new source to the place at which the run begins; a fresh one is at the beginning of pass 0."""
     before = progress.source
-    if start is Start.RESUMED:
-        if position.data:
-            source.load(dict(position.data))
-            if isinstance(source, DataSource) and source.place.skipped:
-                source.agree_lengths()  # of the rest of the pass
-    elif before is None:
-        return
-    elif start is Start.RESET:
-        source.begin_after(before.place)
-    elif start is Start.CONTINUED:
-        if data is progress.user_data or source.data is before.data:
-            source.load(_without_fingerprints(position.data or {}))  # what it holds may have changed since
+    if start is Start.RESUMED and position.data:
+        source.load(dict(position.data))
+        if isinstance(source, DataSource) and source.place.skipped:
+            source.agree_lengths()  # of the rest of the pass
+    elif start is Start.CONTINUED and before is not None:
+        if position.data is None:
+            source.begin_after(before.place)
+        elif data is progress.user_data or source.data is before.data:
+            source.load(_without_fingerprints(position.data))  # what it holds may have changed since
             if isinstance(data, Iterator) and isinstance(source, DataSource) and isinstance(before, DataSource):
                 source.reader.fetched = before.reader.fetched or ()
         else:

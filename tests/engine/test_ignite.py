@@ -321,4 +321,4 @@ def test_last_step_boundary_is_not_paused_at_and_others_each_time():
     trainer.add_event_handler(Events.ITERATION_COMPLETED, trainer.interrupt)
 
     states = [(trainer.run([1, 2], max_epochs=2).status, trainer.state.iteration) for _ in range(4)]
-    assert states == [("running", 1), ("running", 2), ("running", 3), ("completed", 4)]
+    assert states == [("interrupted", 1), ("interrupted", 2), ("interrupted", 3), ("completed", 4)]
