@@ -434,7 +434,7 @@ def of_another_model():
     Trainer(update).run(batches_of(Numbers(8), [4, 4]))
 
 
-WEIGHTS = [(-1.0, "-1.0"), (float("nan"), "nan"), (float("inf"), "inf"), (None, "NoneType"), (10**400, "inf")]
+WEIGHTS = [(-1.0, "-1.0"), (float("nan"), "nan"), (float("inf"), "inf"), (None, "NoneType"), (10**400, "int")]
 ONE = torch.ones(())
 test_refusals = refusals(
     [

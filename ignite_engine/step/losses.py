@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ignite_engine.errors import shapes_of
+
 
 class NamedLosses(Protocol):
     """A named tuple."""
@@ -50,98 +52,48 @@ def parts(result: Any) -> tuple[Tensor, Mapping[str, Tensor] | None]:
     Raises:
         ValueError: it cannot be trained on; the remedy.
     """
-    loss, extra = result, None
-    if isinstance(result, tuple) and not hasattr(result, "_fields"):
-        if len(result) != 2:
-            raise ValueError(
-                f"loss_fn returned a tuple of {len(result)}: return the loss, (loss, {{name: detached scalar}}), or "
-                "losses that are summed by name, {name: loss}."
-            )
-        loss, extra = result
-        if not isinstance(extra, Mapping):
-            raise ValueError(
-                f"loss_fn returned (loss, {type(extra).__name__}): return (loss, {{name: detached scalar}})."
-            )
-        for name, value in extra.items():
-            _check_one_element(repr(name), value)
+    loss, extra = result if type(result) is tuple and len(result) == 2 else (result, {})
     named = loss._asdict() if isinstance(loss, tuple) and hasattr(loss, "_asdict") else loss
-    if not isinstance(named, Mapping):
-        _check_one_element("the mean loss", loss)
-        return whole(loss).reshape(()), extra
-    if "loss" in named or not named:
-        has = "'loss' among them" if named else "none"
+    losses = list(named.values()) if isinstance(named, Mapping) else [loss]
+    values = [*losses, *extra.values()] if losses and isinstance(extra, Mapping) else [None]
+    if any(not isinstance(value, Tensor) or value.numel() != 1 for value in values):
         raise ValueError(
-            f"loss_fn returned losses by name, which are summed, with {has}: return the loss, or "
-            "(loss, {name: detached scalar}), where the other values are no losses."
+            f"loss_fn returned {shapes_of(result)}: return the mean loss over the micro-batch, a tensor of one element "
+            "without item(); or losses by name, {name: loss}, which are summed; or a pair of either and what is only "
+            "reported, (loss, {name: detached scalar}), such as torch.tensor(value)."
         )
-    beside = extra or {}
-    for name, value in named.items():
-        _check_one_element(f"the loss {name!r}", value)
-        if f"loss/{name}" in beside:
-            raise ValueError(
-                f"loss_fn returned 'loss/{name}' beside the loss {name!r}, which has that name: choose another."
-            )
-    by_name = {f"loss/{name}": whole(value).reshape(()) for name, value in named.items()}
-    total, *others = by_name.values()
+    total, *others = losses = [whole(value).reshape(()) for value in losses]
     for other in others:
         total = total + other
-    return total, {**by_name, **beside}
-
-
-def _check_one_element(what: str, value: Any) -> None:
-    if not isinstance(value, Tensor):
-        given = f"the number {value!r}" if isinstance(value, int | float) else f"a {type(value).__name__}"
-        raise ValueError(
-            f"loss_fn returned {what} as {given if value is not None else None}: return a tensor of one element, such "
-            "as torch.tensor(value), and the mean loss over the micro-batch without item() or float()."
-        )
-    if value.numel() != 1:
-        raise ValueError(
-            f"loss_fn returned {what} of shape {tuple(value.shape)}: return one element, such as its mean()."
-        )
+    names = list(named) if isinstance(named, Mapping) else []
+    by_name = {f"loss/{name}": value for name, value in zip(names, losses)}
+    for name in (*names, *extra):
+        if name in RESERVED or name in by_name:
+            raise ValueError(
+                f"loss_fn returned {name!r}, a name that Update writes for the whole loss, or for a part of it where "
+                "losses by name are summed: choose another name."
+            )
+    return total, {**by_name, **extra} or None
 
 
 def weighted(values: Sequence[Tensor], scales: Sequence[float]) -> Tensor:
     """The sum of ``values * scales``, shape ``()``; a value of scale zero is left out, as it may be NaN."""
-    if 0.0 in scales:
-        counted = [(value, scale) for value, scale in zip(values, scales, strict=True) if scale]
-        if not counted:
-            return torch.zeros_like(values[0])
-        values, scales = [value for value, _ in counted], [scale for _, scale in counted]
-    if len(values) == 1:
-        return values[0] if scales[0] == 1.0 else values[0] * scales[0]
-    if scales.count(scales[0]) == len(scales):
-        summed = torch.stack(list(values))
-        return summed.mean() if scales[0] * len(scales) == 1.0 else summed.sum() * scales[0]
-    return torch.stack([value * scale for value, scale in zip(values, scales, strict=True)]).sum()
-
-
-def weighted_by_name(extras: Sequence[Mapping[str, Tensor]], scales: Sequence[float]) -> dict[str, Tensor]:
-    """:func:`weighted` for each name.
-
-    Raises:
-        ValueError: the names are not the same for each micro-batch, or one of them is taken.
-    """
-    names_of(extras, len(scales))
-    return {name: weighted([named[name] for named in extras], scales) for name in extras[0]}
+    counted = [value * scale for value, scale in zip(values, scales, strict=True) if scale]
+    if len(counted) == 1:
+        return counted[0]
+    return torch.stack(counted).sum() if counted else torch.zeros_like(values[0])
 
 
 def names_of(extras: Sequence[Mapping[str, Tensor]], micro_batches: int) -> list[str]:
     """The names of the values beside the loss, sorted; none where none of the micro-batches has any.
 
     Raises:
-        ValueError: they are not the same for each micro-batch, or one of them is taken.
+        ValueError: they are not the same for each micro-batch.
     """
-    if not extras:
-        return []
     names = [sorted(named) for named in extras]
-    if len(extras) < micro_batches or any(named != names[0] for named in names):
+    if extras and (len(extras) < micro_batches or any(others != names[0] for others in names)):
         raise ValueError(
             f"loss_fn must return the same names for each micro-batch of a group, got {names} for {micro_batches} of "
             "them: return a zero, or a NaN, where there is no value."
         )
-    if taken := [name for name in RESERVED if name in extras[0]]:
-        raise ValueError(
-            f"loss_fn returned {taken[0]!r} beside the loss, a name that Update writes: choose another name."
-        )
-    return names[0]
+    return names[0] if names else []

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import nn
 
-from ignite_engine.errors import shapes_of
+from ignite_engine.errors import is_whole, shapes_of
 from ignite_engine.ranks import agreement, mesh
 
 WeightFn = Callable[[Any], float]
@@ -56,17 +56,25 @@ class Group(list[Any]):
         Raises:
             ValueError: a weight is negative or not finite, or their sum is not.
         """
-        if weight_fn is None:
-            real = len(self) - self.padding
-            scale = mesh.data_size() / self.total if self.total else 1.0 / max(real, 1)
-            return [scale] * real + [0.0] * self.padding
         ranks, weights, total = mesh.data_size(), self.weights, self.total_weight
-        if weights is None:
+        if weight_fn is None:
+            weights = [1.0] * len(self.real) + [0.0] * self.padding
+            total = self.total or max(len(self.real), 1) * ranks
+        elif weights is None:
             weights = [check_weight(weight_fn(batch)) for batch in self.real] + [0.0] * self.padding
             total = sum(row[0] for row in mesh.by_data_rank(agreement.gather_floats([sum(weights)])))
-        if total * ranks == float("inf"):  # the same on all ranks; each scale would be 0
-            raise ValueError(f"The weights of one update sum up to infinity, got {weights} here: return smaller ones.")
-        return [weight * ranks / total for weight in weights] if total else None
+        return scales_of(weights, total, ranks)
+
+
+def scales_of(weights: Sequence[float], total: float, ranks: int = 1) -> list[float] | None:
+    """The factors of micro-batches of these weights, so that their mean over ``ranks`` is weighted; None: no weight.
+
+    Raises:
+        ValueError: the weights of all ranks, ``total``, sum up to infinity, so that each factor would be 0.
+    """
+    if total * ranks == float("inf"):
+        raise ValueError(f"The weights of one update sum up to infinity, got {weights} here: return smaller ones.")
+    return [weight * ranks / total for weight in weights] if total else None
 
 
 def group_of(engine: Any, batch: Any) -> Group:
@@ -102,7 +110,7 @@ def gradient_sync(model: nn.Module, *, last: bool) -> AbstractContextManager[Any
     For DDP (which decides in forward) and FSDP2, also inside of ``model``; any other model gets a null context. Leaving
     the context restores the setting, on an error too.
     """
-    return nullcontext() if last else without_sync(reducing_modules(model))
+    return without_sync(() if last else reducing_modules(model))
 
 
 @contextmanager
@@ -137,7 +145,7 @@ def check_steps(count: Any, name: str = "accumulation_steps") -> None:
     Raises:
         ValueError: it is not a whole number of at least 1.
     """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+    if not is_whole(count) or count < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, got {count!r}.")
 
 
@@ -160,22 +168,17 @@ def first_dimension(batch: Any) -> int | None:
 
     A batch may nest mappings, lists, tuples and data classes.
     """
-    children: Iterable[Any] = ()
-    if type(batch) in (tuple, list):  # the commonest first: it is asked in each iteration
-        children = batch
-    elif (shape := getattr(batch, "shape", None)) is not None:
+    if (shape := getattr(batch, "shape", None)) is not None:
         return int(shape[0]) if len(shape) else None
-    elif isinstance(batch, Mapping):
+    children: Iterable[Any] = ()
+    if isinstance(batch, Mapping):
         children = batch.values()
     elif isinstance(batch, list | tuple):
         children = batch
     elif is_dataclass(batch):
         children = (getattr(batch, field.name, None) for field in fields(batch))
-    for child in children:
-        size = first_dimension(child)
-        if size is not None:
-            return size
-    return None
+    sizes = (first_dimension(child) for child in children)
+    return next((size for size in sizes if size is not None), None)
 
 
 def check_weight(given: Any) -> float:
@@ -186,12 +189,10 @@ def check_weight(given: Any) -> float:
     """
     try:
         weight = float(given)
-    except OverflowError:
-        weight = float("inf")
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"weight_fn must return a finite number of at least 0, got {shapes_of(given)}.") from None
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        weight = float("nan")
     if not 0.0 <= weight < float("inf"):
-        raise ValueError(f"weight_fn must return a finite number of at least 0, got {weight}.")
+        raise ValueError(f"weight_fn must return a finite number of at least 0, got {weight} from {shapes_of(given)}.")
     return weight
 
 
@@ -201,14 +202,13 @@ def accumulation_steps_for(global_batch: int, local_batch: int, world_size: int 
     Raises:
         ValueError: it does not divide, or a number is below 1.
     """
-    if min(global_batch, local_batch, world_size) < 1:
-        raise ValueError(
-            f"batch sizes and world_size must be at least 1, got {global_batch}, {local_batch}, {world_size}."
-        )
-    steps, rest = divmod(global_batch, local_batch * world_size)
+    for name, count in (("global_batch", global_batch), ("local_batch", local_batch), ("world_size", world_size)):
+        check_steps(count, name)
+    together = local_batch * world_size
+    steps, rest = divmod(global_batch, together)
     if rest or not steps:
         raise ValueError(
-            f"global_batch {global_batch} must be a multiple of local_batch x world_size = {local_batch * world_size}: "
-            f"take {max(1, steps) * local_batch * world_size} or change local_batch."
+            f"global_batch {global_batch} must be a multiple of local_batch x world_size = {together}: "
+            f"take {max(1, steps) * together} or change local_batch."
         )
     return steps

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,35 +37,19 @@ def check_precision(precision: str) -> str:
 def autocast(precision: Precision, device_type: str) -> AbstractContextManager[Any]:
     """The context of forward passes in ``precision`` on ``device_type`` (``cpu``, say), one after the other.
 
+    What ``precision`` returns, if it is a function, serves one pass only.
+
     Raises:
         ValueError: it is a name that is not known.
-        TypeError: (when it is entered) what ``precision`` returns is no context manager.
+        TypeError: what ``precision`` returns is no context manager.
     """
     if callable(precision):
-        return _MadeAnew(precision)
+        made = precision()
+        is_context = isinstance(made, AbstractContextManager)
+        check_type("what precision returns", made, is_context, "a context manager")
+        return made
     dtype = DTYPES[check_precision(precision)]
-    context = None if dtype is None else devices.autocast(device_type, dtype)
-    return nullcontext() if context is None else context
-
-
-class _MadeAnew(AbstractContextManager[Any]):
-    """A context that is made each time it is entered, as those of ``contextlib`` can be entered once only."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._make, self._entered = make, list[AbstractContextManager[Any]]()
-
-    def __enter__(self) -> Any:
-        context = self._make()
-        if not hasattr(context, "__enter__"):
-            raise TypeError(
-                f"precision must be a function that returns a context manager, got one that returned {context!r}."
-            )
-        entered = context.__enter__()
-        self._entered.append(context)
-        return entered
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._entered.pop().__exit__(*error)
+    return (dtype and devices.autocast(device_type, dtype)) or nullcontext()
 
 
 class LossScaler(GradScaler):
@@ -76,25 +61,17 @@ class LossScaler(GradScaler):
 
     _unscaled = False
 
-    @property
-    def growth(self) -> dict[str, float]:
-        """The options by which the scale changes."""
-        return {
-            "growth_factor": self.get_growth_factor(),
-            "backoff_factor": self.get_backoff_factor(),
-            "growth_interval": self.get_growth_interval(),
-        }
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, the options included; a warning names those that were built otherwise."""
-        built = self.growth
+        built = self.state_dict()
         super().load_state_dict(state_dict)
-        changed = [f"{name} {now} to {built[name]}" for name, now in self.growth.items() if now != built[name]]
+        growth = ("growth_factor", "backoff_factor", "growth_interval")
+        changed = [name for name in growth if built and built[name] != state_dict[name]]
         if changed:
             logger.warning(
                 "The loss scaler was changed (%s): no effect on a resumed run, which restores the saved options. To "
                 "begin with these and the first scale, leave it out with %s.",
-                ", ".join(changed),
+                ", ".join(f"{name} {state_dict[name]} to {built[name]}" for name in changed),
                 leave_out("scaler"),
             )
 
@@ -105,44 +82,36 @@ class LossScaler(GradScaler):
 
         Call once per update, after the last backward and before clipping; True where there is no gradient.
         """
-        joint: list[Any] = _joint_optimizers(optimizers)
+        by_mesh: dict[Any, dict[int, Tensor]] = {}  # torch takes gradients of several meshes apart only
+        for optimizer in optimizers:
+            for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+                if parameter.grad is not None:
+                    mesh = getattr(parameter.grad, "device_mesh", None)
+                    by_mesh.setdefault(mesh, {})[id(parameter)] = parameter  # one of two optimizers is unscaled once
+        joint: list[Any] = [_JointOptimizer([{"params": list(alike.values())}]) for alike in by_mesh.values()]
         for optimizer in joint:
             self.unscale_(optimizer)
         self._unscaled = bool(joint)
         return all([self.step(optimizer) is not None for optimizer in joint])  # a list, as torch expects a step of each
 
-    def adjust(self) -> None:
-        """Raise or lower the scale by what :meth:`unscale_all` found; call once, after the step or its skip."""
+    def adjust(self, new_scale: float | None = None) -> None:
+        """Raise or lower the scale by what :meth:`unscale_all` found; call once, after the step or its skip.
+
+        Args:
+            new_scale: given, what was found is forgotten.
+        """
         if self._unscaled:
             self._unscaled = False
-            self.update()
-
-    def discard(self) -> None:
-        """Forget what :meth:`unscale_all` found: the step is left out as if it had never been, the scale stays."""
-        if self._unscaled:
-            self._unscaled = False
-            self.update(self.get_scale())
+            self.update(new_scale)
 
 
-class _JointOptimizer:
+class _JointOptimizer(NamedTuple):
     """Several optimizers as the one that torch's scaler asks for; its step is called where all is finite."""
 
-    def __init__(self, parameters: list[Tensor]) -> None:
-        self.param_groups = [{"params": parameters}]
+    param_groups: list[dict[str, list[Tensor]]]
 
     def step(self) -> bool:
         return True
-
-
-def _joint_optimizers(optimizers: Iterable[Optimizer]) -> list[_JointOptimizer]:
-    """One for the plain parameters that have a gradient and one for each device mesh, which torch takes apart only."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    unique = {id(parameter): parameter for group in groups for parameter in group["params"]}  # unscaled once
-    by_mesh: dict[Any, list[Tensor]] = {}
-    for parameter in unique.values():
-        if parameter.grad is not None:
-            by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
-    return [_JointOptimizer(parameters) for parameters in by_mesh.values()]
 
 
 def loss_scaler(precision: Precision, device_type: str, options: Mapping[str, Any] | None) -> LossScaler | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from importlib import import_module
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,16 +18,10 @@ from ignite_engine.events import TrainingEvents
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.mesh import is_sharded
 from ignite_engine.step.device import to_device
-from ignite_engine.step.gradients import check_tables
+from ignite_engine.step.gradients import clip_gradients
 from ignite_engine.step.loss_parallel import loss_parallel_context
-from ignite_engine.step.losses import parts, scalar, weighted, weighted_by_name
-from ignite_engine.step.micro_batches import (
-    Group,
-    check_accumulates,
-    group_of,
-    reducing_modules,
-    without_sync,
-)
+from ignite_engine.step.losses import names_of, parts, scalar, weighted
+from ignite_engine.step.micro_batches import Group, check_accumulates, group_of, reducing_modules, without_sync
 from ignite_engine.step.precision import autocast
 from ignite_engine.step.shortcuts import backward
 from ignite_engine.step.without_trace import without_rows, without_trace
@@ -42,8 +37,6 @@ ACCUMULATIONS = {
 
 Listeners = tuple[list[Any], list[Any], list[Any]]
 """Ignite's lists of the handlers before a forward, after it, and after its backward."""
-
-_NOTHING = nullcontext()
 
 
 class Accumulation:
@@ -70,14 +63,8 @@ class Accumulation:
         """
         # which holds this: a trainer that is dropped frees its model at once
         self.update = weakref.proxy(update)  # type: ignore[assignment]  # it answers for it
-        # one context for good: making one costs more than entering it
-        self._context = None if update.precision == "fp32" else autocast(update.precision, update.device.type)
         self._reducing = reducing_modules(update.model)
-        self._is_fsdp = any(map(is_sharded, self._reducing))
-        if self._is_fsdp:
-            check_tables(update.model)
         self._broken_off = False
-        self._factors: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
     def stateful(self) -> Iterable[tuple[str, Any, bool]]:
         """What a checkpoint holds of this: name, object with a state, and whether every rank has the same."""
@@ -105,14 +92,12 @@ class Accumulation:
             RuntimeError: an earlier update of an FSDP2 model raised.
         """
         state: Any = engine.state
-        repeated_from = len(scales)
-        if 0.0 in scales:
-            if any(scales) and not self._reducing:
-                # the mean over nothing may be NaN, and stays NaN times zero; in a wrapped model the peers wait for it
-                micro_batches = [batch for batch, scale in zip(micro_batches, scales, strict=True) if scale]
-                scales = [scale for scale in scales if scale]
-            repeated_from = len(scales) - group_of(engine, state.batch).padding
-        deferring = () if self.update.reduce_each_micro_batch or len(scales) == 1 else self._reducing
+        update = self.update
+        padding = group_of(engine, state.batch).padding if 0.0 in scales else 0
+        if 0.0 in scales and any(scales) and not self._reducing:
+            # the mean over nothing may be NaN, and stays NaN times zero; in a wrapped model the peers wait for it
+            micro_batches, scales = [*compress(micro_batches, scales)], [*filter(None, scales)]
+        deferring = () if update.reduce_each_micro_batch or len(scales) == 1 else self._reducing
         for module in deferring:
             check_accumulates(module)
         if self._broken_off:
@@ -120,16 +105,32 @@ class Accumulation:
                 "An update of this FSDP2 model raised, and FSDP2 keeps the gradients that it had by then: make the "
                 "model, its optimizer and Update again before you train on."
             )
-        self._broken_off = self._is_fsdp
-        listeners, last = _listeners_of(engine), len(scales) - 1
+        self._broken_off = any(map(is_sharded, self._reducing))
+        handlers = engine._event_handlers
+        # looked up once: a handler that comes or goes in the middle of the group changes the same lists
+        listeners: Listeners = (
+            handlers[TrainingEvents.FORWARD_STARTED],
+            handlers[TrainingEvents.FORWARD_COMPLETED],
+            handlers[TrainingEvents.BACKWARD_COMPLETED],
+        )
         losses, extras = list[Tensor](), list[Mapping[str, Tensor]]()
-        for index, batch in enumerate(to_device(micro_batches, self.update.device, state.iteration)):
-            scale = scales[index]
-            is_repeated = not scale and index >= repeated_from
+        for index, batch in enumerate(to_device(micro_batches, update.device, state.iteration)):
+            scale, is_last = scales[index], index == len(scales) - 1
             state.micro_batches += 1
             try:
-                with self._around(() if index == last else deferring, scale, is_repeated=is_repeated):
+                if scale and (is_last or not deferring) and not update.loss_parallel:
                     losses.append(self.forward_backward(engine, batch, scale, extras, listeners))
+                else:
+                    with ExitStack() as stack:
+                        stack.enter_context(without_sync(() if is_last else deferring))
+                        if update.loss_parallel:
+                            stack.enter_context(loss_parallel_context())
+                        if not scale and index >= len(scales) - padding:  # it is here only as the peers wait for it
+                            stack.enter_context(without_trace(update.model))
+                            stack.enter_context(update.generators.undrawn())
+                        if not scale:
+                            stack.enter_context(without_rows(update.parameters.all()))
+                        losses.append(self.forward_backward(engine, batch, scale, extras, listeners))
             except torch.OutOfMemoryError as error:
                 raise torch.OutOfMemoryError(
                     f"Out of memory on rank {agreement.rank()} in iteration {state.iteration} with a micro-batch "
@@ -154,10 +155,10 @@ class Accumulation:
             engine.fire_event(TrainingEvents.FORWARD_STARTED)
         update = self.update
         try:
-            if self._context is None:
+            if update.precision == "fp32":
                 result: Any = update.loss_fn(update.model, batch)
             else:
-                with self._context:
+                with autocast(update.precision, update.device.type):
                     result = update.loss_fn(update.model, batch)
         except Exception as error:
             error.add_note(f"The micro-batch: {shapes_of(batch)}.")
@@ -179,20 +180,16 @@ class Accumulation:
         """The gradient that the backward of a loss starts from; in fp16 times the loss scale."""
         if (scaler := self.update.scaler) is not None:
             return scaler.scale(torch.ones((), device=device)).to(dtype) * scale
-        found = self._factors.get((scale, dtype, device))
-        if found is None:
-            if len(self._factors) > 64:
-                self._factors.clear()
-            found = self._factors[scale, dtype, device] = torch.full((), scale, dtype=dtype, device=device)
-        return found
+        # made anew: autograd gives it as gradient to a parameter that is the loss
+        return torch.full((), scale, dtype=dtype, device=device)
 
     def output(
         self, losses: list[Tensor], extras: list[Mapping[str, Tensor]], scales: Sequence[float]
     ) -> dict[str, Tensor]:
         """What a group reports: ``loss`` and the values beside it, each the sum of its values times ``scales``."""
         found = {"loss": weighted(losses, scales)}
-        if extras:
-            found.update(weighted_by_name(extras, scales))
+        if names_of(extras, len(losses)):
+            found.update({name: weighted([named[name] for named in extras], scales) for name in extras[0]})
         return found
 
     def own_loss(self, loss: Tensor) -> Tensor:
@@ -200,35 +197,16 @@ class Accumulation:
         return loss
 
     def clip_and_step(self) -> tuple[bool, Tensor | None]:
-        """Clip and step in another way than :class:`Update`, which is told ``stepping``.
+        """Clip, and step in another way than :class:`Update`, which is told ``stepping``.
 
         Returns:
-            Whether it was done, and the norm of the gradients before.
-        """
-        return False, None
-
-    def _around(
-        self, deferring: Sequence[nn.Module], scale: float, *, is_repeated: bool
-    ) -> AbstractContextManager[Any]:
-        """The context of forward and backward of a micro-batch.
-
-        Args:
-            deferring: modules that do not reduce gradients in it.
-            is_repeated: it is here only as the peers wait for it, and leaves no trace.
+            Whether it has stepped, and the norm of the gradients before they were clipped, where it is asked for.
         """
         update = self.update
-        if scale and not deferring and not update.loss_parallel:
-            return _NOTHING
-        with ExitStack() as stack:
-            stack.enter_context(without_sync(deferring))
-            if update.loss_parallel:
-                stack.enter_context(loss_parallel_context())
-            if is_repeated:
-                stack.enter_context(without_trace(update.model))
-                stack.enter_context(update.generators.undrawn())
-            if not scale:
-                stack.enter_context(without_rows(update.parameters.all()))
-            return stack.pop_all()
+        judges_norm = update.non_finite is not None and update.scaler is None
+        if update.clip_norm is None and not update.log_grad_norm and not judges_norm:
+            return False, None
+        return False, clip_gradients(update.parameters.in_order_of(update.model), update.clip_norm)
 
 
 def accumulation_of(accumulate: str | Accumulation | None) -> Accumulation:
@@ -256,13 +234,3 @@ def accumulation_of(accumulate: str | Accumulation | None) -> Accumulation:
             raise
         raise ValueError(f"accumulate={accumulate!r} needs {module}, which is not installed.") from None
     return strategy
-
-
-def _listeners_of(engine: Engine) -> Listeners:
-    """Looked up once for a group: a handler that comes or goes in the middle of it changes the same lists."""
-    handlers = engine._event_handlers
-    return (
-        handlers[TrainingEvents.FORWARD_STARTED],
-        handlers[TrainingEvents.FORWARD_COMPLETED],
-        handlers[TrainingEvents.BACKWARD_COMPLETED],
-    )

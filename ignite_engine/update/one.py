@@ -23,11 +23,10 @@ from ignite_engine.states.model_and_optimizer import (
     unwrap,
 )
 from ignite_engine.step.device import device_of
-from ignite_engine.step.gradients import clip_gradients, gradient_norm
 from ignite_engine.step.losses import LossFn
 from ignite_engine.step.micro_batches import WeightFn, group_of
-from ignite_engine.step.non_finite import FirstNonFinite, NonFinitePolicy, warn_of_first
-from ignite_engine.step.parameters import Parameters, check_gradients, optimizers_by_name, refuse_lazy
+from ignite_engine.step.non_finite import FirstNonFinite, NonFinitePolicy
+from ignite_engine.step.parameters import Parameters, check_gradients, check_model, optimizers_by_name
 from ignite_engine.step.precision import Precision, check_precision, loss_scaler
 from ignite_engine.step.shortcuts import step
 from ignite_engine.update.accumulation import Accumulation, accumulation_of
@@ -55,7 +54,7 @@ class Update(BaseUpdate):
         weight_fn: weight of a micro-batch, e.g. its number of tokens, called on the host batch; None weighs each 1.
             Under DDP and FSDP2 gradients must be finite for one that weighs 0, too: the peers wait for them.
         grad_scaler: torch's GradScaler arguments, for fp16 only.
-        log_grad_norm: report ``grad_norm`` also where nothing is clipped.
+        log_grad_norm: report ``grad_norm`` also where neither ``clip_norm`` nor ``non_finite`` computes it.
         non_finite: what all ranks do where a loss or the gradient norm is not finite on any of them: ``skip`` the
             step, ``rollback`` to the last healthy checkpoint and leave the iteration out when it comes again, or
             ``stop`` the run before the weights change (:class:`NotFinite`); reads one value a step. None: nothing,
@@ -106,7 +105,7 @@ class Update(BaseUpdate):
         loss_parallel: bool = False,
     ) -> None:
         check_type("model", model, isinstance(model, nn.Module), "a module")
-        refuse_lazy(model)
+        check_model(model)
         check_type("loss_fn", loss_fn, callable(loss_fn), "a function loss_fn(model, batch)")
         if getattr(loss_fn, "__module__", None) in ("torch.nn.functional", "torch.nn.modules.loss"):
             criterion = getattr(loss_fn, "__name__", type(loss_fn).__name__)
@@ -205,15 +204,15 @@ class Update(BaseUpdate):
     def run_started(self) -> None:
         """A run starts; a collective."""
         self.stepping = self._has_gradients = False
-        self._losses.clear()
+        self._losses = FirstNonFinite()
         self.accumulation.run_started()
 
     def run_ended(self, engine: Engine) -> None:
         """A run has ended without an error: one warning if it went wrong and nobody has said so; a collective."""
         state: Any = engine.state
         if state.not_finite_at is None:
-            state.not_finite_at = warn_of_first(
-                self._losses, self.parameters.all(), state.iteration, rank_invariant=self.rank_invariant
+            state.not_finite_at = self._losses.warn(
+                self.parameters.all(), state.iteration, rank_invariant=self.rank_invariant
             )
 
     def _step(self, engine: Engine, output: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -222,24 +221,21 @@ class Update(BaseUpdate):
                 raise ValueError(f"accumulate() must return a dict with 'loss', got {output!r}.")
             check_gradients(self.optimizers, unwrap(self.model).parameters())
             self._has_gradients = True
-        finite = self.scaler is None or self.scaler.unscale_all(self.optimizers.values())
-        handlers = engine._event_handlers
-        if handlers.get(TrainingEvents.OPTIMIZER_STEP_STARTED):
+        state: Any = engine.state
+        scaler, policy = self.scaler, self.non_finite
+        finite = scaler is None or scaler.unscale_all(self.optimizers.values())
+        if engine._event_handlers.get(TrainingEvents.OPTIMIZER_STEP_STARTED):
             engine.fire_event(TrainingEvents.OPTIMIZER_STEP_STARTED)
         stepped, norm = self.accumulation.clip_and_step()
-        if stepped:
-            if norm is not None:
-                output["grad_norm"] = norm
-        elif self.clip_norm is not None:
-            norm = output["grad_norm"] = clip_gradients(self.parameters.in_order_of(self.model), self.clip_norm)
-        elif self.log_grad_norm or (self.non_finite is not None and self.scaler is None):
-            ordered = self.parameters.in_order_of(self.model)
-            norm = gradient_norm([p.grad for p in ordered if p.grad is not None])
-            if self.log_grad_norm:
-                output["grad_norm"] = norm
-        if self.non_finite is not None and not self._is_finite(engine, output["loss"], norm):
-            return self._skip(engine, output)
-        self._losses.add(engine.state.iteration, output["loss"])
+        if norm is not None:
+            output["grad_norm"] = norm
+        if policy is not None:
+            judged = norm if scaler is None else None  # an overflow is the scaler's to skip
+            if not policy.takes(engine, output["loss"], judged, self.accumulation.own_loss):
+                if scaler is not None:
+                    scaler.adjust(scaler.get_scale())
+                return self._skip(engine, output)
+        self._losses.add(state.iteration, output["loss"])
         if finite:
             # a forward of a handler's leaves whole copies of the weights, which the next one would take for the new
             for module in self._sharded:
@@ -249,26 +245,14 @@ class Update(BaseUpdate):
                 for optimizer in self.optimizers.values():
                     step(optimizer)
             self.stepping = False
-        if self.scaler is not None:
-            self.scaler.adjust()
+        if scaler is not None:
+            scaler.adjust()
         if not finite:
             return self._skip(engine, output)
-        state: Any = engine.state
         state.optimizer_steps += 1
-        if handlers.get(TrainingEvents.OPTIMIZER_STEP_COMPLETED):
+        if engine._event_handlers.get(TrainingEvents.OPTIMIZER_STEP_COMPLETED):
             engine.fire_event(TrainingEvents.OPTIMIZER_STEP_COMPLETED)
         return output
-
-    def _is_finite(self, engine: Engine, loss: Tensor, norm: Tensor | None) -> bool:
-        """Whether this step is taken by the policy of values that are not finite; a collective."""
-        assert self.non_finite is not None
-        norm = norm if self.scaler is None else None  # an overflow is the scaler's to skip
-        if self.non_finite.is_finite(loss, norm):
-            return True
-        if self.scaler is not None:
-            self.scaler.discard()
-        self.non_finite.act(engine, self.accumulation.own_loss(loss), norm)
-        return False
 
     def _skip(self, engine: Engine, output: dict[str, Tensor]) -> dict[str, Tensor]:
         state: Any = engine.state

@@ -20,6 +20,14 @@ def trained(loss_fn, steps=2, **options):
     return one(model), state.output
 
 
+def test_a_loss_that_is_a_parameter_itself_moves_it_by_the_same_each_time():
+    model = nn.Linear(1, 1, bias=False)
+    before = model.weight.item()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    Trainer(Update(model, optimizer, lambda model, batch: model.weight), 2).run([torch.ones(1)] * 8, max_epochs=1)
+    assert model.weight.item() == pytest.approx(before - 4 * 0.25)
+
+
 class Parts(NamedTuple):
     fit: Tensor
     size: Tensor
@@ -195,19 +203,19 @@ def alternating(*results):
 
 test_refusals = refusals(
     [
-        ("number", returning(lambda loss: 0.5), ValueError, "number 0.5 tensor"),
-        ("item", returning(lambda loss: loss.item()), ValueError, "number without item()"),
-        ("nothing", returning(lambda loss: None), ValueError, "None tensor"),
-        ("a text", returning(lambda loss: "word"), ValueError, "a str"),
-        ("several elements", returning(lambda loss: loss.repeat(3)), ValueError, "shape (3,) mean()"),
+        ("number", returning(lambda loss: 0.5), ValueError, "float tensor of one element item()"),
+        ("item", returning(lambda loss: loss.item()), ValueError, "float without item()"),
+        ("nothing", returning(lambda loss: None), ValueError, "NoneType tensor"),
+        ("a text", returning(lambda loss: "word"), ValueError, "str tensor"),
+        ("several elements", returning(lambda loss: loss.repeat(3)), ValueError, "[3] one element mean"),
         ("no gradient", returning(lambda loss: loss.detach()), ValueError, "requires_grad detach()"),
-        ("triple", returning(lambda loss: (loss, {}, {})), ValueError, "tuple of 3"),
-        ("pair of losses", returning(lambda loss: (loss, loss)), ValueError, "(loss, Tensor) name"),
-        ("a number beside it", returning(lambda loss: (loss, {"a": 1})), ValueError, "'a' number 1 torch.tensor"),
-        ("a vector beside it", returning(lambda loss: (loss, {"a": torch.ones(2)})), ValueError, "'a' shape (2,)"),
+        ("triple", returning(lambda loss: (loss, {}, {})), ValueError, "{} (loss, {name:"),
+        ("pair of losses", returning(lambda loss: (loss, loss)), ValueError, "Tensor [] name reported"),
+        ("a number beside it", returning(lambda loss: (loss, {"a": 1})), ValueError, "'a': int torch.tensor"),
+        ("a vector beside it", returning(lambda loss: (loss, {"a": torch.ones(2)})), ValueError, "'a': Tensor [2]"),
         ("total among its parts", returning(lambda loss: {"loss": loss, "a": loss}), ValueError, "summed 'loss'"),
-        ("no losses", returning(lambda loss: {}), ValueError, "by name none"),
-        ("a part that is a number", returning(lambda loss: {"a": loss, "b": 1}), ValueError, "loss 'b' number 1"),
+        ("no losses", returning(lambda loss: {}), ValueError, "{} {name: loss}"),
+        ("a part that is a number", returning(lambda loss: {"a": loss, "b": 1}), ValueError, "'b': int"),
         ("name twice", returning(lambda loss: ({"a": loss}, {"loss/a": loss})), ValueError, "'loss/a' name choose"),
         ("a name of ours", returning(lambda loss: (loss, {"grad_norm": loss})), ValueError, "'grad_norm' choose"),
         ("other names", alternating(lambda x: (x, {"a": x}), lambda x: (x, {"b": x})), ValueError, "names 'a' 'b'"),
