@@ -13,9 +13,8 @@ from torch import nn
 from ignite_engine.engine import bus, saved_progress, start
 from ignite_engine.engine.grouping import Grouping
 from ignite_engine.engine.intervals import Interval, Intervals
-from ignite_engine.engine.length import Length
 from ignite_engine.engine.loop import Loop
-from ignite_engine.engine.position import last_iteration
+from ignite_engine.engine.position import Plan, last_iteration
 from ignite_engine.engine.progress import Progress
 from ignite_engine.engine.requests import COLLECT, END, SAVE, Requests
 from ignite_engine.engine.roll_back import RollBacks, arguments_again
@@ -32,17 +31,6 @@ from ignite_engine.update.base import update_of
 
 if TYPE_CHECKING:
     from ignite_engine.checkpointing import SaveFilter
-    from ignite_engine.evaluator import create_evaluator
-
-__all__ = ["Trainer", "create_evaluator"]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "create_evaluator":  # a trainer alone does not need it
-        from ignite_engine.evaluator import create_evaluator
-
-        return create_evaluator
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class Trainer(Engine):
@@ -173,19 +161,13 @@ class Trainer(Engine):
         """
         from ignite_engine.describe import describe
 
-        length = self._length(data, max_epochs, max_iters, epoch_length)
-        return describe(self, self.registry, self._models(), length, self.reproducibility(), rates=rates)
-
-    def _length(
-        self, data: Iterable[Any] | None, max_epochs: int | None, max_iters: int | None, epoch_length: int | None
-    ) -> Length:
-        """The length of a run with these arguments; what is not given is as in the last run."""
         state = self.state
-        if max_epochs is None and max_iters is None:
+        if max_epochs is None and max_iters is None:  # what is not given is as in the last run
             max_epochs, max_iters = state.max_epochs, state.max_iters
         if epoch_length is None:
             epoch_length = state.epoch_length if data is None else self.progress.iterations_of(data)
-        return Length.of(max_epochs, max_iters, epoch_length)
+        plan = Plan(max_epochs, max_iters, epoch_length)
+        return describe(self, self.registry, self._models(), plan, self.reproducibility(), rates=rates)
 
     def reproducibility(self, only: SaveFilter | None = None) -> list[str]:
         """Why a run resumed from a checkpoint made now would not be bit for bit; empty: it would be.
@@ -462,8 +444,7 @@ class Trainer(Engine):
             raise ValueError(f"Event {event_name} is not a valid event for this {type(self).__name__}.")
         self._fire_event(event_name)
 
-    def _fire_event(self, event_name: Any, *event_args: Any, **event_kwargs: Any) -> bool:  # type: ignore[override]
-        return bus.fire(self, event_name, *event_args, **event_kwargs)  # Ignite's returns nothing
+    _fire_event = bus.fire  # type: ignore[assignment]  # Ignite's returns nothing
 
     def _handler_wrapper(self, handler: Callable[..., Any], event_name: Any, event_filter: Callable[..., Any]) -> Any:
         return bus.Filtered(self, event_name, event_filter, handler)

@@ -20,7 +20,7 @@ from ignite_engine.engine.bus import (
     handlers_of,
     name_of,
 )
-from ignite_engine.engine.length import Length
+from ignite_engine.engine.position import Plan, Position, last_iteration
 from ignite_engine.schedules import Schedule
 from ignite_engine.states.model_and_optimizer import OptimizerState
 from ignite_engine.states.registry import Registry
@@ -30,12 +30,12 @@ def describe(
     engine: Engine,
     registry: Registry,
     models: Sequence[nn.Module],
-    length: Length,
+    plan: Plan,
     inexact: Iterable[str],
     *,
     rates: bool = True,
 ) -> str:
-    """What a run of this length trains, at which rates, what a checkpoint holds, and who listens to what.
+    """What a run from its beginning on trains, at which rates, what a checkpoint holds, and who listens to what.
 
     Args:
         models: those that are trained.
@@ -46,9 +46,9 @@ def describe(
     optimized = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
     reasons = list(inexact)
     lines = [
-        f"Trains for {length}",
+        f"Trains for {_length(plan)}",
         *(line for model in models for line in model_table(model, optimized)),
-        *(_rates(engine, length) if rates else ()),
+        *(_rates(engine, plan) if rates else ()),
         *_contents(registry),
         "The bus (event: handlers in the order in which they run)",
         *_bus(engine),
@@ -57,14 +57,28 @@ def describe(
     return "\n".join(lines)
 
 
-def _rates(engine: Engine, length: Length) -> list[str]:
+def _length(plan: Plan) -> str:
+    iterations, epochs = last_iteration(Position(), plan), _epochs(plan)
+    if iterations is None:
+        return f"{epochs:,} epochs" if epochs else "a run whose length is not known before"
+    of_epochs = f", {epochs:,} epochs of {plan.epoch_length:,}" if epochs and plan.epoch_length else ""
+    return f"{iterations:,} iterations{of_epochs}"
+
+
+def _epochs(plan: Plan) -> int | None:
+    iterations = last_iteration(Position(), plan)
+    return iterations // plan.epoch_length if iterations is not None and plan.epoch_length else plan.max_epochs
+
+
+def _rates(engine: Engine, plan: Plan) -> list[str]:
     lines: list[str] = []
     for event, handler, owner in _schedules(engine):
         scheduler = owner.scheduler
         what = repr(scheduler) if isinstance(scheduler, Schedule) else type(scheduler).__name__
         lines.append(f"Schedule {getattr(owner, 'name', '')}: {what}")
         by_epoch = event in (Events.EPOCH_STARTED, Events.EPOCH_COMPLETED)
-        steps = None if type(handler) is Filtered else length.epochs if by_epoch else length.iterations
+        total = _epochs(plan) if by_epoch else last_iteration(Position(), plan)
+        steps = None if type(handler) is Filtered else total
         if isinstance(scheduler, Schedule) and steps:
             if scheduler.total is None:
                 scheduler = copy.copy(scheduler)

@@ -154,7 +154,10 @@ class Progress:
         """The groups of the present pass from the place on; None for each iteration where there is no data."""
         data = self.state.dataloader
         if data is not None and data is not self.user_data:
-            self._replace_data(data)
+            raise RuntimeError(
+                "state.dataloader was assigned, and a Trainer's data cannot change within a run: end the run, and call "
+                "run() with the other data."
+            )
         if data is None or self.source is None:
             assert self.state.epoch_length is not None
             return repeat(Group([None]), self.state.epoch_length)
@@ -167,14 +170,6 @@ class Progress:
             return iter(self.source)
         with rng.isolated():  # the uninterrupted run made this iterator earlier
             return iter(self.source)
-
-    def _replace_data(self, data: Any) -> None:
-        """A handler has assigned ``state.dataloader`` in the middle of a run: a new pass over it."""
-        before, source = self.source, self.new_source(data)
-        if before is not None:
-            source.begin_after(before.place)
-        self.source, self.user_data = source, data
-        self._forget_group()
 
     def _forget_group(self) -> None:
         self.state.group = self.group = None

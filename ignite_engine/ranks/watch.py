@@ -47,7 +47,7 @@ _VERDICT_S = 6.0
 
 _ENDED = "exited without reporting: it was killed, ran out of memory, or crashed in native code"
 _SILENT = "gave no sign of life for {:.0f} s: it is stopped or was killed, or its machine or the link to it is down"
-_NO_STORE = "rank 0, or the launcher, is gone or stopped: the store through which the ranks hear of each other does not answer"
+_NO_STORE = "rank 0, or the launcher, is gone or stopped: the store of the ranks does not answer"
 _numbers = itertools.count()
 
 
