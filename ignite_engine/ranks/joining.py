@@ -7,21 +7,20 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import ignite.distributed as idist
 import torch.distributed as dist
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from ignite_engine import devices
-from ignite_engine.errors import LaunchError, PeerFailed
+from ignite_engine.errors import Interrupted, LaunchError, PeerFailed
 from ignite_engine.ranks import agreement, signals
 
 logger = logging.getLogger(__name__)
@@ -38,15 +37,11 @@ def is_launched() -> bool:
     return "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
 
 
-def connect(backend: str, init_method: str | None, timeout: timedelta | None) -> Any:
+def connect(backend: str, init_method: str | None, timeout: timedelta | None) -> None:
     """Join the other ranks, as the environment says; ``ignite.distributed`` takes the group over.
-
-    Returns:
-        Under torchrun the store of this attempt of its ranks, else None.
 
     Raises:
         LaunchError: it cannot be.
-        SystemExit: torchrun has started ranks again that all of them had ended for good.
     """
     for name in ("auto_model", "auto_dataloader"):  # to a logger that is known Ignite gives no handler of its own
         logging.getLogger(f"ignite.distributed.auto.{name}")
@@ -60,7 +55,7 @@ def connect(backend: str, init_method: str | None, timeout: timedelta | None) ->
         store = _store(options) if init_method in (None, "env://") else None
         if store is None:  # as torch and Ignite do it, under SLURM for instance
             idist.initialize(backend, init_method=init_method, **options)
-            return None
+            return
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
         try:
@@ -72,23 +67,17 @@ def connect(backend: str, init_method: str | None, timeout: timedelta | None) ->
         idist.sync()
         if slurm is not None:
             os.environ["SLURM_JOB_ID"] = slurm
-    return store if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def _store(options: dict[str, Any]) -> Any:
     """Where ranks meet that torchrun or this module started, or a process alone; None: it is to be found by torch."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            _check_agent_lives()
         store = agreement.STORES.TCPStore(
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, **options
         )
         # torch's own rendezvous keeps the keys of all groups in one place: a rank could meet one of them that is dead
         store = agreement.STORES.PrefixStore(f"meeting_{next(_meetings)}", store)
-        rank = int(os.environ["RANK"])
-        attempt = part_of_this_attempt(store, rank, int(os.environ["WORLD_SIZE"]))
-        _end_as_before(attempt, rank)
-        return attempt
+        return part_of_this_attempt(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     return None if {"RANK", "WORLD_SIZE", "SLURM_JOB_ID"} & os.environ.keys() else agreement.STORES.HashStore()
 
 
@@ -122,56 +111,7 @@ def part_of_this_attempt(store: Any, rank: int, world_size: int) -> Any:
             )
         time.sleep(pause_s if missing else 0.0)
         pause_s = min(2 * pause_s, _POLL_S)
-    attempt = agreement.STORES.PrefixStore(name, store)
-    attempt.set("code_before", str(_code_of_last_attempt(store)))
-    store.set("last_attempt", f"{name} {world_size}")
-    return attempt
-
-
-def _code_of_last_attempt(store: Any) -> int:
-    """With which all ranks of torchrun's attempt before this one have ended for good; 0: they have not."""
-    if not store.check(["last_attempt"]):
-        return 0
-    name, ranks = store.get("last_attempt").decode().split()
-    last, keys = agreement.STORES.PrefixStore(name, store), [f"code_{rank}" for rank in range(int(ranks))]
-    return max(int(last.get(key)) for key in keys) if last.check(keys) else 0
-
-
-def _end_as_before(attempt: Any, rank: int) -> None:
-    """torchrun starts its ranks again after any code but 0, also where they were stopped: then they end at once.
-
-    Raises:
-        SystemExit: with the code of the attempt before this one.
-    """
-    if not (code := int(attempt.get("code_before"))):
-        return
-    if rank == 0:
-        logger.warning(
-            "torchrun has started the ranks again, which had all ended with code %d (%s): they end at once. "
-            "--max-restarts is for ranks that fail; a signal to torchrun itself starts none again.",
-            *(code, "wrong config or arguments" if code == 2 else "a stop"),
-        )
-    sys.exit(code)
-
-
-def _check_agent_lives() -> None:
-    """Refuse to wait for torchrun's store where nobody listens: it was there before its ranks, so it is gone.
-
-    A rank whose torchrun was killed before the rank's first line cannot know that by its parent's process id.
-
-    Raises:
-        LaunchError: the port is closed, 3 s long.
-    """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    for _ in range(30):
-        try:
-            socket.create_connection((address, port), timeout=3.0).close()
-            return
-        except ConnectionRefusedError:
-            time.sleep(0.1)
-        except OSError:  # torch's own attempt says why
-            return
-    raise LaunchError(f"The ranks cannot meet at {address}, port {port}: torchrun, which listened there, is gone.")
+    return agreement.STORES.PrefixStore(name, store)
 
 
 def disconnect() -> None:
@@ -220,14 +160,13 @@ class Start:
 
     Attributes:
         environment: in which the rank meets the others.
-        starter: its process id; None: that of multiprocessing's fork server, which only the rank can see. A parent that
-            was killed before the rank's first line is not the rank's parent there any more.
-        passes_on: whether it passes on the signals that it receives.
+        first: the number of the first rank on this machine; None: it meets no others.
+        passes_on: whether the parent passes on the signals that it receives.
         backend: None: there is no process group.
     """
 
     environment: dict[str, str]
-    starter: int | None
+    first: int | None
     passes_on: bool
     backend: str | None
     init_method: str | None
@@ -238,52 +177,33 @@ class Start:
         signals.begin_rank(passed_on=self.passes_on)
 
 
-@dataclass(frozen=True)
-class End:
-    """How a rank ended.
-
-    Attributes:
-        code: for the parent to exit with; None: it raised, or was killed.
-        at: seconds since the epoch.
-        traceback: of what it raised.
-        interrupted: a signal ended it, outside of training; peers may wait for it to connect, which no error ends.
-    """
-
-    code: int | None
-    at: float
-    traceback: str = ""
-    interrupted: bool = False
-
-
-def rank_main(start: Start, report: Any, work: Work) -> None:
+def rank_main(local_rank: int, start: Start, work: Work) -> None:
+    """The exit status says how it ended: a code; 1 for an exception, which torch hands to the parent; the signal that
+    has ended it outside of training, when peers may wait for it."""
     signals.begin_rank(passed_on=start.passes_on)  # a forked rank has unpickled nothing
+    _prctl_pr_set_pdeathsig(0)  # of torch: listening() takes the parent's end for a SIGTERM, not for a SIGINT
     os.environ.update(start.environment)
-    code: int | None = 0
-    text = ""
+    if start.first is not None:
+        os.environ.update(RANK=str(start.first + local_rank), LOCAL_RANK=str(local_rank))
     ending = signals.Ending()
     try:
-        with ending, signals.listening(start.starter or os.getppid()):
+        with ending, signals.listening(os.getppid()):
             if start.backend is not None:
                 connect(start.backend, start.init_method, start.timeout)
             try:
                 with warnings_said_once():
-                    work(int(os.environ.get("LOCAL_RANK", "0")))
+                    work(local_rank)
             finally:
                 signals.ignore_all()
                 agreement.forget_groups()
             idist.finalize()
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr, flush=True)
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
-        code = 128 + signal.SIGINT
+        sys.exit(128 + signal.SIGINT)
     except PeerFailed as error:  # which is in the log; the rank that failed reports why
-        code = error.code
-    except Exception:
-        code, text = None, traceback.format_exc()
-    # a code is not the process's own exit status: none of its peers is ended because of it, they may be saving
-    with suppress(OSError):  # the parent is gone
-        report.send(End(code, time.time(), text, ending.raised_at is not None))
-    if code is None:
-        sys.exit(1)
+        sys.exit(error.code)
+    except Interrupted as error:
+        if ending.raised_at is None:
+            raise
+        sys.stdout.flush()
+        signal.signal(error.signal, signal.SIG_DFL)
+        os.kill(os.getpid(), error.signal)

@@ -5,31 +5,29 @@ from __future__ import annotations
 import builtins
 import contextlib
 import logging
-import math
-import multiprocessing
-import multiprocessing.connection
 import os
+import pickle
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import ignite.distributed as idist
 import torch.distributed as dist
 from ignite.distributed.launcher import Parallel as IgniteParallel
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from ignite_engine.ranks import agreement, signals
 from ignite_engine.ranks.joining import (
-    End,
     Start,
     Work,
     connect,
@@ -45,8 +43,7 @@ logger = logging.getLogger(__name__)
 _FORCED_RANKS_MAY_END_S = 5.0
 _PEERS_OF_A_FAILURE_MAY_END_S = 5.0
 _TERMINATED_RANKS_MAY_END_S = 30.0
-_FINAL_CODES = (2, 128 + signal.SIGINT, 128 + signal.SIGTERM)
-"""Exit codes after which another attempt would end the same: a wrong config or arguments, and a stop."""
+_POLL_S = 0.2
 
 
 class Parallel(IgniteParallel):
@@ -106,7 +103,6 @@ class Parallel(IgniteParallel):
         self._timeout = timeout if isinstance(timeout, timedelta | None) else timedelta(seconds=timeout)
         self._heartbeat_timeout_s = heartbeat_timeout
         self._within = contextlib.ExitStack()
-        self._attempt: Any = None
 
     def __enter__(self) -> Parallel:
         if not self._is_ours:
@@ -117,7 +113,7 @@ class Parallel(IgniteParallel):
                 stack.enter_context(signals.Ending())
                 torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # another launcher may end before its processes
                 stack.enter_context(signals.listening(os.getppid() if torchrun else None))
-                self._attempt = connect(self.backend, self.init_method, self._timeout)
+                connect(self.backend, self.init_method, self._timeout)
                 stack.callback(disconnect)
                 stack.enter_context(warnings_said_once())
                 self._within = stack.pop_all()
@@ -139,12 +135,7 @@ class Parallel(IgniteParallel):
         if not self._is_ours:
             super().run(func, *args, **kwargs)
         elif self._spawn_params is None:
-            try:
-                self._watched(func, args, kwargs)(idist.get_local_rank())
-            except SystemExit as end:
-                if self._attempt is not None and end.code in _FINAL_CODES:
-                    self._attempt.set(f"code_{agreement.rank()}", str(end.code))
-                raise
+            self._watched(func, args, kwargs)(idist.get_local_rank())
         else:
             assert self.backend is not None
             Ranks(self.backend, self._spawn_params, self._timeout).run(self._watched(func, args, kwargs))
@@ -158,283 +149,173 @@ class Parallel(IgniteParallel):
         return self.backend is not None and dist.is_available() and dist.is_backend_available(self.backend)
 
 
-@dataclass
-class Rank:
-    """A rank as its parent sees it.
-
-    Attributes:
-        number: in the whole group.
-        report: the parent's end of the exit-report pipe.
-        end: what it said, or else its exit status; None: it runs, or has ended since it was looked at.
-        killed_by: the signal that ended it before it could say anything, unless this parent sent that.
-        ended_here: this parent sent it SIGTERM or SIGKILL.
-        over: its process had ended when it was looked at.
-        sentinel: a descriptor that is readable when the process has ended.
-    """
-
-    number: int
-    process: Any
-    report: Any
-    sentinel: int
-    end: End | None = None
-    killed_by: int | None = None
-    ended_here: bool = False
-    over: bool = False
-
-    @property
-    def runs(self) -> bool:
-        return self.process.exitcode is None
-
-    def look(self) -> None:
-        """Take what the rank has said; when its process has exited without reporting, its status is what counts."""
-        self.over = not self.runs
-        with contextlib.suppress(EOFError, OSError):
-            if self.end is None and self.report.poll():
-                self.end = self.report.recv()
-        if self.over and self.end is None:
-            code = self.process.exitcode
-            if code < 0:
-                self.killed_by = None if self.ended_here else -code
-                stopped = -code in signals.STOPS  # before it trained
-                code = 128 + signals.treated_as(-code) if stopped else None
-            self.end = End(code, time.time())
-
-    @property
-    def failed(self) -> bool:
-        """Its peers cannot go on: it raised, was killed or interrupted, or exited unexpectedly."""
-        if self.end is None:
-            return False
-        return self.end.code is None or self.end.interrupted or self.process.exitcode not in (None, 0)
-
-    def send(self, number: int) -> None:
-        if self.runs:
-            os.kill(self.process.pid, number)
-
-
-@dataclass
 class Ranks:
-    """The ranks of this machine, from their start until all have ended.
+    """The ranks of this machine, from their start until all have ended; a rank is known by its number here.
 
-    Attributes:
+    Args:
         backend: None: they have no process group, as there is one rank.
         params: ``idist.Parallel``'s for processes that it starts; without ``nproc_per_node`` one rank that no other
             meets.
-        environment: of every rank, in addition.
-        ranks: as they are known now.
+
+    Attributes:
+        processes: of the ranks.
         stop: the first signal of the user that stops them; None: none has come.
     """
 
-    backend: str | None
-    params: Mapping[str, Any]
-    timeout: timedelta | None
-    environment: Mapping[str, object] = field(default_factory=dict)
-    ranks: list[Rank] = field(default_factory=list)
-    stop: int | None = None
-    _first_stop_at: float = 0.0
-    _forced_by: int | None = None
-    _deadlines: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
-    _peer_failed: bool = False
+    def __init__(self, backend: str | None, params: Mapping[str, Any], timeout: timedelta | None) -> None:
+        self.processes: list[Any] = []
+        self.stop: int | None = None
+        self._backend, self._params, self._timeout = backend, params, timeout
+        self._first = params.get("node_rank", 0) * params.get("nproc_per_node", 0)
+        self._error_files: list[Path] = []
+        self._ended_here: set[int] = set()
+        self._stopped_at = 0.0
+        self._forced_by: int | None = None
+        self._forced_at = self._failed_at = float("inf")
 
     def run(self, work: Work) -> None:
-        with contextlib.closing(self):
-            with receiving_signals() as received:
-                self.attempt(work, received)
-            self.finish()
+        with self.passing_signals_on():
+            self.attempt(work)
+        self.finish()
 
-    def close(self) -> None:
-        """Once all ranks have ended, and nothing is asked of them any more."""
-        for rank in self.ranks:
-            if rank.sentinel != rank.process.sentinel:
-                os.close(rank.sentinel)
-            rank.report.close()
-            rank.process.close()
-
-    def attempt(self, work: Work, received: socket.socket | None) -> None:
-        """Start the ranks, and return when all of them have ended.
-
-        Args:
-            received: of :func:`receiving_signals`.
-        """
+    def attempt(self, work: Work, **environment: object) -> None:
+        """Start the ranks, and return when all of them have ended."""
+        self._ended_here, self._failed_at = set(), float("inf")
         try:
-            store = self._start(work, passes_on=received is not None)  # there as long as the ranks run
-            while left := [rank for rank in self.ranks if not rank.over]:
-                self._wait(left, received)
+            store = self._start(work, environment)  # there as long as the ranks run
+            if self.stop is not None:
+                self._send(self.stop)  # it has come before they could get it
+            while running := [process for process in self.processes if process.exitcode is None]:
+                wait([process.sentinel for process in running], _POLL_S)  # a process that outlives it may hold it
+                self._end_late()
             del store
         finally:
             self._kill()
 
-    def _start(self, work: Work, *, passes_on: bool) -> Any:
+    def _start(self, work: Work, environment: Mapping[str, object]) -> Any:
         """Returns:
         The store at which the ranks meet, if this process has it.
         """
-        params = self.params
-        nodes, node = params.get("nnodes", 1), params.get("node_rank", 0)
-        per_node = params.get("nproc_per_node") or 1
-        address, port = params.get("master_addr", "127.0.0.1"), params.get("master_port", 0)
-        init_method, store = params.get("init_method"), None
-        meets = params.get("nproc_per_node") is not None
-        if meets and init_method in (None, "env://") and node == 0:
-            with one_line_where_they_cannot_meet(address, port):
-                store = agreement.STORES.TCPStore(address, port, is_master=True, wait_for_workers=False)
-            port = store.port
-        start_method = params.get("start_method", _start_method())
-        context: Any = multiprocessing.get_context(start_method)
-        starter = None if start_method == "forkserver" else os.getpid()
+        params, store = self._params, None
+        count, address, port = params.get("nproc_per_node"), params.get("master_addr", "127.0.0.1"), 0
+        if count is not None:
+            port = params.get("master_port", 0)
+            if params.get("init_method") in (None, "env://") and params.get("node_rank", 0) == 0:
+                with one_line_where_they_cannot_meet(address, port):
+                    store = agreement.STORES.TCPStore(address, port, is_master=True, wait_for_workers=False)
+                port = store.port
+            place = {"WORLD_SIZE": params.get("nnodes", 1) * count, "MASTER_ADDR": address, "MASTER_PORT": port}
+            # the store is this process's
+            environment = {**place, "TORCHELASTIC_USE_AGENT_STORE": True, **environment}
+        texts = {name: str(value) for name, value in environment.items()}
+        first = None if count is None else self._first
+        start = Start(texts, first, _is_main_thread(), self._backend, params.get("init_method"), self._timeout)
+        options = {"daemon": params.get("daemon", False), "start_method": params.get("start_method", _start_method())}
         resource_tracker.ensure_running()  # its start lets signals in again
-        for local_rank in range(per_node):
-            number = node * per_node + local_rank
-            environment = {
-                "RANK": number,
-                "LOCAL_RANK": local_rank,
-                "WORLD_SIZE": nodes * per_node,
-                "MASTER_ADDR": address,
-                "MASTER_PORT": port,
-                "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is this process's
-            }
-            environment = {**(environment if meets else {}), **self.environment}
-            texts = {name: str(value) for name, value in environment.items()}
-            start = Start(texts, starter, passes_on, self.backend, init_method, self.timeout)
-            received, report = context.Pipe(duplex=False)
-            daemon = params.get("daemon", False)
-            process = context.Process(target=rank_main, args=(start, report, work), daemon=daemon)
-            with signals.blocked():
-                process.start()
-            report.close()
-            self.ranks.append(Rank(number, process, received, _sentinel(process, start_method)))
+        with signals.blocked():
+            started = start_processes(rank_main, (start, work), count or 1, join=False, **options)
+            self.processes, self._error_files = started.processes, [Path(name) for name in started.error_files]
         return store
 
-    def _wait(self, ranks: list[Rank], received: socket.socket | None) -> None:
-        """Until something happens; then act on it.
+    @contextmanager
+    def passing_signals_on(self) -> Iterator[None]:
+        """Within it signals to this process go to the ranks alone; outside the main thread none are passed on.
 
-        Args:
-            ranks: not those that run: one that has ended since it was looked at has a sentinel, which says so.
+        A signal that is ignored (``nohup``) stays so.
         """
-        sources = [rank.sentinel for rank in ranks] + [rank.report for rank in ranks if rank.end is None]
-        sources += [received] if received is not None else []
-        next_deadline = min((at for at, _ in self._deadlines), default=None)
-        wait_s = None if next_deadline is None else max(next_deadline - time.monotonic(), 0.0)
-        if received in multiprocessing.connection.wait(sources, wait_s) and received is not None:
-            for number in received.recv(64):
-                self._forward(number)
-        for rank in self.ranks:
-            rank.look()
-        if any(rank.failed for rank in self.ranks):
-            self._end_peers()
-        for deadline in [entry for entry in self._deadlines if entry[0] <= time.monotonic()]:
-            self._deadlines.remove(deadline)
-            deadline[1]()
+        numbers = (*signals.SIGNALS, signal.SIGTSTP) if _is_main_thread() else ()
+        handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._pass_on) for number in handled}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
-    def _end_peers(self) -> None:
-        """Called whenever something has happened since a rank failed."""
-        if not self._peer_failed:
-            self._peer_failed = True
-            self._after(_PEERS_OF_A_FAILURE_MAY_END_S, self._terminate)
-
-    def _after(self, seconds: float, act: Callable[[], None]) -> None:
-        self._deadlines.append((time.monotonic() + seconds, act))
-
-    def _forward(self, number: int) -> None:
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if number == signal.SIGTSTP:  # Ctrl-Z: the ranks are in sessions of their own
             self._send(signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
             self._send(signal.SIGCONT)
-        elif number in signals.STOPS and self.stop is not None:
-            if now - self._first_stop_at >= signals.FORCE_AFTER_S and self._forced_by is None:
-                self._forced_by = number
-                self._send(signals.FORCE)
-                self._after(_FORCED_RANKS_MAY_END_S, self._kill)
-        elif number in signals.SIGNALS:
-            if number in signals.STOPS:
-                self.stop, self._first_stop_at = number, now
+        elif number == signal.SIGUSR1 or self.stop is None:
+            if number != signal.SIGUSR1:
+                self.stop, self._stopped_at = number, now
             self._send(number)
+        elif now - self._stopped_at >= signals.FORCE_AFTER_S and self._forced_by is None:
+            self._forced_by, self._forced_at = number, now
+            self._send(signals.FORCE)
 
-    def _send(self, number: int) -> None:
-        for rank in self.ranks:
-            rank.send(number)
+    def _end_late(self) -> None:
+        """End ranks that have had their time since a second stop, or since another one has failed."""
+        now = time.monotonic()
+        if any(process.exitcode == 1 or (process.exitcode or 0) < 0 for process in self.processes):
+            self._failed_at = min(self._failed_at, now)
+            self._end_peers(now - self._failed_at)
+        if now >= self._forced_at + _FORCED_RANKS_MAY_END_S:
+            self._kill()
 
-    def _terminate(self) -> None:
-        for rank in self.ranks:
-            if rank.runs:
-                rank.ended_here = True
-                rank.send(signal.SIGTERM)
-                rank.send(signal.SIGCONT)  # one that is stopped receives nothing else
-        self._after(_TERMINATED_RANKS_MAY_END_S, self._kill)
+    def _end_peers(self, failed_s: float) -> None:
+        """Called again and again since a rank has failed."""
+        if failed_s >= _PEERS_OF_A_FAILURE_MAY_END_S + _TERMINATED_RANKS_MAY_END_S:
+            self._kill()
+        elif failed_s >= _PEERS_OF_A_FAILURE_MAY_END_S and not self._ended_here:
+            self._ended_here.update(self._send(signal.SIGTERM))
+            self._send(signal.SIGCONT)  # one that is stopped receives nothing else
+
+    def _send(self, number: int) -> list[int]:
+        """Signal the ranks that run, and say which."""
+        running = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
+        for rank in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.processes[rank].pid, number)
+        return running
 
     def _kill(self) -> None:
-        for rank in self.ranks:
-            if rank.runs:
-                rank.ended_here = True
-                rank.send(signal.SIGKILL)
-                rank.process.join()
+        killed = self._send(signal.SIGKILL)
+        self._ended_here.update(killed)
+        for rank in killed:
+            self.processes[rank].join()
+
+    @property
+    def killed(self) -> dict[int, int]:
+        """Ranks that a signal has ended which asks for no stop and which is not from here, and that signal.
+
+        Not those that a library has ended after a peer had raised, which is the cause.
+        """
+        codes = {rank: process.exitcode or 0 for rank, process in enumerate(self.processes)}
+        sent_by_others = {rank: -code for rank, code in codes.items() if code < 0 and rank not in self._ended_here}
+        found = {rank: number for rank, number in sent_by_others.items() if number not in signals.STOPS}
+        is_cause = not any(path.exists() for path in self._error_files)
+        return {rank: number for rank, number in found.items() if is_cause or number != signal.SIGABRT}
+
+    @property
+    def codes(self) -> list[int]:
+        """The exit codes of ranks that were not ended here; one that was stopped before it trained has the signal's."""
+        found = [process.exitcode for rank, process in enumerate(self.processes) if rank not in self._ended_here]
+        return [code if code >= 0 else 128 + signals.treated_as(-code) for code in found]
 
     def finish(self) -> None:
         """Exit with the ranks' code, or raise what the first one that failed raised."""
         if self._forced_by is not None:
             sys.exit(128 + signals.treated_as(self._forced_by))
-        ended = [(rank, rank.end) for rank in self.ranks if rank.end is not None and rank.end.code != 0]
-        if not ended:
-            return
-        # its peers, which end with a bare 1, may have noticed it before this process did
-        cause, end = min(
-            ended,
-            key=lambda rank_and_end: (
-                rank_and_end[0].killed_by is None or self.has_aborted_for_a_peer(rank_and_end[0]),
-                rank_and_end[1].code == 1,
-                rank_and_end[1].at,
-            ),
-        )
-        if end.code is not None:
-            own = [end.code for rank, end in ended if end.code is not None and not rank.ended_here]
-            sys.exit(max(own, default=end.code))  # the code of a peer that was ended here is of no interest
-        pid = cause.process.pid
-        if (number := cause.killed_by) is None:
-            text = f"\n\n-- Rank {cause.number} ended with the following error:\n{end.traceback}"
-            raise ProcessRaisedException(text, cause.number, pid)
-        name = signals.name_of(number)
-        text = f"Rank {cause.number} (process {pid}) was killed by {name}."
-        raise ProcessExitedException(text, cause.number, pid, exit_code=-number, signal_name=name)
-
-    def has_aborted_for_a_peer(self, rank: Rank) -> bool:
-        """Whether a library has ended it after a peer had raised, which is the cause."""
-        raised = [peer.end.at for peer in self.ranks if peer.end is not None and peer.end.traceback]
-        return rank.killed_by == signal.SIGABRT and rank.end is not None and rank.end.at > min(raised, default=math.inf)
+        for rank, number in self.killed.items():
+            pid, name = self.processes[rank].pid, signals.name_of(number)
+            text = f"Rank {self._first + rank} (process {pid}) was killed by {name}."
+            raise ProcessExitedException(text, self._first + rank, pid, exit_code=-number, signal_name=name)
+        if raised := [path for path in self._error_files if path.exists()]:
+            first = min(raised, key=lambda path: path.stat().st_mtime_ns)
+            rank, trace = self._error_files.index(first), pickle.loads(first.read_bytes())
+            for path in raised:
+                path.unlink()
+            text = f"\n\n-- Rank {self._first + rank} ended with the following error:\n{trace}"
+            raise ProcessRaisedException(text, self._first + rank, self.processes[rank].pid)
+        if code := max(self.codes, default=1):
+            sys.exit(code)
 
 
-def _sentinel(process: Any, start_method: str) -> int:
-    """A file descriptor that is ready when a process has ended; a pidfd, where there is one.
-
-    The sentinel of multiprocessing is a pipe that loader workers hold, too, which may outlive their rank."""
-    if start_method != "forkserver" and hasattr(os, "pidfd_open"):
-        with contextlib.suppress(OSError):  # an older kernel
-            return os.pidfd_open(process.pid)
-    return int(process.sentinel)
-
-
-@contextmanager
-def receiving_signals() -> Iterator[socket.socket | None]:
-    """A socket from which the numbers of received signals are read; they do nothing else. None outside the main thread.
-
-    A signal that is ignored (``nohup``) stays so.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield None
-        return
-    received, sender = socket.socketpair()
-    received.setblocking(False)
-    sender.setblocking(False)
-    numbers = (*signals.SIGNALS, signal.SIGTSTP)
-    handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda number, frame: None) for number in handled}
-    descriptor = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-    try:
-        yield received
-    finally:
-        signal.set_wakeup_fd(descriptor)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        sender.close()
-        received.close()
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _start_method() -> str:

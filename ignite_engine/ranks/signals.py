@@ -36,7 +36,6 @@ parent_counts = False
 _WAKE = signal.SIGURG  # which has no effect where nothing handles it
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 _ORPHANS_MAY_SAVE_S = 30.0  # as torchrun allows from SIGTERM to SIGKILL
-_orphaned = threading.Lock()  # a second SIGTERM would end the process at once
 
 
 def treated_as(number: int) -> int:
@@ -197,7 +196,11 @@ def _listen(received: socket.socket, sender: socket.socket, parent: int | None) 
         with contextlib.suppress(TimeoutError):
             if set(received.recv(64)) - {_WAKE}:
                 _wake(main)
-    end_orphan(parent)
+    logger.warning("The process that started this rank (%d) is gone: the rank stops, as on SIGTERM.", parent)
+    signal.pthread_kill(main, signal.SIGTERM)
+    _wake(main)
+    time.sleep(_ORPHANS_MAY_SAVE_S)
+    os._exit(128 + signal.SIGTERM)
 
 
 def _wake(main: int) -> None:
@@ -205,21 +208,3 @@ def _wake(main: int) -> None:
     for delay in (0.0, 0.1, 0.4):  # it may have been about to wait: between Python's last look and the wait
         time.sleep(delay)
         signal.pthread_kill(main, _WAKE)
-
-
-def end_orphan(parent: int) -> None:
-    """Stop this rank as on SIGTERM, and end it 30 s later; in a thread, of which the first that calls it acts.
-
-    Args:
-        parent: the process that started this rank, and is gone.
-    """
-    if not _orphaned.acquire(blocking=False):
-        return
-    main = threading.main_thread().ident
-    assert main is not None
-    logger.warning("The process that started this rank (%d) is gone: the rank stops, as on SIGTERM.", parent)
-    signal.pthread_kill(main, signal.SIGTERM)
-    if signal.getsignal(_WAKE) is _ignore:
-        _wake(main)  # nothing listens for this signal any more
-    time.sleep(_ORPHANS_MAY_SAVE_S)
-    os._exit(128 + signal.SIGTERM)

@@ -95,9 +95,7 @@ def in_slurm_job(rank, job, folder):
     joined(meet, folder)
 
 
-def without_pidfd(folder):
-    """As on a system that has none, such as macOS."""
-    del os.pidfd_open
+def through_a_file(folder):
     parallel(meet, folder, init_method=f"file://{folder}/store")
 
 
@@ -108,7 +106,7 @@ def test_ranks_meet(how, agent, tmp_path):
     if how == "port":
         child(lambda: parallel(meet, tmp_path))
     elif how == "file":
-        child(without_pidfd, tmp_path)
+        child(through_a_file, tmp_path)
     elif how == "slurm":
         job = 10_000 + runs.free_port() % 10_000  # which gives the port
         for rank in [start(in_slurm_job, rank, job, tmp_path) for rank in range(2)]:
@@ -159,12 +157,6 @@ def block_within_a_block():
         joined(print)
 
 
-def rank_without_its_torchrun():
-    """It would wait for minutes in torch's rendezvous."""
-    with still_clock():
-        torchrun_rank(0, runs.free_port(), lambda: joined(print))
-
-
 def rank_without_its_peer():
     store = store_at()
     with still_clock():
@@ -175,7 +167,6 @@ test_refusals = refusals(
     [
         ("port in use", refused(port_in_use), LaunchError, "127.0.0.1 port in use"),
         ("block within a block", refused(block_within_a_block), LaunchError, "process group already"),
-        ("torchrun is gone", refused(rank_without_its_torchrun), LaunchError, "127.0.0.1 torchrun gone"),
         ("ranks do not come", refused(rank_without_its_peer), LaunchError, "of 3 ranks 1, 2"),
         ("option", lambda: Parallel(backend="gloo", nproc_per_nodes=2), TypeError, "nproc_per_nodes daemon"),
     ]
@@ -384,28 +375,6 @@ def test_a_process_that_outlives_its_rank_is_not_waited_for(tmp_path):
 
 
 # -------------------------------------------------------------------------------------------------------- restarts
-
-
-def exits(local_rank, codes):
-    """Say that it began; and end with the code of this rank."""
-    print("began", flush=True)
-    sys.exit(codes[local_rank])
-
-
-@pytest.mark.parametrize(
-    ("codes", "begin_again"),
-    [
-        ((143, 143), False),
-        pytest.param((2, 2), False, marks=pytest.mark.nightly),
-        ((143, 1), True),  # one failed: torchrun stopped its peer
-    ],
-)
-def test_ranks_that_were_stopped_end_at_once_when_torchrun_starts_them_again(codes, begin_again, agent):
-    for attempt in range(2):
-        processes = under_torchrun(agent.port, lambda: joined(exits, codes), TORCHELASTIC_RESTART_COUNT=attempt)
-        assert tuple(process.wait() for process in processes) == codes
-        assert all(("began" in process.said()) == (attempt == 0 or begin_again) for process in processes)
-    assert ("started the ranks again" in processes[0].said()) != begin_again
 
 
 def test_ranks_do_not_meet_those_of_an_attempt_that_is_over(agent, tmp_path):
