@@ -54,19 +54,16 @@ class GradientAccumulationOptimizer(Optimizer):
         optimizer: Optimizer,
         model: nn.Module,
         accumulation_steps: int,
-        *,
         precision: str = "fp32",
         grad_scaler: Mapping[str, Any] | None = None,
     ) -> None:
         # torch's own initializer is left out: it would make groups and hooks of its own
-        is_bare = isinstance(optimizer, Optimizer) and not isinstance(optimizer, GradientAccumulationOptimizer)
-        check_type("optimizer", optimizer, is_bare, "an optimizer of torch that does not accumulate")
-        check_type("model", model, isinstance(model, nn.Module), "a torch.nn.Module")
+        check_type("optimizer", optimizer, isinstance(optimizer, Optimizer), "an optimizer of torch")
         check_steps(accumulation_steps)
         self.optimizer, self.model, self.accumulation_steps = optimizer, model, accumulation_steps
         if {id(parameter) for parameter in model.parameters()}.isdisjoint(map(id, self.parameters())):
             raise ValueError(
-                "optimizer holds no parameter of model: make it from model.parameters(), after fully_shard if any."
+                "optimizer holds no parameter of model: make it from model.parameters(), after fully_shard."
             )
         self.precision, self.device = precisions.check_precision(precision), device_of(model)
         scaler = precisions.loss_scaler(precision, self.device.type, grad_scaler)
@@ -75,9 +72,8 @@ class GradientAccumulationOptimizer(Optimizer):
         self._has_backward = False
         self._scheduler: GradientAccumulationLRScheduler | None = None  # set by initialize()
         self._reducing: list[Any] = reducing_modules(model)
-        if accumulation_steps > 1:
-            for module in self._reducing:
-                check_accumulates(module)
+        for module in self._reducing if accumulation_steps > 1 else ():
+            check_accumulates(module)
         self._await_micro_batch()
 
     def __getattr__(self, name: str) -> Any:
@@ -113,10 +109,7 @@ class GradientAccumulationOptimizer(Optimizer):
             RuntimeError: a second call in a micro-batch of a DDP model, whose gradients would stay on their ranks.
         """
         if self._has_backward and any(isinstance(module, DistributedDataParallel) for module in self._reducing):
-            raise RuntimeError(
-                "backward() was called twice in a micro-batch of a DDP model, which reduces once per forward: call "
-                "backward(first + second)."
-            )
+            raise RuntimeError("backward() was called twice in a micro-batch of DDP: call backward(first + second).")
         self.scaler.scale(loss / self.accumulation_steps).backward(retain_graph=retain_graph)
         self._has_backward = True
 
@@ -146,8 +139,6 @@ class GradientAccumulationOptimizer(Optimizer):
             if self._unscale():
                 self.optimizer.step()
                 self.optimizer_steps += 1
-                if self._scheduler is not None:
-                    self._scheduler.is_due = True
             else:
                 self.skipped_steps += 1
             self.scaler.adjust()
@@ -179,14 +170,11 @@ class GradientAccumulationOptimizer(Optimizer):
             if isinstance(module, DistributedDataParallel):
                 count = _sum_over_ranks(module, self.micro_batches)
             elif count:
-                raise RuntimeError(
-                    f"flush() cannot reduce the {count} micro-batches of an open group of {type(module).__name__}: end "
-                    "the data with a whole group."
-                )
+                raise RuntimeError("flush() cannot reduce an open group of FSDP2: end the data with a whole group.")
         if count:
             for parameter in self.parameters():
                 if parameter.grad is not None:
-                    parameter.grad = parameter.grad.mul_(self.accumulation_steps / count)
+                    parameter.grad.mul_(self.accumulation_steps / count)
             # from here on it is a whole group after its last backward
             self.micro_batches, self._has_backward = self.accumulation_steps - 1, True
             if max_norm is not None:
@@ -208,9 +196,9 @@ class GradientAccumulationOptimizer(Optimizer):
             RuntimeError: within a group, whose gradients would be lost.
         """
         if done := self.micro_batches + self._has_backward:
+            where = f"within a group ({done} of {self.accumulation_steps} micro-batches)"
             raise RuntimeError(
-                f"The optimizer was saved within a group ({done} of {self.accumulation_steps} micro-batches), whose "
-                "gradients would be lost: do it where accumulation_boundary() is true after step(), or after flush()."
+                f"The optimizer was saved {where}: save it after flush(), or at accumulation_boundary()."
             )
         counters = {"optimizer_steps": self.optimizer_steps, "skipped_steps": self.skipped_steps}
         return {**self.optimizer.state_dict(), "accumulation": counters, "scaler": self.scaler.state_dict()}
@@ -231,10 +219,7 @@ class GradientAccumulationOptimizer(Optimizer):
 
     def _expect_backward(self, name: str) -> None:
         if not self._has_backward:
-            raise RuntimeError(
-                f"{name} was called without optimizer.backward(loss) in this micro-batch: call it instead of "
-                "loss.backward(), as it divides and scales the loss."
-            )
+            raise RuntimeError(f"{name} was called without optimizer.backward(loss), which divides and scales it.")
 
     def _set_sync(self, reduces: bool) -> None:
         for module in self._reducing:
@@ -265,18 +250,21 @@ class GradientAccumulationLRScheduler(LRScheduler):
     Args:
         scheduler: one of torch, or of ``ignite_engine.handlers`` (its first LR is set here), over the optimizer.
         accumulation_steps: micro-batches per update, at least 1.
+        optimizer: whose updates it follows; None: it counts its own calls.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind or out of range.
     """
 
-    def __init__(self, scheduler: Any, accumulation_steps: int) -> None:
+    def __init__(
+        self, scheduler: Any, accumulation_steps: int, optimizer: GradientAccumulationOptimizer | None = None
+    ) -> None:
         # torch's own initializer is not called: it would step the wrapped one
-        is_bare = isinstance(scheduler, LRScheduler | Schedule) and not isinstance(scheduler, type(self))
-        check_type("scheduler", scheduler, is_bare, "a scheduler of torch.optim.lr_scheduler or ignite_engine.handlers")
+        is_known = isinstance(scheduler, LRScheduler | Schedule)
+        check_type("scheduler", scheduler, is_known, "one of torch.optim.lr_scheduler or ignite_engine.handlers")
         check_steps(accumulation_steps)
-        self.scheduler, self.accumulation_steps = scheduler, accumulation_steps
-        self.is_due, self._calls, self._follows = False, 0, False
+        self.scheduler, self.accumulation_steps, self.gated = scheduler, accumulation_steps, optimizer
+        self.calls = self.seen = 0
         if isinstance(scheduler, Schedule):
             scheduler.apply()
 
@@ -287,11 +275,10 @@ class GradientAccumulationLRScheduler(LRScheduler):
 
     def step(self, *args: Any) -> None:
         """Step if there was an update; the arguments are passed to the wrapped scheduler."""
-        if not self._follows:
-            self._calls = (self._calls + 1) % self.accumulation_steps
-            self.is_due = not self._calls
-        if self.is_due:
-            self.is_due = False
+        self.calls += 1
+        updates = self.calls // self.accumulation_steps if self.gated is None else self.gated.optimizer_steps
+        if updates != self.seen:
+            self.seen = updates
             self.scheduler.step(*args)
 
     def get_last_lr(self) -> list[Any]:
@@ -300,24 +287,18 @@ class GradientAccumulationLRScheduler(LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped scheduler's state and the position in the group; it loads into the bare scheduler too."""
-        return {**self.scheduler.state_dict(), "accumulation": {"is_due": self.is_due, "calls": self._calls}}
+        return {**self.scheduler.state_dict(), "accumulation": {"calls": self.calls, "seen": self.seen}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, or a bare scheduler's state."""
         state = dict(state_dict)
-        own = state.pop("accumulation", {"is_due": False, "calls": 0})
+        seen = 0 if self.gated is None else self.gated.optimizer_steps
+        vars(self).update(state.pop("accumulation", {"calls": 0, "seen": seen}))
         self.scheduler.load_state_dict(state)
-        self.is_due, self._calls = own["is_due"], own["calls"]
 
 
 def initialize(
-    model: nn.Module,
-    optimizer: Optimizer,
-    scheduler: Any,
-    accumulation_steps: int = 1,
-    *,
-    precision: str = "fp32",
-    grad_scaler: Mapping[str, Any] | None = None,
+    model: nn.Module, optimizer: Optimizer, scheduler: Any, accumulation_steps: int = 1, **options: Any
 ) -> tuple[GradientAccumulationOptimizer, GradientAccumulationLRScheduler]:
     """Gate ``optimizer`` and ``scheduler`` for a loop that calls them at every micro-batch.
 
@@ -326,7 +307,7 @@ def initialize(
         optimizer: over parameters of ``model``.
         scheduler: over ``optimizer``.
         accumulation_steps: micro-batches per update.
-        precision: see :class:`GradientAccumulationOptimizer`, also for ``grad_scaler``.
+        options: ``precision`` and ``grad_scaler``, see :class:`GradientAccumulationOptimizer`.
 
     Returns:
         The optimizer, and a scheduler that follows its updates.
@@ -334,14 +315,11 @@ def initialize(
     Raises:
         TypeError, ValueError: an argument is of the wrong kind or out of range.
     """
-    gated = GradientAccumulationOptimizer(
-        optimizer, model, accumulation_steps, precision=precision, grad_scaler=grad_scaler
-    )
-    following = GradientAccumulationLRScheduler(scheduler, accumulation_steps)
+    gated = GradientAccumulationOptimizer(optimizer, model, accumulation_steps, **options)
+    gated._scheduler = GradientAccumulationLRScheduler(scheduler, accumulation_steps, gated)
     if scheduler.optimizer.param_groups is not optimizer.param_groups:
         raise ValueError("scheduler is over another optimizer: make it from the optimizer that is given beside it.")
-    gated._scheduler, following._follows = following, True
-    return gated, following
+    return gated, gated._scheduler
 
 
 def _sum_over_ranks(ddp: Any, micro_batches: int) -> int:
@@ -350,19 +328,17 @@ def _sum_over_ranks(ddp: Any, micro_batches: int) -> int:
     A parameter without a gradient on any rank stays without. On a rank without a micro-batch ``grad`` is that of the
     last update, and counts as none.
     """
-    gradients = [parameter.grad if micro_batches else None for parameter in ddp.parameters()]
+    parameters, group = list(ddp.parameters()), ddp.process_group
+    gradients = [parameter.grad if micro_batches else None for parameter in parameters]
+    of_ranks: list[Any] = [None] * group.size()
     are_sparse = [None if gradient is None else gradient.is_sparse for gradient in gradients]
-    of_ranks: list[Any] = [None] * ddp.process_group.size()
-    dist.all_gather_object(of_ranks, (micro_batches, are_sparse), group=ddp.process_group)
+    dist.all_gather_object(of_ranks, (micro_batches, are_sparse), group=group)
     total: int = sum(count for count, _ in of_ranks)
-    if total:
-        for parameter, gradient, *found in zip(ddp.parameters(), gradients, *(sparse for _, sparse in of_ranks)):
-            is_sparse = next((sparse for sparse in found if sparse is not None), None)
-            if gradient is None and is_sparse is not None:
-                gradient = torch.zeros_like(parameter)
-                gradient = gradient.to_sparse(1) if is_sparse else gradient
-            if gradient is not None:
-                gradient = gradient.coalesce() if is_sparse else gradient.contiguous()
-                dist.all_reduce(gradient, group=ddp.process_group)
-            parameter.grad = gradient
+    for index, parameter in enumerate(parameters) if total else ():
+        kinds, gradient = {sparse[index] for _, sparse in of_ranks} - {None}, gradients[index]
+        if kinds:
+            gradient = torch.zeros_like(parameter) if gradient is None else gradient
+            gradient = gradient.to_sparse(1).coalesce() if True in kinds else gradient.contiguous()
+            dist.all_reduce(gradient, group=group)
+        parameter.grad = gradient
     return total
