@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import PurePath
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
+
+from ignite_engine.data.seeding import SeededDataset
 
 _DEPTH = 6
 _BUDGET = 1 << 22
@@ -32,61 +35,51 @@ def fingerprint(dataset: Any) -> str | None:
         None: it holds nothing of that kind.
     """
     digest, held = hashlib.sha256(), False
-    for content in _held(dataset, 0, _BUDGET):
+    for content in _contents(dataset.dataset if isinstance(dataset, SeededDataset) else dataset, 0, _BUDGET):
         digest.update(content)
         held = True
     return digest.hexdigest()[:16] if held else None
 
 
-def _held(value: Any, depth: int, budget: int) -> Iterator[bytes]:
-    """What tells a dataset, or an attribute of one."""
-    if depth > _DEPTH:
-        return
-    if isinstance(value, Subset):
-        yield from (*_held(value.dataset, depth + 1, budget), *_content(value.indices, depth, budget))
-    elif isinstance(value, Tensor | np.ndarray):
-        yield from _content(value, depth, budget) if value.ndim else ()
-    elif isinstance(value, list | tuple):
-        # numbers in a list of an attribute may count what was read
-        if value and (depth == 0 or not isinstance(value[0], int | float)):
-            yield from _content(value, depth, budget)
-    elif isinstance(value, Mapping):
-        for element in value.values():
-            yield from _held(element, depth + 1, budget // len(value))
-    elif isinstance(value, Dataset) or depth == 0:
-        for _, attribute in sorted(getattr(value, "__dict__", {}).items()):
-            yield from _held(attribute, depth + 1, budget)
-
-
-def _content(value: Any, depth: int, budget: int) -> Iterator[bytes]:
+def _contents(value: Any, depth: int, budget: int) -> Iterator[bytes]:
     """What a value is, as far as it is of a known type."""
-    if depth > _DEPTH:
-        return
-    if isinstance(value, Tensor):
-        if value.layout is torch.strided and value.device.type != "meta":
+    parts: Sequence[Any] = ()
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        strided = not isinstance(value, Tensor) or (value.layout is torch.strided and not value.is_meta)
+        if strided and not getattr(value.dtype, "hasobject", False):
             yield f"{value.dtype} {tuple(value.shape)}".encode()
-            yield from _values(value.detach(), value.numel(), value.element_size(), value.is_contiguous(), budget)
-    elif isinstance(value, np.ndarray | np.generic):
-        if not value.dtype.hasobject:
-            yield f"{value.dtype} {value.shape}".encode()
-            yield from _values(np.asarray(value), value.size, value.itemsize, value.flags.c_contiguous, budget)
+            yield _bytes_of(value, budget)
     elif isinstance(value, str | PurePath):
         yield PurePath(value).name.encode("utf-8", "surrogatepass")
     elif isinstance(value, bytes):
-        yield from _content(np.frombuffer(value, np.uint8), depth, budget)
+        parts = [np.frombuffer(value, np.uint8)]
     elif value is None or isinstance(value, int | float | complex):
         yield repr(value).encode()
     elif isinstance(value, Mapping):
-        for key, element in value.items():
-            share = budget // len(value)
-            yield from (*_content(key, depth + 1, share), *_content(element, depth + 1, share))
+        parts = [*chain.from_iterable(value.items())]
     elif isinstance(value, list | tuple | range):
         yield str(len(value)).encode()
-        rows = _spread(len(value), max(2, min(_ROWS, budget // 64)))  # fewer of what is nested
-        for row in rows:
-            yield from _content(value[row], depth + 1, budget // len(rows))
-    elif isinstance(value, Dataset):  # the parts of a ConcatDataset
-        yield from _held(value, depth + 1, budget)
+        parts = [value[row] for row in _spread(len(value), max(2, min(_ROWS, budget // 64)))]  # fewer of what is nested
+    elif isinstance(value, Subset):
+        parts = [value.dataset, value.indices]
+    elif isinstance(value, Dataset) or depth == 0:
+        parts = _samples_in(getattr(value, "__dict__", {}))
+    if depth < _DEPTH:
+        for part in parts:
+            yield from _contents(part, depth + 1, budget // len(parts))
+
+
+def _samples_in(attributes: Mapping[Any, Any]) -> list[Any]:
+    """Those that hold samples: not settings, nor numbers that may count what was read."""
+    found = []
+    for value in attributes.values():
+        if isinstance(value, Mapping):
+            found += _samples_in(value)
+        elif isinstance(value, list | tuple):
+            found += [value] if value and not isinstance(value[0], int | float) else []
+        elif isinstance(value, Dataset) or (isinstance(value, Tensor | np.ndarray) and value.ndim):
+            found.append(value)
+    return found
 
 
 def _spread(length: int, count: int) -> list[int]:
@@ -94,21 +87,15 @@ def _spread(length: int, count: int) -> list[int]:
     return list(range(length)) if length <= count else [at * (length - 1) // (count - 1) for at in range(count)]
 
 
-def _values(values: Any, size: int, width: int, contiguous: bool, budget: int) -> Iterator[bytes]:
+def _bytes_of(values: Any, budget: int) -> bytes:
     """All bytes of a tensor or array, or some that are spread evenly; nothing else is read of a file that is mapped."""
-    if size * width <= max(budget, _BLOCK):
-        yield _bytes_of(values)
-    elif contiguous:
-        flat, block = values.reshape(-1), max(1, _BLOCK // width)
-        for begin in _spread(size - block + 1, max(3, budget // 4 // _BLOCK)):
-            yield _bytes_of(flat[begin : begin + block])
-    else:
-        for row in _spread(len(values), _ROWS):
-            yield _bytes_of(values[row].reshape(-1)[:_BLOCK])
-
-
-def _bytes_of(values: Any) -> bytes:
+    size, width = int(np.prod(values.shape)), values.itemsize
+    if size * width > max(budget, _BLOCK):
+        block = max(1, _BLOCK // width)
+        begins = _spread(size - block + 1, max(3, budget // 4 // _BLOCK))
+        places = np.add.outer(begins, np.arange(block)).ravel()
+        values = values.take(torch.from_numpy(places)) if isinstance(values, Tensor) else values.flat[places]
     if isinstance(values, Tensor):
-        values = values.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        values = values.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     content: bytes = values.tobytes()
     return content

@@ -27,6 +27,11 @@ from ignite_engine.errors import EmptyData, check_type, is_whole, shapes_of
 from ignite_engine.ranks import agreement, mesh
 
 logger = logging.getLogger(__name__)
+_KEPT = (
+    *("num_workers", "in_order", "prefetch_factor", "persistent_workers", "multiprocessing_context"),
+    *("drop_last", "worker_init_fn", "timeout", "pin_memory"),
+)
+"""Options of a ``DataLoader`` that is rebuilt."""
 
 
 def _already_collated(batch: Any) -> Any:
@@ -136,11 +141,6 @@ def resumable(
         shuffle, own_seed, drawn = False, seed or 0, sampler
     else:
         return data
-    options: dict[str, Any] = {"num_workers": data.num_workers, "in_order": data.in_order}
-    if data.num_workers:
-        options["prefetch_factor"] = data.prefetch_factor
-        options["persistent_workers"] = data.persistent_workers
-        options["multiprocessing_context"] = data.multiprocessing_context
     order = f"shuffle={shuffle}" if drawn is None else type(drawn).__name__
     logger.info("DataLoader rebuilt to resume exactly: %s, seed=%s, sharded over the ranks.", order, own_seed)
     rebuilt = loader(
@@ -149,12 +149,8 @@ def resumable(
         shuffle=shuffle,
         seed=own_seed,
         sampler=drawn,
-        drop_last=data.drop_last,
         collate_fn=data.collate_fn if data.batch_size else _Alone(data.collate_fn),
-        worker_init_fn=data.worker_init_fn,
-        timeout=data.timeout,
-        pin_memory=data.pin_memory,
-        **options,
+        **{option: getattr(data, option) for option in _KEPT},
     )
     # a random sampler's seed is this process's own: a resumed run continues with the saved one
     rebuilt.sampler.adopts_seed = type(sampler) is RandomSampler  # type: ignore[attr-defined]  # our sampler

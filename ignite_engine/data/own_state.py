@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from itertools import chain
 from typing import Any
@@ -12,21 +12,18 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
 
 from ignite_engine import rng
-from ignite_engine.data.place import Held, Place
-from ignite_engine.data.readers import Begin, Replayed, orders_of
+from ignite_engine.data.place import Place
+from ignite_engine.data.readers import Replayed, orders_of
 
 _NOTHING = object()
 _FINISHED = "_iterator_finished"  # in the state of torchdata's StatefulDataLoader
 
 
-class WithState(Replayed):
+class Stateful(Replayed):
     """A loader whose state, saved with the place, brings it back there."""
 
-    keeps_state = True
-
-    def __init__(self, data: Any) -> None:
-        super().__init__(data)
-        self.exhausted = False
+    exhausted = False
+    """It has ended its pass, perhaps while the last group was gathered."""
 
     @property
     def inexact(self) -> str | None:
@@ -43,48 +40,48 @@ class WithState(Replayed):
 
     def set_pass(self, place: Place) -> None:
         super().set_pass(place)
-        self._restore_generators(place.held.generators)  # an evaluation may read the data before the pass is opened
+        self._restore_generators(place)  # an evaluation may read the data before the pass is opened
 
-    def open(self, place: Place, begin: Begin) -> Iterator[Any]:
-        if place.held.loader is None:
-            return self._until_exhausted(begin())
-        self.data.load_state_dict(place.held.loader)
-        if place.held.between_passes:
-            return self._after_a_pass(begin, place.held)
-        iterator = begin()
-        self._restore_generators(place.held.generators)
+    def open(self, place: Place) -> Iterator[Any]:
+        self.fetched, self.exhausted = None, False
+        if "loader" not in place.held:
+            return self._until_exhausted(self.begin())
+        self.data.load_state_dict(place.held["loader"])
+        if place.held.get("between_passes"):
+            return self._after_a_pass(place)
+        iterator = self.begin()
+        self._restore_generators(place)
         return self._until_exhausted(iterator)
 
-    def _after_a_pass(self, begin: Begin, held: Held) -> Iterator[Any]:
-        """The next pass of data whose state is that of a pass's end: some yield nothing then, some start the next.
+    def _after_a_pass(self, place: Place) -> Iterator[Any]:
+        """After the state of a pass's end was loaded some data yields nothing, other data the next pass at once.
 
         It begins now, as in a run that was not stopped, where ``terminate_epoch()`` opens it before a save.
         """
         of_the_process = rng.capture()
-        is_over = next(begin(), _NOTHING) is _NOTHING
+        is_over = next(self.begin(), _NOTHING) is _NOTHING
         rng.restore(of_the_process)  # what the end of the pass drew was drawn before the state was saved
-        self._restore_generators(held.generators)
+        self._restore_generators(place)
         if is_over:
-            return self._until_exhausted(begin())
-        self.data.load_state_dict(held.loader)
-        return chain.from_iterable(self._until_exhausted(begin()) for _ in range(1))  # not before it is asked
+            return self._until_exhausted(self.begin())
+        self.data.load_state_dict(place.held["loader"])
+        return chain.from_iterable(self._until_exhausted(self.begin()) for _ in range(1))  # not before it is asked
 
     def _until_exhausted(self, iterator: Iterator[Any]) -> Iterator[Any]:
         yield from iterator
         self.exhausted = True
 
-    def _restore_generators(self, states: Any) -> None:
-        for generator, state in zip(generators_of(self.data), states or (), strict=False):
+    def _restore_generators(self, place: Place) -> None:
+        for generator, state in zip(generators_of(self.data), place.held.get("generators", ()), strict=False):
             generator.set_state(state)
 
-    def held(self) -> Held:
-        states = [generator.get_state() for generator in generators_of(self.data)]
-        return Held(self.data.state_dict(), states, exhausted=self.exhausted)
+    def put_back(self, group: Sequence[Any]) -> None:
+        """Its state, which the place holds, is that before the group."""
 
-    def saved(self, place: Place) -> dict[str, Any]:
-        held = place.held
-        state = {"loader": _unfinished(held.loader), "between_passes": held.between_passes}
-        return state | ({"generators": held.generators} if held.generators else {})
+    def state(self) -> Mapping[str, Any]:
+        states = [generator.get_state() for generator in generators_of(self.data)]
+        state = {"loader": _unfinished(self.data.state_dict()), "exhausted": self.exhausted}
+        return state | ({"generators": states} if states else {})
 
 
 def keeps_state(data: Any) -> bool:

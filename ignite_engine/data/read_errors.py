@@ -85,17 +85,16 @@ def split(places: Sequence[Any]) -> tuple[list[Any], list[Exception]]:
     return own, [item.error for item in places if isinstance(item, Unread)]
 
 
-def marked(batches: Iterator[Any], data: Any) -> Iterator[Any]:
-    """``batches`` of ``data``, with :class:`Unread` in the place of each that raises.
+def each(batches: Iterator[Any], data: Any, *, marks: bool) -> Iterator[Any]:
+    """The batches of ``data``; with ``marks`` stands :class:`Unread` in the place of each that raises.
+
+    They are asked for one by one, and not for an iterator again: ``__iter__`` of a user's may begin its data anew.
 
     Raises:
         Exception: the data gives nothing after it, as a generator does; or workers iterate, so that nobody could tell.
     """
     by_index = isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset)
-    workers = getattr(data, "num_workers", 0)
-    if not by_index and workers:
-        yield from batches
-        return
+    marks = marks and (by_index or not getattr(data, "num_workers", 0))
     failed: Exception | None = None
     while True:
         try:
@@ -105,6 +104,8 @@ def marked(batches: Iterator[Any], data: Any) -> Iterator[Any]:
                 raise failed from None
             return
         except Exception as error:
+            if not marks:
+                raise
             batch, failed = Unread(error), error
         else:
             failed = None

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
-from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import IterableDataset, SequentialSampler
 
 from ignite_engine import rng
-from ignite_engine.data.place import Held, Place
-from ignite_engine.data.sampler import ResumableSampler
+from ignite_engine.data.place import Place
+from ignite_engine.data.read_errors import each
+from ignite_engine.data.sampler import Dealing, ResumableSampler
+from ignite_engine.data.workers import begin_pass, end_workers
 
 logger = logging.getLogger(__name__)
-
-Begin = Callable[[], Iterator[Any]]
-"""Makes the loader's iterator of a pass."""
 
 
 def length_of(data: Any) -> int | None:
@@ -28,27 +27,29 @@ def length_of(data: Any) -> int | None:
 
 
 class Replayed:
-    """Data without a state: what was consumed of a pass is read again and dropped."""
+    """Data without a state: what was consumed of a pass is read again and dropped.
 
-    keeps_state = False
-    """The data has a ``state_dict`` of its own, which holds the place in a pass."""
-    exhausted = False
-    """The loader has ended its pass, perhaps while the last group was gathered; only known of one with a state."""
-    generators: Sequence[Any] = ()
-    """Those whose states are saved with the place."""
-    draws = True
-    """Random numbers may be drawn, or a state moved on, where a batch is read."""
+    Args:
+        marks: in the place of a batch that cannot be read stands its error.
+    """
 
-    def __init__(self, data: Any) -> None:
-        self.data = data
+    def __init__(self, data: Any, *, marks: bool = False) -> None:
+        self.data, self._marks = data, marks
+        self._is_fixed = type(data) in (list, tuple)
+        self.draws = not self._is_fixed
+        """Random numbers may be drawn, or a state moved on, where a batch is read."""
         self.fetched: Sequence[Any] | None = None
         """What was put back, of an iterator that can be read only once and goes on."""
-        self._measured: int | None = None
-        """The pass that was measured and is not open yet."""
+        self.iterator: Any = None
+        """The loader's, of the present pass."""
+        self._told: int | None = None
+        """The pass of which the data was told last."""
 
     @property
     def inexact(self) -> str | None:
         """Why a resumed run would not see the same bits, None if it would."""
+        if self._is_fixed:
+            return None
         order = getattr(self.data, "sampler", None)
         if isinstance(getattr(self.data, "dataset", None), IterableDataset):
             order = self.data.dataset
@@ -59,110 +60,107 @@ class Replayed:
 
     def measure(self, place: Place) -> int | None:
         """Batches of the pass, counted as ``place.batch`` is; None: unknown."""
-        if length_of(self.data) is None:
-            return None
-        self._set_epoch(place.pass_number)  # a sampler may have another length in each
-        self._measured = place.pass_number
+        if length_of(self.data) is not None:
+            self.set_pass(place)  # a sampler may have another length in each
         return length_of(self.data)
 
     def set_pass(self, place: Place) -> None:
-        """Tell the data which pass is read, unless it was told where that was measured."""
-        if self._measured != place.pass_number:
-            self._set_epoch(place.pass_number)
-        self._measured = None
-
-    def _set_epoch(self, pass_number: int) -> None:
-        """Tell the data and its samplers; a stream too, as those of Hugging Face shuffle by it."""
-        stream = getattr(self.data, "dataset", None)
+        """Tell the data and its samplers, once, which pass is read; a stream too, as Hugging Face's shuffle by it."""
+        if self._told == place.pass_number:
+            return
+        self._told, stream = place.pass_number, getattr(self.data, "dataset", None)
         for order in [*orders_of(self.data), *([stream] if isinstance(stream, IterableDataset) else [])]:
             if hasattr(order, "set_epoch"):
-                order.set_epoch(pass_number)
+                order.set_epoch(place.pass_number)
 
-    def open(self, place: Place, begin: Begin) -> Iterator[Any]:
+    def begin(self) -> Iterator[Any]:
+        """The loader's batches, from where it is."""
+        self.iterator = begin_pass(self.data) if self.fetched is None else self.data
+        return each(self.iterator, self.data, marks=self._marks)
+
+    def open(self, place: Place) -> Iterator[Any]:
         """The batches from ``place`` on."""
-        iterator, fetched, self.fetched = begin(), self.fetched, None
+        iterator, fetched, self.fetched = self.begin(), self.fetched, None
         if fetched is not None:
             return chain(fetched, iterator)
-        if place.batch:
+        if place.batch and not self._is_fixed:
             logger.warning(
-                "%s keeps no state: the %d batches that were consumed are loaded again and skipped%s.",
-                type(self.data).__name__,
-                place.batch,
-                f", in an order that {drawn} draws anew" if (drawn := self._drawn_by()) else "",
+                "%s: the %d batches that were consumed are loaded again and skipped.", self.inexact, place.batch
             )
         return _from(iterator, place.batch)
 
-    def _drawn_by(self) -> str | None:
-        """The sampler whose order is another one each time; None: none is known to be."""
-        if isinstance(getattr(self.data, "dataset", None), IterableDataset):
-            return None  # torch's placeholder orders nothing
-        samplers = [
-            order
-            for order in orders_of(self.data)[1:]
-            if not isinstance(order, SequentialSampler | DistributedSampler | BatchSampler)
-        ]
-        return next((type(order).__name__ for order in samplers if not hasattr(order, "set_epoch")), None)
+    def put_back(self, group: Sequence[Any]) -> None:
+        """The group that was read last comes again."""
+        if isinstance(self.data, Iterator):
+            self.fetched = group
 
-    def held(self) -> Held:
-        """What a place holds of the loader as it is now."""
-        return Held()
-
-    def saved(self, place: Place) -> dict[str, Any]:
-        """What a checkpoint holds of the loader beside the numbers of ``place``."""
+    def state(self) -> Mapping[str, Any]:
+        """What a place holds of the loader as it is now (``place.HELD``)."""
         return {}
+
+    def order(self, place: Place) -> dict[str, Any]:
+        """What a checkpoint holds of the order at ``place``."""
+        return {}
+
+    def end(self, *, keep_persistent: bool = False) -> None:
+        """End the workers of the present pass."""
+        if not (keep_persistent and getattr(self.data, "persistent_workers", False)):
+            end_workers(self.iterator, self.data)
+        self.iterator = None
 
     def close(self) -> None:
         """The run is over."""
+        self.end(keep_persistent=True)
 
 
-class Listed(Replayed):
-    """Batches in a list or a tuple: the same in every pass."""
-
-    inexact = None
-    draws = False
-
-    def open(self, place: Place, begin: Begin) -> Iterator[Any]:
-        return _from(begin(), place.batch)
-
-
-class ByIndex(Replayed):
+class Indexed(Replayed):
     """A ``loader()``: its sampler begins at any sample, nothing that was consumed is loaded."""
 
-    draws = False
-
-    def __init__(self, data: Any) -> None:
-        super().__init__(data)
+    def __init__(self, data: Any, *, marks: bool = False) -> None:
+        super().__init__(data, marks=marks)
         self.sampler: ResumableSampler = data.sampler
+        self.draws = False
+        self.dealing: Dealing | None = None
+        """Whole batches are dealt out to the ranks; those of a place are counted over all of them."""
 
     @property
     def inexact(self) -> str | None:
         return self.sampler.inexact
 
     def measure(self, place: Place) -> int | None:
-        self.sampler.length, self.sampler.skipped = self.sampler.data_length(place.pass_number), place.skipped
-        return length_of(self.data)
+        sampler = self.sampler
+        sampler.length, sampler.skipped = sampler.data_length(place.pass_number), place.skipped
+        sampler.dealing = self.dealing
+        if self.dealing is None:
+            return length_of(self.data)
+        left, size = max(0, sampler.length - place.skipped), self.dealing.batch_size
+        return left // size if self.data.drop_last else -(-left // size)
 
     def set_pass(self, place: Place) -> None:
         self.sampler.pass_number = place.pass_number
 
-    def open(self, place: Place, begin: Begin) -> Iterator[Any]:
-        self.sampler.start = min(place.batch * self.data.batch_size, len(self.sampler))
-        return begin()
+    def open(self, place: Place) -> Iterator[Any]:
+        self.sampler.start = place.batch * self.data.batch_size
+        return self.begin()
 
-    def order(self, samples: int) -> dict[str, Any]:
+    def fixed(self, samples: int) -> dict[str, Any]:
         """What must be the same where a place is loaded."""
         seed, shuffle = self.sampler.seed, self.sampler.shuffle
         return {"seed": seed, "shuffle": shuffle, "samples": samples, "batch_size": self.data.batch_size}
 
-    def saved(self, place: Place) -> dict[str, Any]:
+    def order(self, place: Place) -> dict[str, Any]:
         # a pass that is yet to start has what is there by then
         begun = place.batch or place.skipped
-        order = self.order(self.sampler.length if begun else self.sampler.data_length(place.pass_number))
+        samples = self.sampler.length if begun else self.sampler.data_length(place.pass_number)
+        order = self.fixed(samples) | {"skipped": place.skipped}
+        if self.dealing is not None:  # in samples it means the same on any number of ranks
+            order |= {"batch": 0, "skipped": min(place.skipped + place.batch * self.data.batch_size, samples)}
         drawn = self.sampler.drawn_order if begun else None
-        return {**order, "skipped": place.skipped, **({} if drawn is None else {"drawn_order": drawn})}
+        return order if drawn is None else order | {"drawn_order": drawn}
 
     def close(self) -> None:
-        self.sampler.start, self.sampler.skipped = None, 0
+        super().close()
+        self.sampler.start, self.sampler.skipped, self.sampler.dealing = None, 0, None
 
 
 def _from(iterator: Iterator[Any], batch: int) -> Iterator[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -18,7 +18,6 @@ from torch.utils.data.distributed import DistributedSampler
 from ignite_engine import rng
 
 Key = tuple[int, int]
-_BLOCK = 8192
 
 
 @dataclass(frozen=True)
@@ -90,43 +89,32 @@ class ResumableSampler(Sampler[Key]):
     def __iter__(self) -> Iterator[Key]:
         if self.start is None:
             self.length = self.data_length()
-        start = self.start or 0
-        order: Iterable[int]
-        if self.dealing is not None:
-            return zip(repeat(self.pass_number), _numbers(self._dealt(self.dealing, start)))
-        if self.shuffle:
-            share = self._permutation()[self.skipped + self.rank :: self.world_size]
-            order = _numbers(share[start:])
-        else:
-            order = range(self.skipped + self.rank + start * self.world_size, self.length, self.world_size)
-        return zip(repeat(self.pass_number), order)
+        order = self._order()
+        shares = (order[part.start : part.stop : part.step] for part in self._places(self.start or 0))
+        return zip(repeat(self.pass_number), chain.from_iterable(shares))
 
-    def _dealt(self, dealing: Dealing, start: int) -> Tensor:
-        """Indices of this rank's samples from sample ``start`` on, after those that are skipped."""
-        order = self._order()[self.skipped + start :]
-        cycle = dealing.batch_size * dealing.cycle
-        whole = torch.nn.functional.pad(order, (0, -len(order) % cycle), value=-1).view(-1, cycle)
-        own = whole[:, dealing.batch_size * dealing.first : dealing.batch_size * dealing.end].reshape(-1)
-        return own[own >= 0]
+    def _places(self, start: int) -> Iterable[range]:
+        """Of this rank's samples in the order of the pass, from sample ``start`` on, after those that are skipped."""
+        if (dealing := self.dealing) is None:
+            return [range(self.skipped + self.rank + start * self.world_size, self.length, self.world_size)]
+        first, end, cycle = (dealing.batch_size * at for at in (dealing.first, dealing.end, dealing.cycle))
+        begins = range(self.skipped + start, self.length, cycle)
+        return (range(begin + first, min(begin + end, self.length)) for begin in begins)
 
     def first(self, count: int) -> list[int]:
         """The first ``count`` samples of the pass, over all ranks."""
-        return self._order()[:count].tolist()
+        return list(self._order()[:count])
 
-    def _order(self) -> Tensor:
-        return self._permutation() if self.shuffle else torch.arange(self.length)
+    def _order(self) -> Sequence[int]:
+        # not a list: there may be 10^8 numbers, each of which takes 32 bytes as an object
+        return self._permutation().numpy().data if self.shuffle else range(self.length)
 
     def _permutation(self) -> Tensor:
         generator = torch.Generator().manual_seed(rng.mix(self.seed, self.pass_number) >> 1)
         return torch.randperm(self.length, generator=generator)
 
     def __len__(self) -> int:
-        if self.dealing is not None:
-            batch_size = self.dealing.batch_size
-            first, end, cycle = (batch_size * at for at in (self.dealing.first, self.dealing.end, self.dealing.cycle))
-            cycles, rest = divmod(max(0, self.length - self.skipped), cycle)
-            return cycles * (end - first) + len(range(first, min(end, rest)))
-        return len(range(self.skipped + self.rank, self.length, self.world_size))
+        return sum(map(len, self._places(0)))
 
 
 class DrawnSampler(ResumableSampler):
@@ -200,8 +188,3 @@ class DrawnSampler(ResumableSampler):
                 f"sampler must yield indices, and {type(self.drawn).__name__} yields a {type(order[0]).__name__}: give "
                 "it in a BatchSampler, as batch_sampler of a DataLoader."
             ) from None
-
-
-def _numbers(indices: Tensor) -> Iterator[int]:
-    """``indices`` as Python numbers, a block at a time: each takes 32 bytes, and there may be 10^8 of them."""
-    return chain.from_iterable(block.tolist() for block in indices.split(_BLOCK))

@@ -5,36 +5,33 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import DataLoader
 
 from ignite_engine import rng
+from ignite_engine.data import agreed
 from ignite_engine.data.fingerprint import fingerprint
-from ignite_engine.data.own_state import WithState, keeps_state
-from ignite_engine.data.place import Held, Place
-from ignite_engine.data.read_errors import ReadErrors, marked, split
-from ignite_engine.data.readers import ByIndex, Listed, Replayed, length_of
+from ignite_engine.data.own_state import Stateful, keeps_state
+from ignite_engine.data.place import HELD, Place
+from ignite_engine.data.read_errors import ReadErrors
+from ignite_engine.data.readers import Indexed, Replayed, length_of
 from ignite_engine.data.sampler import ResumableSampler
-from ignite_engine.data.workers import Begun, begin_pass, end_workers
 from ignite_engine.errors import StateMismatch, StopRequested, leave_out
 from ignite_engine.ranks import agreement, mesh
-from ignite_engine.step.micro_batches import Group
+from ignite_engine.step.micro_batches import Group, WeightFn
 
 logger = logging.getLogger(__name__)
 
 __all__ = ["DataSource", "length_of", "reader_of"]
 
 
-def reader_of(data: Any) -> Replayed:
-    """How ``data`` is read from a place on."""
+def reader_of(data: Any, *, marks: bool = False) -> Replayed:
+    """How ``data`` is read from a place on; with ``marks`` an error stands in the place of a batch."""
     if type(data) is DataLoader and isinstance(data.sampler, ResumableSampler):
-        return ByIndex(data)
-    if type(data) in (list, tuple):
-        return Listed(data)
-    return WithState(data) if keeps_state(data) else Replayed(data)
+        return Indexed(data, marks=marks)
+    return (Stateful if keeps_state(data) else Replayed)(data, marks=marks)
 
 
 class Waiting(Protocol):
@@ -44,16 +41,6 @@ class Waiting(Protocol):
 
     def stops_waiting(self) -> bool:
         """Whether this rank is to stop."""
-        ...
-
-
-class _InHand(NamedTuple):
-    """What comes back where the group that was fetched last is put back."""
-
-    group: Group | None
-    held: Held
-    generators: Any
-    """Of :func:`rng.snapshot`."""
 
 
 class BetweenPasses(Protocol):
@@ -62,23 +49,18 @@ class BetweenPasses(Protocol):
     @property
     def epoch_iteration(self) -> int:
         """Iterations of the epoch under way."""
-        ...
 
     def fire(self, event: Any) -> None:
         """Run the handlers of an event."""
-        ...
 
     def boundary(self, *, last: bool = False) -> None:
         """A step boundary."""
-        ...
 
     def fetch(self) -> Group | None:
         """The first group of the pass that begins, None if it has none."""
-        ...
 
     def end_run(self) -> None:
         """There is no epoch any more, and the one that was begun is none."""
-        ...
 
 
 class EndsEpochs(Protocol):
@@ -86,19 +68,15 @@ class EndsEpochs(Protocol):
 
     def run_begins(self) -> None:
         """The position at which a run begins is set."""
-        ...
 
     def group_fetched(self, run: BetweenPasses) -> None:
         """GET_BATCH_COMPLETED has come."""
-        ...
 
     def first_of_next_pass(self, run: BetweenPasses) -> Group | None:
         """The next group where a pass has no more, None at the end of the epoch."""
-        ...
 
     def epoch_ended(self) -> None:
         """The epoch is over."""
-        ...
 
 
 class Source(Protocol):
@@ -111,12 +89,10 @@ class Source(Protocol):
     @property
     def present(self) -> DataSource | None:
         """Over what is iterated now."""
-        ...
 
     @property
     def ends_epochs(self) -> EndsEpochs | None:
         """Itself, if it does; else the run counts them."""
-        ...
 
     @property
     def iterations(self) -> int | None: ...
@@ -141,7 +117,6 @@ class Source(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
     def load(self, state: dict[str, Any]) -> None:
         """Continue at a saved place; what one rank refuses is raised on all. A collective."""
-        ...
 
 
 class OwnSource(ABC):
@@ -178,17 +153,28 @@ class OwnSource(ABC):
         """What is the same on every rank."""
 
 
+class _BeforeFetch(NamedTuple):
+    """What a fetch of a group has changed, as it was."""
+
+    held: Mapping[str, Any]
+    generators: Any
+    """Of :func:`rng.snapshot`."""
+
+
 class DataSource:
     """What a Trainer iterates: one pass over ``data`` per ``iter()``, in groups, counted by what was consumed.
 
     Args:
         data: a loader or any iterable of batches.
         accumulation_steps: batches in a group; None: one.
+        weigh: weight of a batch, which ranks exchange; None: none.
         waiting: its ``waiting_for_data`` is set where a signal may end a wait; None: a signal ends none.
         read_errors: batches that cannot be read are left out; None: they raise.
 
-    At most one group is in hand, fetched and not consumed; :meth:`put_back` undoes the fetch. It reads what this rank
-    has; on several ranks :class:`~ignite_engine.data.agreed.AgreedSource` makes the groups of all equally many.
+    At most one group is in hand, fetched and not consumed; :meth:`put_back` undoes the fetch.
+
+    Ranks exchange the lengths of sized loaders when a pass starts; nothing more is needed where they are equal.
+    Otherwise, and where groups are weighed or batches may be left out, they agree on each group (``data/agreed.py``).
     """
 
     ends_epochs = None
@@ -198,21 +184,23 @@ class DataSource:
         data: Any,
         accumulation_steps: int | None,
         *,
+        weigh: WeightFn | None = None,
         waiting: Waiting | None = None,
         read_errors: ReadErrors | None = None,
     ) -> None:
-        self.data, self.reader, self.read_errors = data, reader_of(data), read_errors
-        self.steps = accumulation_steps or 1
+        self.data, self.reader = data, reader_of(data, marks=read_errors is not None)
+        self.steps, self.weigh, self.read_errors = accumulation_steps or 1, weigh, read_errors
         self.place = Place()
         self.batches: int | None = None
         """Batches in one pass on the longest rank, None if unknown."""
         self.changed: str | None = None
         """What is other than where the place was saved, as a sentence."""
+        self._exchanges = False
+        """The ranks agree on each group: they may have other numbers of batches, or groups are weighed."""
         self._waiting = waiting
-        self._iterator: Any = None
-        self._opened_at: Held | None = None
-        """What was loaded and the present pass was opened with, until its first fetch."""
-        self._in_hand: _InHand | None = None
+        self._group: Group | None = None
+        """In hand."""
+        self._before: _BeforeFetch | None = None
         # as it is before it is read, as in a process that resumes
         self.fingerprint = fingerprint(data.dataset) if isinstance(data, DataLoader) else None
         """Of the dataset; None: it is not known what it holds."""
@@ -224,26 +212,40 @@ class DataSource:
     @property
     def sampler(self) -> ResumableSampler | None:
         """The sampler of a ``loader()``, whose order is a function of seed and pass; None for other data."""
-        return self.reader.sampler if isinstance(self.reader, ByIndex) else None
+        return self.reader.sampler if isinstance(self.reader, Indexed) else None
 
     @property
     def inexact(self) -> str | None:
         """Why a resumed run would not see the same bits, None if it would."""
         return self.reader.inexact
 
-    def agree_lengths(self) -> None:
-        """Read the length of the pass that starts. A collective."""
-        self.batches = self.reader.measure(self.place)
-
     @property
     def was_open_when_saved(self) -> bool:
         """The pass was begun before the place was saved: what opening it draws was drawn then."""
-        return self.place.was_open_when_saved
+        place = self.place
+        return place.batch > 0 or place.skipped > 0 or ("loader" in place.held and not self.between_passes)
 
     @property
     def between_passes(self) -> bool:
         """The pass before has ended, and this one is not open yet."""
-        return self.place.held.between_passes
+        return bool(self.place.held.get("between_passes"))
+
+    @property
+    def iterations(self) -> int | None:
+        """Groups in one pass, None if unknown."""
+        return None if self.batches is None else -(-self.batches // self.steps)
+
+    def agree_lengths(self) -> None:
+        """Read the length of the pass that starts; the ranks exchange theirs. A collective.
+
+        Raises:
+            ValueError: the ranks share out one order, and one of them has another order or other data.
+        """
+        lengths = agreed.lengths(self, self.reader.measure(self.place))
+        self.batches = max(lengths) if min(lengths) >= 0 else None
+        exchanges = self.weigh is not None or self.read_errors is not None
+        uneven = self.batches is None or len(set(lengths)) > 1
+        self._exchanges = agreement.world_size() > 1 and (exchanges or uneven)
 
     def begin_after(self, place: Place) -> None:
         """Begin with the pass after ``place``, which is one in other data: the same order would be the same samples."""
@@ -253,20 +255,21 @@ class DataSource:
         """Continue at ``place``, which is one in other data."""
         self.place = Place(pass_number=place.pass_number, batch=place.batch)
 
-    @property
-    def iterations(self) -> int | None:
-        """Groups in one pass, None if unknown."""
-        return None if self.batches is None else -(-self.batches // self.steps)
-
     # -- a pass -----------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Group]:
         """The groups of the present pass from the place on."""
         if self.place.ended:
             return iter(())
-        held = self.place.held
-        self._opened_at = None if held.loader is None else held
         return self._groups(self._open())
+
+    def _open(self) -> Iterator[Any]:
+        """This rank's batches from the place on; from now on the loader itself is at its place."""
+        if self.place.held.get("exhausted"):  # the loader is not used in this pass
+            return iter(())
+        place, self.place = self.place, self.place._replace(held={})
+        self.reader.set_pass(place)
+        return self.reader.open(place)
 
     def _groups(self, batches: Iterator[Any]) -> Iterator[Group]:
         while (group := self._fetch(batches)) is not None:
@@ -274,35 +277,27 @@ class DataSource:
 
     def _fetch(self, batches: Iterator[Any]) -> Group | None:
         """The next group, None at the end of the pass; the place is before it until it is consumed."""
-        if not self.reader.draws:
-            self._in_hand = None
-            return self._next(batches)
-        before = _InHand(None, self._loader_before_the_fetch(), rng.snapshot())
-        self._in_hand = before
+        self._before = _BeforeFetch(self._held(), rng.snapshot()) if self.reader.draws else None
         try:
-            group = self._next(batches)
+            self._group = self._next(batches)
         except StopRequested:
             self.put_back()
             raise
-        self._in_hand = None if group is None else before._replace(group=group)
-        return group
+        if self._group is None:
+            self._before = None
+        return self._group
 
     def _next(self, batches: Iterator[Any]) -> Group | None:
-        """The next batches; where some of them cannot be read, as far as the next group that has one."""
-        group = Group()
-        while not group and (places := self._read(batches)):
-            group.places += len(places)
-            if self.read_errors is None:
-                group.extend(places)
-            else:
-                own, errors = split(places)
-                group.extend(own)
-                self.read_errors.leave_out(group, errors, found=len(errors), empty=not own)
-        return group if group.places else None
+        """The next group that has a batch; what of the pass cannot be read before it is counted in it."""
+        if self._exchanges or self.read_errors is not None:
+            return agreed.group(self, lambda: self._read(batches))
+        group = Group(self._read(batches))
+        group.places = len(group)
+        return group or None
 
     def _read(self, batches: Iterator[Any]) -> list[Any]:
-        """The batches of one iteration; a stop may end the wait for them."""
-        if self._waiting is None:
+        """The batches of one iteration; a stop may end the wait for them, where all ranks learn of it."""
+        if self._waiting is None or not (self._exchanges or agreement.world_size() == 1):
             return list(islice(batches, self.steps))
         try:
             self._waiting.waiting_for_data = True
@@ -312,35 +307,11 @@ class DataSource:
 
     def put_back(self) -> None:
         """Undo the fetch of the group in hand: it comes again, with what was drawn for it."""
-        if (before := self._in_hand) is None:
-            return
-        rng.restore_snapshot(before.generators)
-        self._in_hand = None
-        if isinstance(self.data, Iterator):
-            self.reader.fetched = before.group or ()
-        elif self.reader.keeps_state:
+        group, before, self._group, self._before = self._group, self._before, None, None
+        if before is not None:
+            rng.restore_snapshot(before.generators)
+            self.reader.put_back(group or ())
             self.place = self.place._replace(held=before.held)
-
-    def _loader_before_the_fetch(self) -> Held:
-        if (opened_at := self._opened_at) is None:
-            return self.reader.held()
-        if not opened_at.exhausted:  # else the loader is not used in this pass
-            self._opened_at = None
-        return opened_at
-
-    def _open(self) -> Iterator[Any]:
-        """This rank's batches from the place on; from now on the loader itself is at its place."""
-        if self.place.held.exhausted:  # the loader is not used in this pass
-            return iter(())
-        place, self.place = self.place, self.place._replace(held=Held())
-        self.reader.set_pass(place)
-        return self.reader.open(place, self._begin)
-
-    def _begin(self) -> Iterator[Any]:
-        goes_on = self.reader.fetched is not None and not self.reader.keeps_state
-        # else an iterator of the user's may begin anew, where it was left in the middle
-        self._iterator = Begun(self.data) if goes_on else begin_pass(self.data)
-        return self._iterator if self.read_errors is None else marked(self._iterator, self.data)
 
     def own_batches(self, batches: int) -> int:
         """How many of the next ``batches`` are this rank's."""
@@ -348,51 +319,45 @@ class DataSource:
 
     def consumed(self, group: Group) -> None:
         """It is trained on, or given up."""
-        self.place, self._in_hand = self.place._replace(batch=self.place.batch + group.places), None
+        self.place = self.place._replace(batch=self.place.batch + group.places)
+        self._group = self._before = None
 
     def next_pass(self) -> None:
         """Move to the first batch of the next pass."""
-        self.place, self.reader.exhausted = self.place.next_pass(), False
-        self._in_hand = self._opened_at = None
+        # if this pass was not opened since its place was loaded, the loader's state is still the loaded one, at its end
+        held = {**self.place.held, "between_passes": True, "exhausted": False}
+        self.place = Place(self.place.pass_number + 1, held=held)
+        self._group = self._before = None
 
     def abandon(self) -> None:
         """End the workers of the present pass at once: they may be busy for long with what is no longer wanted."""
         self.freeze()
-        end_workers(self._iterator, self.data)
-        self._iterator = None
+        self.reader.end()
+
+    def freeze(self) -> None:
+        """Keep the place as it is now, whatever becomes of the loader: it is discarded, or others iterate it."""
+        if self.reader.iterator is not None:
+            self.place = self.place._replace(held=self._held())
 
     def close(self) -> None:
         """The run is over: end the workers of the present pass, unless they are persistent."""
-        if not getattr(self.data, "persistent_workers", False):
-            end_workers(self._iterator, self.data)
-        self._iterator = None
         self.reader.close()
 
     # -- in checkpoints ---------------------------------------------------------------------------------------------
 
-    def _held(self) -> Held:
+    def _held(self) -> Mapping[str, Any]:
         """What belongs to the place beside its numbers, as a checkpoint holds it."""
-        if self._in_hand is not None:
-            return self._in_hand.held
+        if self._before is not None:
+            return self._before.held
         held = self.place.held
-        if held.loader is not None or held.exhausted:  # the pass is not open
-            return held
-        return replace(self.reader.held(), between_passes=held.between_passes)
-
-    def freeze(self) -> None:
-        """Keep the place as it is now, whatever becomes of the loader: it is discarded, or others iterate it."""
-        if self.reader.keeps_state and self._iterator is not None:
-            self.place = self.place._replace(held=self._held())
-
-    def _has_ended(self) -> bool:
-        consumed = self.batches is not None and self.place.batch >= self.batches
-        return self.place.ended or (self.reader.exhausted and self._in_hand is None) or consumed
+        return held if "loader" in held else {**self.reader.state(), **held}  # else the pass is not open
 
     def state_dict(self) -> dict[str, Any]:
         """The place, and what must be the same for it to mean the same."""
-        place = self.place._replace(held=self._held())
-        if ended := self._has_ended():
-            # batch 0 of the next pass; but the end of the one before has not been reported yet
+        place, held = self.place, self._held()
+        exhausted = bool(held.get("exhausted")) and not self._exchanges
+        ended = place.ended or exhausted or (self.batches is not None and place.batch >= self.batches)
+        if ended:  # batch 0 of the next pass; but the end of the one before has not been reported yet
             place = place._replace(pass_number=place.pass_number + 1, batch=0, skipped=0)
         state: dict[str, Any] = {
             "pass": place.pass_number,
@@ -402,16 +367,7 @@ class DataSource:
         }
         if self.fingerprint is not None:
             state["fingerprint"] = self.fingerprint
-        if self.sampler is not None:
-            return {**state, **self.reader.saved(place), "steps": self.steps}
-        exhausted = {"exhausted": True} if place.held.exhausted else {}
-        return {**state, **self.reader.saved(place), **exhausted}
-
-    def _keeps_global_batch(self, state: dict[str, Any]) -> bool:
-        """On another number of ranks an update has as many samples as where ``state`` was saved."""
-        before, now = state.get("ranks", 1) * state["batch_size"], mesh.data_size() * self.data.batch_size
-        steps = state.get("steps", self.steps)
-        return state.get("ranks") != mesh.data_size() and (before == now or before * steps == now * self.steps)
+        return {**state, **self.reader.order(place), **held, "steps": self.steps}
 
     def load(self, state: dict[str, Any]) -> None:
         agreement.together(lambda: self.load_state_dict(state))
@@ -428,34 +384,12 @@ class DataSource:
                 f"The checkpoint was made with Windows as data: give run() the same, or leave the position out with "
                 f"{leave_out('data')}."
             )
-        if isinstance(self.reader, ByIndex) and "seed" in state:
-            self._check_order(self.reader, state)
-        batch, skipped, ranks = state["batch"], state.get("skipped", 0), mesh.data_size()
-        before = state.get("ranks", ranks)
-        if same := before == ranks:
-            outcome = None
-        elif self.sampler is None or "seed" not in state:
-            outcome = f"each continues at batch {batch} of its own, samples of this pass may come twice or never"
-        else:
-            if batch:
-                skipped, batch = min(skipped + batch * state["batch_size"] * before, state["samples"]), 0
-            outcome = f"{skipped} of {state['samples']} samples of this pass are consumed, the ranks share the rest"
-            if state["batch_size"] != self.data.batch_size:
-                outcome += f", {self.data.batch_size} in a batch where it was {state['batch_size']}"
-        if outcome is not None and (
-            batch or skipped or state.get("batch_size") != getattr(self.data, "batch_size", None)
-        ):
-            self._note_changed(f"The data position was saved on {before} ranks, resumed on {ranks}: {outcome}.")
+        place, held = self._place_of(state), {name: state[name] for name in HELD if name in state}
+        if state.get("ranks", mesh.data_size()) != mesh.data_size():
+            held["exhausted"] = False
+        self.place = place._replace(held=held)
         if None not in (self.fingerprint, saved := state.get("fingerprint")) and saved != self.fingerprint:
             self._note_changed("The data is not that of the checkpoint: the run continues at its place in other data.")
-        held = Held(
-            loader=state.get("loader") if self.reader.keeps_state else None,
-            generators=state.get("generators"),
-            exhausted=bool(state.get("exhausted")) and same,
-            between_passes=bool(state.get("between_passes")),
-        )
-        pass_number = state["pass"] - int(state["ended"])
-        self.place = Place(pass_number=pass_number, batch=batch, ended=state["ended"], skipped=skipped, held=held)
         self.reader.set_pass(self.place)
         drawn = state.get("drawn_order")
         if drawn is not None and (self.sampler is None or self.sampler.drawn_order != drawn):
@@ -463,17 +397,49 @@ class DataSource:
                 "The sampler draws another order than in the checkpoint: samples of this pass may come twice or never."
             )
 
+    def _place_of(self, state: dict[str, Any]) -> Place:
+        """The numbers of a saved place, perhaps of another number of ranks."""
+        place = Place(state["pass"] - int(state["ended"]), state["batch"], state["ended"], state.get("skipped", 0))
+        ranks, size = mesh.data_size(), getattr(self.data, "batch_size", None)
+        before, size_before = state.get("ranks", ranks), state.get("batch_size")
+        dealt, is_ordered = False, False
+        if isinstance(self.reader, Indexed) and "seed" in state:
+            self._check_order(self.reader, state)
+            dealt, is_ordered = self.reader.dealing is not None, True
+        if before == ranks and not dealt:
+            return place
+        if is_ordered and place.batch:
+            consumed = place.skipped + place.batch * state["batch_size"] * before
+            place = place._replace(batch=0, skipped=min(consumed, state["samples"]))
+        if before == ranks or dealt or not (place.batch or place.skipped or size_before != size):
+            return place
+        outcome = f"each continues at batch {place.batch} of its own, samples of this pass may come twice or never"
+        if is_ordered:
+            outcome = (
+                f"{place.skipped} of {state['samples']} samples of this pass are consumed, the ranks share the rest"
+            )
+            if size_before != size:
+                outcome += f", {size} in a batch where it was {size_before}"
+        self._note_changed(f"The data position was saved on {before} ranks, resumed on {ranks}: {outcome}.")
+        return place
+
     def _note_changed(self, sentence: str) -> None:
         self.changed = sentence if self.changed is None else f"{self.changed} {sentence}"
         if agreement.rank() == 0:
             logger.warning("%s", sentence)
 
-    def _check_order(self, reader: ByIndex, state: dict[str, Any]) -> None:
+    def _check_order(self, reader: Indexed, state: dict[str, Any]) -> None:
         if reader.sampler.adopts_seed:
             reader.sampler.seed = self.data.dataset.seed = state["seed"]
-        for name, value in reader.order(reader.sampler.data_length(state["pass"])).items():
+        for name, value in reader.fixed(reader.sampler.data_length(state["pass"])).items():
             if state[name] != value and not (name == "batch_size" and self._keeps_global_batch(state)):
                 raise StateMismatch(
                     f"The checkpoint was made with {name} {state[name]} in its data, now it is {value}: make them "
                     f"equal, or leave the position out with {leave_out('data')}."
                 )
+
+    def _keeps_global_batch(self, state: dict[str, Any]) -> bool:
+        """On another number of ranks an update has as many samples as where ``state`` was saved."""
+        before, now = state.get("ranks", 1) * state["batch_size"], mesh.data_size() * self.data.batch_size
+        steps = state.get("steps", self.steps)
+        return state.get("ranks") != mesh.data_size() and (before == now or before * steps == now * self.steps)

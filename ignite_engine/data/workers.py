@@ -8,15 +8,11 @@ import os
 import re
 import signal
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
-from types import WrapperDescriptorType
 from typing import Any
 
 from torch.utils.data import DataLoader
-
-_STOPPING_S = 5
 
 
 class WorkerInit:
@@ -36,7 +32,7 @@ class WorkerInit:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP})
         trainer = multiprocessing.parent_process()
-        if trainer is not None:
+        if trainer is not None and hasattr(signal, "sigtimedwait"):  # macOS does not tell who has sent a signal
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             threading.Thread(target=_end_for, args=(trainer,), daemon=True).start()
         if self.user is not None:
@@ -44,34 +40,13 @@ class WorkerInit:
 
 
 def _end_for(trainer: Any) -> None:
-    """End this process on a SIGTERM of ``trainer``, the training process, or when that is dead.
-
-    Where the system does not tell who sent it (macOS), any SIGTERM does, after seconds in which the trainer may stop.
-    """
+    """End this process on a SIGTERM of ``trainer``, the training process, or when that is dead."""
     parent = os.getppid()  # the trainer or, with forkserver, the fork server
-    pending_s = 0
     while trainer.is_alive() and os.getppid() == parent:
-        if not hasattr(signal, "sigtimedwait"):
-            time.sleep(1.0)
-            pending_s += signal.SIGTERM in signal.sigpending()
-            if pending_s > _STOPPING_S:
-                break
-        elif (received := signal.sigtimedwait({signal.SIGTERM}, 1.0)) is not None and received.si_pid == trainer.pid:
+        received = signal.sigtimedwait({signal.SIGTERM}, 1.0)
+        if received is not None and received.si_pid == trainer.pid:
             break
     os._exit(0)
-
-
-class Begun:
-    """An iterator of the user's, which is not asked for an iterator again: ``__iter__`` may begin its data anew."""
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self.iterator = iterator
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return next(self.iterator)
 
 
 def begin_pass(data: Any) -> Iterator[Any]:
@@ -80,16 +55,9 @@ def begin_pass(data: Any) -> Iterator[Any]:
     blocked = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} if handles_signals else ()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
-        iterator = iter(data)
+        return iter(data)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    is_pythons = isinstance(getattr(type(iterator), "__iter__", None), WrapperDescriptorType)
-    return iterator if is_pythons or _is_of_a_loader(iterator) else Begun(iterator)
-
-
-def _is_of_a_loader(iterator: Any) -> bool:
-    """Whether it is what torch's ``DataLoader``, or torchdata's, makes: each has a base class of this name."""
-    return any(kind.__name__ == "_BaseDataLoaderIter" for kind in type(iterator).__mro__)
 
 
 def end_workers(iterator: Any, data: Any) -> None:
@@ -97,8 +65,7 @@ def end_workers(iterator: Any, data: Any) -> None:
 
     Persistent ones of a loader that is not ``data`` itself are left: that loader would ask the dead workers.
     """
-    iterator = iterator.iterator if isinstance(iterator, Begun) else iterator
-    workers = getattr(iterator, "_workers", ()) if _is_of_a_loader(iterator) else ()
+    workers = getattr(iterator, "_workers", ()) if hasattr(iterator, "_shutdown_workers") else ()
     is_kept = getattr(iterator, "_persistent_workers", False)
     if not workers or (is_kept and getattr(data, "_iterator", None) is not iterator):
         return

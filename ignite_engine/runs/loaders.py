@@ -14,7 +14,7 @@ from ignite_engine import devices
 from ignite_engine.config import Config
 from ignite_engine.data import loader
 from ignite_engine.data.loader import resumable
-from ignite_engine.data.own_state import WithState
+from ignite_engine.data.own_state import Stateful
 from ignite_engine.data.sampler import DrawnSampler, ResumableSampler
 from ignite_engine.data.source import length_of, reader_of
 from ignite_engine.ext.windows import Windows
@@ -103,7 +103,7 @@ def say_how_it_resumes(train_loader: Any) -> None:
     if isinstance(order, DrawnSampler):
         kind = type(order.drawn).__name__
         logger.info("The order of %s is drawn for each epoch from (seed, epoch), so it is resumed exactly.", kind)
-    elif isinstance(reader := reader_of(train_loader), WithState):
+    elif isinstance(reader := reader_of(train_loader), Stateful):
         but = "" if reader.inexact is None else f", but {reader.inexact}"
         logger.info("%s is resumed by its own state%s.", type(train_loader).__name__, but)
     elif not isinstance(order, ResumableSampler):

@@ -49,6 +49,7 @@ def changed(data, where, value):
 
 
 OTHERS = {
+    "list of numbers": lambda n: [0, 1 + n],
     "list": lambda n: [(values(n)[0], 1), (values(0)[1], 2)],
     "middle text": lambda n: ["a", "b", f"c{n}", "d", "e"],
     "tensors": lambda n: TensorDataset(values(0), values(n)),
