@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ignite_engine.errors import is_whole
+
 Factor = Callable[[int, float], float]
 """The factor of the base LR, of the 0-based number of an update and the number of updates in all."""
 After = Callable[[int, float, int], float]
@@ -72,10 +74,8 @@ class Schedule:
         Raises:
             ValueError: its warm-up or decay does not fit.
         """
-        if isinstance(total, bool) or not (isinstance(total, int) or total == math.inf) or total < 1:
-            raise ValueError(
-                f"total must be the number of updates of the run, a whole number of at least 1, got {total!r}."
-            )
+        if not (is_whole(total) or total == math.inf) or total < 1:
+            raise ValueError(f"total must be the updates of the run, a whole number of at least 1, got {total!r}.")
         self.factor(0, total)
         self.total = total
 
@@ -86,10 +86,7 @@ class Schedule:
             ValueError: the length of the run is not known yet.
         """
         if self.total is None:
-            raise ValueError(
-                f"{self.description} has the length of its run, which is known when the run starts: attach it by "
-                "LRSchedule(...).attach(trainer), or give total, the number of updates."
-            )
+            raise ValueError(f"{self.description} has no length yet: attach it to a trainer, or give total.")
         factor = self.factor(step, self.total)
         return [base * factor for base in self.base_lrs]
 
@@ -110,13 +107,12 @@ class Schedule:
         return self.lrs_at(self.steps)
 
     def state_dict(self) -> dict[str, Any]:
-        length = {"total": self.total} if self.spans_run else {}
-        return {"steps": self.steps, "base_lrs": list(self.base_lrs), **length}
+        return {"steps": self.steps, "base_lrs": list(self.base_lrs), "total": self.total}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore count and base LRs and set the LRs; ``warmup``, the shape and a given ``total`` stay as given."""
         self.steps, self.base_lrs = state["steps"], list(state["base_lrs"])
-        if self.spans_run and state.get("total") is not None:
+        if self.spans_run and state["total"] is not None:
             self.set_total(state["total"])
         if self.total is not None:
             self.apply()
@@ -130,22 +126,21 @@ def constant(optimizer: Optimizer) -> Schedule:
     return Schedule(optimizer, lambda step, total: 1.0, math.inf, "constant()")
 
 
-def warmup_constant(optimizer: Optimizer, warmup: int | float = 0, *, total: int | None = None) -> Schedule:
+def warmup_constant(optimizer: Optimizer, warmup: float = 0, *, total: int | None = None) -> Schedule:
     """Linear warm-up, then the base LR; ``total`` is for a fractional ``warmup`` only, see :func:`warmup_cosine`."""
-    factor = _after_warmup(warmup, lambda step, total, rising: 1.0)
-    return Schedule(optimizer, factor, _end(warmup, total), f"warmup_constant({warmup=}, {total=})")
+    return _schedule("warmup_constant", optimizer, warmup, total, lambda step, total, rising: 1.0, endless=True)
 
 
 def warmup_linear(
-    optimizer: Optimizer, warmup: int | float = 0, *, total: int | None = None, min_ratio: float = 0.0
+    optimizer: Optimizer, warmup: float = 0, *, total: int | None = None, min_ratio: float = 0.0
 ) -> Schedule:
     """Linear warm-up, then a straight line to ``min_ratio`` of the base LR; see :func:`warmup_cosine`."""
-    factor = _after_warmup(warmup, _decaying(DECAY_SHAPES["linear"], min_ratio))
-    return Schedule(optimizer, factor, total, f"warmup_linear({warmup=}, {total=}, {min_ratio=})")
+    after = _decaying(DECAY_SHAPES["linear"], min_ratio)
+    return _schedule("warmup_linear", optimizer, warmup, total, after, min_ratio=min_ratio)
 
 
 def warmup_cosine(
-    optimizer: Optimizer, warmup: int | float = 0, *, total: int | None = None, min_ratio: float = 0.0
+    optimizer: Optimizer, warmup: float = 0, *, total: int | None = None, min_ratio: float = 0.0
 ) -> Schedule:
     """Linear warm-up, then half a cosine down to ``min_ratio`` of the base LR.
 
@@ -160,28 +155,22 @@ def warmup_cosine(
 
     Source: Loshchilov and Hutter 2017, arXiv 1608.03983, equation 5, one period.
     """
-    factor = _after_warmup(warmup, _decaying(DECAY_SHAPES["cosine"], min_ratio))
-    return Schedule(optimizer, factor, total, f"warmup_cosine({warmup=}, {total=}, {min_ratio=})")
+    after = _decaying(DECAY_SHAPES["cosine"], min_ratio)
+    return _schedule("warmup_cosine", optimizer, warmup, total, after, min_ratio=min_ratio)
 
 
 def warmup_polynomial(
-    optimizer: Optimizer,
-    warmup: int | float = 0,
-    *,
-    total: int | None = None,
-    power: float = 2.0,
-    min_ratio: float = 0.0,
+    optimizer: Optimizer, warmup: float = 0, *, total: int | None = None, power: float = 2.0, min_ratio: float = 0.0
 ) -> Schedule:
     """Linear warm-up, then ``(1 - progress) ** power`` down to ``min_ratio``; see :func:`warmup_cosine`."""
     if not 0 < power < math.inf:
         raise ValueError(f"power must be a positive number, got {power}; 1.0 is a straight line.")
-    decaying = _decaying(lambda progress, end: end + (1.0 - end) * (1.0 - progress) ** power, min_ratio)
-    factor = _after_warmup(warmup, decaying)
-    return Schedule(optimizer, factor, total, f"warmup_polynomial({warmup=}, {total=}, {power=}, {min_ratio=})")
+    after = _decaying(lambda progress, end: end + (1.0 - end) * (1.0 - progress) ** power, min_ratio)
+    return _schedule("warmup_polynomial", optimizer, warmup, total, after, power=power, min_ratio=min_ratio)
 
 
 def warmup_inverse_sqrt(
-    optimizer: Optimizer, warmup: int | float = 0, *, total: int | None = None, min_ratio: float = 0.0
+    optimizer: Optimizer, warmup: float = 0, *, total: int | None = None, min_ratio: float = 0.0
 ) -> Schedule:
     """Linear warm-up, then ``sqrt(warmup / updates)``, never below ``min_ratio``; held at ``total`` if that is given.
 
@@ -190,21 +179,19 @@ def warmup_inverse_sqrt(
 
     Source: Vaswani et al. 2017, arXiv 1706.03762, equation 3, scaled to 1 at its peak.
     """
-    _check_ratio(min_ratio)
 
     def after(step: int, total: float, rising: int) -> float:
         return max(min_ratio, math.sqrt(max(rising, 1) / (min(step, total) + 1)))
 
-    description = f"warmup_inverse_sqrt({warmup=}, {total=}, {min_ratio=})"
-    return Schedule(optimizer, _after_warmup(warmup, after), _end(warmup, total), description)
+    return _schedule("warmup_inverse_sqrt", optimizer, warmup, total, after, endless=True, min_ratio=min_ratio)
 
 
 def warmup_wsd(
     optimizer: Optimizer,
-    warmup: int | float = 0,
+    warmup: float = 0,
     *,
     total: int | None = None,
-    decay: int | float = 0.1,
+    decay: float = 0.1,
     decay_shape: str = "linear",
     min_ratio: float = 0.0,
 ) -> Schedule:
@@ -223,9 +210,9 @@ def warmup_wsd(
         raise ValueError(f"decay_shape must be one of {', '.join(DECAY_SHAPES)}, got {decay_shape!r}.")
     if decay_shape == "exponential" and min_ratio == 0:
         raise ValueError("decay_shape='exponential' never reaches 0: give a min_ratio above 0, for instance 0.01.")
-    factor = _after_warmup(warmup, _decaying(DECAY_SHAPES[decay_shape], min_ratio, decay))
-    description = f"warmup_wsd({warmup=}, {total=}, {decay=}, {decay_shape=}, {min_ratio=})"
-    return Schedule(optimizer, factor, total, description)
+    after = _decaying(DECAY_SHAPES[decay_shape], min_ratio, decay)
+    shown: dict[str, Any] = {"decay": decay, "decay_shape": decay_shape, "min_ratio": min_ratio}
+    return _schedule("warmup_wsd", optimizer, warmup, total, after, **shown)
 
 
 def set_lr(group: dict[str, Any], lr: float) -> None:
@@ -236,18 +223,30 @@ def set_lr(group: dict[str, Any], lr: float) -> None:
         group["lr"] = lr
 
 
-def _after_warmup(warmup: int | float, after: After) -> Factor:
+def _schedule(
+    name: str, optimizer: Optimizer, warmup: float, total: int | None, after: After, endless: bool = False, **shown: Any
+) -> Schedule:
+    """A linear warm-up, and what comes after it.
+
+    Args:
+        endless: it depends on its length by a fractional ``warmup`` only.
+        shown: further arguments of its function; a ``min_ratio`` is checked.
+    """
+    if not 0 <= shown.get("min_ratio", 0.0) <= 1:
+        raise ValueError(f"min_ratio must be a ratio of the base LR in [0, 1], got {shown['min_ratio']}.")
+
     def factor(step: int, total: float) -> float:
         rising = _updates("warmup", warmup, total)
         rest = after(step, total, rising)
         return (step + 1) / rising if step < rising else rest
 
-    return factor
+    length = math.inf if endless and total is None and not isinstance(warmup, float) else total
+    arguments = ", ".join(f"{key}={value!r}" for key, value in {"warmup": warmup, "total": total, **shown}.items())
+    return Schedule(optimizer, factor, length, f"{name}({arguments})")
 
 
-def _decaying(shape: Shape, min_ratio: float, decay: int | float | None = None) -> After:
+def _decaying(shape: Shape, min_ratio: float, decay: float | None = None) -> After:
     """1, and ``shape`` over the last ``decay`` updates; None: over all after the warm-up."""
-    _check_ratio(min_ratio)
 
     def after(step: int, total: float, rising: int) -> float:
         length = total - rising if decay is None else _updates("decay", decay, total)
@@ -257,28 +256,16 @@ def _decaying(shape: Shape, min_ratio: float, decay: int | float | None = None) 
             raise ValueError(
                 f"warmup ({rising} updates) and decay ({length}) must fit in total={total}; shorten one of them."
             )
-        past = step - (total - length)
-        if past >= length:
-            return shape(1.0, min_ratio)
-        return shape(past / length, min_ratio) if past > 0 else 1.0
+        past = min(max(step - (total - length), 0), length)
+        return shape(past / length if length else 1.0, min_ratio) if past or not length else 1.0
 
     return after
 
 
-def _check_ratio(min_ratio: float) -> None:
-    if not 0 <= min_ratio <= 1:
-        raise ValueError(f"min_ratio must be a ratio of the base LR in [0, 1], got {min_ratio}.")
-
-
-def _end(warmup: int | float, total: int | None) -> float | None:
-    """The length of a schedule that depends on it by a fractional ``warmup`` only."""
-    return math.inf if total is None and not isinstance(warmup, float) else total
-
-
-def _updates(name: str, value: int | float, total: float) -> int:
+def _updates(name: str, value: float, total: float) -> int:
     """A number of updates, from a number of updates (int) or from a fraction of ``total`` (float)."""
     is_fraction = isinstance(value, float)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= (1 if is_fraction else total):
+    if not (is_whole(value) or is_fraction) or not 0 <= value <= (1 if is_fraction else total):
         raise ValueError(
             f"{name} must be at least 0 and at most total={total} updates (int), or a fraction of them in [0, 1] "
             f"(float), got {value!r}."
