@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import ignite.distributed as idist
@@ -127,7 +129,7 @@ def metrics_reduce(ranks: Sequence[int] | None = None) -> Iterator[None]:
         ranks: of which alone it is, ``broadcast`` included, because the others have nothing to reduce: a metric raises
             there before it reduces. A collective of all ranks. None: all.
     """
-    if isinstance(idist.all_gather, partial):
+    if _instead.get():
         yield
         return
     layout = _layout()
@@ -136,31 +138,41 @@ def metrics_reduce(ranks: Sequence[int] | None = None) -> Iterator[None]:
     if some := ranks is not None and len(ranks) < agreement.world_size():
         rows = [[rank] for rank in range(agreement.world_size())] if layout is None else layout.sharing
         group = agreement.subgroup([[rank for rank in column if rank in ranks] for column in zip(*rows, strict=True)])
-    changed: dict[str, Any] = {"all_gather": partial(_gather, group)}
+    functions: dict[str, Any] = {"all_gather": partial(_gather, group)}
     if group is not None:
-        changed |= {"get_rank": partial(dist.get_rank, group), "get_world_size": partial(dist.get_world_size, group)}
-        changed["all_reduce"] = partial(idist.all_reduce, group=group)
-        changed["all_gather_tensors_with_shapes"] = partial(idist.all_gather_tensors_with_shapes, group=group)
+        functions |= {"get_rank": partial(dist.get_rank, group), "get_world_size": partial(dist.get_world_size, group)}
+        for name in ("all_reduce", "all_gather_tensors_with_shapes"):
+            functions[name] = partial(getattr(idist.utils, name), group=group)
         if some:
-            changed["broadcast"] = partial(_broadcast, group)
-    before = {name: getattr(idist, name) for name in changed}
-    vars(idist).update(changed)
-    try:
+            functions["broadcast"] = partial(_broadcast, group)
+    with _calling(functions):
         yield
-    finally:
-        vars(idist).update(before)
 
 
 @contextmanager
 def metrics_of_this_rank() -> Iterator[None]:
     """Within it metrics are computed of what this rank has seen, and nothing is exchanged."""
-    changed: dict[str, Any] = {"get_rank": lambda: 0, "get_world_size": lambda: 1, "all_gather": partial(_itself)}
-    before = {name: getattr(idist, name) for name in changed}
-    vars(idist).update(changed)
+    with _calling({"get_rank": lambda: 0, "get_world_size": lambda: 1, "all_gather": _itself}):
+        yield
+
+
+_instead: ContextVar[Mapping[str, Any]] = ContextVar("instead", default=MappingProxyType({}))
+"""What this thread calls in the place of functions of ``ignite.distributed``, by their names."""
+
+
+@contextmanager
+def _calling(functions: Mapping[str, Any]) -> Iterator[None]:
+    for name in functions:
+        setattr(idist, name, partial(_call, name))  # for good: which function it is each thread says for itself
+    token = _instead.set({**_instead.get(), **functions})
     try:
         yield
     finally:
-        vars(idist).update(before)
+        _instead.reset(token)
+
+
+def _call(name: str, *args: Any, **kwargs: Any) -> Any:
+    return _instead.get().get(name, getattr(idist.utils, name))(*args, **kwargs)
 
 
 def _itself(value: Any) -> Any:
@@ -173,7 +185,8 @@ def _broadcast(group: Any, value: Any, src: int = 0, safe_mode: bool = False) ->
     return box[0]
 
 
-def _gather(of_data: Any, value: Any, group: Any = None, *, gather: Callable[..., Any] = idist.all_gather) -> Any:
+def _gather(of_data: Any, value: Any, group: Any = None) -> Any:
+    gather: Any = idist.utils.all_gather
     group = group or of_data
     if not isinstance(value, torch.Tensor) or not value.dim():
         return gather(value, group=group)

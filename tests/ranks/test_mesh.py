@@ -1,5 +1,8 @@
 """A declared mesh: ranks of a tensor-parallel group are one data-parallel rank in everything that shares out data."""
 
+from threading import Thread
+from unittest.mock import patch
+
 import ignite.distributed as idist
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 from ignite_engine import Trainer, create_evaluator, loader
 from ignite_engine.ranks import data_rank, data_size, use_mesh
+from ignite_engine.ranks.mesh import metrics_of_this_rank
 from tests.kit.processes import ranks, start_ranks
 from tests.kit.refusals import refuses
 
@@ -130,3 +134,18 @@ def test_a_mesh_that_says_nothing_of_the_data_is_refused():
         return data_size()
 
     assert ranks(2, work) == [2, 2]
+
+
+def test_metrics_of_one_thread_alone_are_reduced_as_it_says():
+    """Another one may train meanwhile, or evaluate otherwise."""
+    seen = []
+
+    def look():
+        seen.append((idist.get_world_size(), idist.all_gather("a")))
+
+    with metrics_of_this_rank(), patch.object(idist.utils, "get_world_size", lambda: 7):
+        thread = Thread(target=look)
+        thread.start()
+        thread.join()
+        look()
+    assert seen == [(7, ["a"]), (1, "a")]
