@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.simplefilter("always", ConfigWarning)
         warnings.showwarning = _show_warning
         try:
-            with signals.Ending():
+            with signals.stops_go_to(signals.Ending()):
                 return commands.COMMANDS[options.command](options) or 0
         except (*commands.USER_ERRORS, *commands.RUN_ERRORS, FileNotFoundError) as error:
             if options.traceback or not commands.one_line_is_enough(error, options.command):

@@ -29,7 +29,7 @@ Work = Callable[[int], object]
 """What a rank does, called with its number on this machine; pickle carries it."""
 _meetings = itertools.count()  # each in the same place on all ranks of torchrun
 
-_FIRST_POLL_S, _POLL_S = 0.001, 0.02
+_POLL_S = 0.01
 
 
 def is_launched() -> bool:
@@ -51,7 +51,7 @@ def connect(backend: str, init_method: str | None, timeout: timedelta | None) ->
             "Parallel, or destroy the group before."
         )
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    with signals.killing_the_process(), one_line_where_they_cannot_meet():
+    with signals.stops_go_to(signal.SIG_DFL), one_line_where_they_cannot_meet():
         store = _store(options) if init_method in (None, "env://") else None
         if store is None:  # as torch and Ignite do it, under SLURM for instance
             idist.initialize(backend, init_method=init_method, **options)
@@ -97,7 +97,6 @@ def part_of_this_attempt(store: Any, rank: int, world_size: int) -> Any:
         store.set(f"{attempt}/rank_{rank}", "")
         return agreement.STORES.PrefixStore(attempt, store)
     missing, deadline = list(range(1, world_size)), time.monotonic() + store.timeout.total_seconds()
-    pause_s = _FIRST_POLL_S
     while missing:
         for other_rank in missing:
             if store.check([f"question_{other_rank}"]):  # it may be that of a dead rank: another one will follow
@@ -109,8 +108,7 @@ def part_of_this_attempt(store: Any, rank: int, world_size: int) -> Any:
                 f"The ranks cannot meet: of {world_size} ranks these did not come within "
                 f"{store.timeout.total_seconds():g} s: {ranks}. See why in their logs."
             )
-        time.sleep(pause_s if missing else 0.0)
-        pause_s = min(2 * pause_s, _POLL_S)
+        time.sleep(_POLL_S if missing else 0.0)
     return agreement.STORES.PrefixStore(name, store)
 
 
@@ -187,7 +185,7 @@ def rank_main(local_rank: int, start: Start, work: Work) -> None:
         os.environ.update(RANK=str(start.first + local_rank), LOCAL_RANK=str(local_rank))
     ending = signals.Ending()
     try:
-        with ending, signals.listening(os.getppid()):
+        with signals.stops_go_to(ending), signals.listening(os.getppid()):
             if start.backend is not None:
                 connect(start.backend, start.init_method, start.timeout)
             try:

@@ -110,7 +110,7 @@ class Parallel(IgniteParallel):
         elif self._spawn_params is None:
             assert self.backend is not None
             with contextlib.ExitStack() as stack:
-                stack.enter_context(signals.Ending())
+                stack.enter_context(signals.stops_go_to(signals.Ending()))
                 torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # another launcher may end before its processes
                 stack.enter_context(signals.listening(os.getppid() if torchrun else None))
                 connect(self.backend, self.init_method, self._timeout)

@@ -15,8 +15,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from types import FrameType, TracebackType
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from ignite_engine.errors import Interrupted
@@ -53,12 +53,10 @@ def is_second(number: int, first_at: float) -> bool:
     return number == FORCE or not (parent_counts or time.monotonic() - first_at < FORCE_AFTER_S)
 
 
-class Ending(AbstractContextManager["Ending"]):
-    """Within it a stop that nothing else handles raises :class:`Interrupted`; SIGUSR1, which asks to save, is ignored.
+class Ending:
+    """A handler that raises :class:`Interrupted`; see :func:`stops_go_to`.
 
-    Handlers that are not Python's own stay as they are, and ignored signals stay ignored (``nohup``). Outside the main
-    thread, which alone may handle signals, it does nothing. A process forked within it, such as a loader worker, is
-    killed.
+    A process forked from the one that made it, such as a loader worker, is killed.
 
     Attributes:
         raised_at: when it did, in monotonic seconds; None: not yet.
@@ -67,21 +65,6 @@ class Ending(AbstractContextManager["Ending"]):
     def __init__(self) -> None:
         self.raised_at: float | None = None
         self._pid = os.getpid()
-        self._within = contextlib.ExitStack()
-
-    def __enter__(self) -> Ending:
-        self._within.enter_context(_default_handlers_are(self))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._within.close()
-        cause: BaseException | None = error if isinstance(error, Exception) else None
-        while cause is not None and not isinstance(cause, Interrupted):
-            cause = cause.__cause__
-        if cause is not None:  # compiled code, such as pydantic's, wraps what is raised within it
-            raise cause from None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
@@ -93,18 +76,16 @@ class Ending(AbstractContextManager["Ending"]):
 
 
 @contextmanager
-def killing_the_process() -> Iterator[None]:
-    """Within it a stop that nothing else handles kills: the main thread waits in C++, where Python's handlers wait."""
-    with _default_handlers_are(signal.SIG_DFL):
-        yield
+def stops_go_to(handler: Any) -> Iterator[None]:
+    """Within it ``handler`` gets a stop that nothing else handles; SIGUSR1, which asks to save, is ignored.
 
-
-@contextmanager
-def _default_handlers_are(handler: Any) -> Iterator[None]:
+    SIG_DFL kills: for a main thread that waits in C++, where Python's handlers wait. Handlers that are not Python's own
+    stay as they are, and ignored signals stay ignored (``nohup``). Outside the main thread, which alone may handle
+    signals, it does nothing.
+    """
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        wanted = {**dict.fromkeys(STOPS, handler), signal.SIGUSR1: _ignore}
-        for number, wants in wanted.items():
+        for number, wants in {**dict.fromkeys(STOPS, handler), signal.SIGUSR1: _ignore}.items():
             if (found := signal.getsignal(number)) in _DEFAULTS or isinstance(found, Ending):
                 before[number] = found
                 signal.signal(number, wants)

@@ -20,7 +20,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -40,7 +39,6 @@ BEAT_S = 0.5
 SILENT_S = 2.0
 """A rank of which nothing is heard for so long, while a collective of its peers has broken, is gone."""
 _LONGEST_NOTE = 1000
-_LONGEST_TRACE = 20_000
 _MAY_RAISE_S = 2.0
 _MAY_LEAVE_S = 30.0
 _VERDICT_S = 6.0
@@ -58,7 +56,6 @@ class Failure:
     Attributes:
         line: one line that names the ranks that failed, and how.
         ranks: those that failed; empty where none can be named.
-        trace: the traceback of what was raised.
         code: the exit code of ranks that are ended for it.
         kind: ``raised``: the rank may still leave by itself; ``ended``: it has; ``silent``: nothing is heard of it, its
             process is stopped, if it lives; ``stuck``: it lives, and its peers wait for it.
@@ -66,7 +63,6 @@ class Failure:
 
     line: str
     ranks: Sequence[int] = ()
-    trace: str = ""
     code: int = 1
     kind: Literal["raised", "ended", "silent", "stuck"] = "ended"
 
@@ -260,10 +256,7 @@ class Watch:
         failure = case.failure
         if not broken or failure is None or (failure.kind == "raised" and self.rank in failure.ranks):
             return error
-        peer = PeerFailed(failure.line, failure.code)
-        if failure.trace:
-            peer.add_note(f"On rank {failure.ranks[0]}:\n{failure.trace}")
-        return peer
+        return PeerFailed(failure.line, failure.code)
 
     @contextmanager
     def run(self, position: Callable[[], str]) -> Iterator[None]:
@@ -280,9 +273,7 @@ class Watch:
     def _failure_of(self, error: BaseException) -> Failure:
         texts = (str(note) for note in getattr(error, "__notes__", ()))
         notes = "".join(f" ({text.rstrip('.')})" for text in texts if "\n" not in text and len(text) < _LONGEST_NOTE)
-        trace = "".join(traceback.format_exception(error))[-_LONGEST_TRACE:]
-        line = f"rank {self.rank} failed{self._at()}: {one_line(error)}{notes}"
-        return Failure(line, [self.rank], trace, kind="raised")
+        return Failure(f"rank {self.rank} failed{self._at()}: {one_line(error)}{notes}", [self.rank], kind="raised")
 
     def _at(self) -> str:
         return f" at {self._position()}" if self._position is not None else ""
@@ -350,8 +341,6 @@ class Watch:
                 logger.error("%s", failure.line)
             if speaks and self.rank != 0 and configured:
                 print(failure.line, file=sys.stderr, flush=True)  # the log of rank 0 alone is shown on the console
-            if configured and failure.trace:
-                logger.error("%s", failure.trace.rstrip(), extra={"console": False})
             for callback in list(_callbacks) if speaks else ():
                 callback(failure.line)
         case.told.set()
@@ -366,9 +355,9 @@ class Watch:
         while not self._over.wait(BEAT_S) and case is self._case:
             may_s = _MAY_LEAVE_S if failure.kind == "raised" or case.raised.is_set() else _MAY_RAISE_S
             if time.monotonic() >= learned_at + may_s:
-                self._end_process(failure)
-
-    def _end_process(self, failure: Failure) -> None:
+                break
+        else:
+            return
         threading.Timer(1.0, os._exit, [failure.code]).start()
         logger.error("Rank %d did not end by itself.", self.rank, extra={"console": False})
         _write_stack(self._watched)
