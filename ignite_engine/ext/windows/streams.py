@@ -6,6 +6,8 @@ import fnmatch
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from itertools import chain, islice
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -27,15 +29,12 @@ class WindowStream(Protocol):
         Raises:
             StopIteration: no more will come.
         """
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """After which window it is."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after that window."""
-        ...
 
 
 class Files:
@@ -70,7 +69,7 @@ class Files:
         self._last = following
         return self.directory / following
 
-    def taken_again(self, name: str) -> Path | None:
+    def again(self, name: str) -> Path | None:
         """The file that was taken where the state that was loaded was saved; another one if it is gone."""
         names = self._names()
         if name not in names:
@@ -135,38 +134,62 @@ class ListedWindows:
 class ReplayedStream:
     """An iterable without a state: a resumed run takes the windows that were consumed again, and drops them."""
 
-    def __init__(self, stream: Iterable[Any]) -> None:
-        self.stream, self.names = stream, iter(stream)
-        self.taken = 0
+    def __init__(self, given: Iterable[Any]) -> None:
+        self._names, self._taken = iter(given), 0
         self._last: Any = None
-        self._again = False
-        """The one that was taken last comes again."""
 
     def next_window(self) -> Any:
-        if not self._again:
-            self._last = next(self.names)
-        self._again = False
-        self.taken += 1
+        self._last = next(self._names)
+        self._taken += 1
         return self._last
 
     def state_dict(self) -> dict[str, Any]:
-        return {"taken": self.taken}
+        return {"taken": self._taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        back = self.taken - state["taken"]
-        if back == 1:
-            self.taken, self._again = state["taken"], True
-        elif back > 1:
-            if (names := iter(self.stream)) is self.names:
-                raise StateMismatch(
-                    f"The stream of windows is {back} windows further than the checkpoint and cannot go back: give "
-                    "Windows a sequence, or a stream with a state_dict."
-                )
-            self.names, self.taken, self._again = names, 0, False
-        if self.taken < state["taken"]:
-            logger.warning("The stream of windows keeps no state: %d windows are taken again.", state["taken"])
-        while self.taken < state["taken"]:
-            self.next_window()
+        ahead = state["taken"] - self._taken
+        if ahead == -1:
+            self._names = chain([self._last], self._names)
+        elif ahead < 0:
+            raise StateMismatch(
+                f"The stream of windows is {-ahead} windows further than the checkpoint and cannot go back: give "
+                "Windows a sequence, or a stream with a state_dict."
+            )
+        elif ahead:
+            logger.warning("The stream of windows keeps no state: %d windows are taken again.", ahead)
+            self._names = islice(self._names, ahead, None)
+        self._taken = state["taken"]
+
+
+class SingleStream:
+    """A stream that is not begun a second time: at any time it has one consumer."""
+
+    def __init__(self, stream: WindowStream) -> None:
+        self._stream, self._initial = stream, stream.state_dict()
+        self.consumer: object = None
+
+    def begun_by(self, consumer: object) -> WindowStream:
+        """The stream, at its beginning where it can go back; from now on it is this consumer's."""
+        self.consumer = consumer
+        if not isinstance(self._stream, ReplayedStream):
+            self._stream.load_state_dict(self._initial)
+        return self._stream
+
+
+def single(given: Any) -> SingleStream | None:
+    """What the user has given, where it cannot be begun a second time beside the first."""
+    if isinstance(given, WindowStream):
+        return None if isinstance(given, Files) else SingleStream(given)
+    return None if is_sequence(given) or iter(given) is not given else SingleStream(ReplayedStream(given))
+
+
+def begun(given: Any) -> WindowStream:
+    """A new stream, at its beginning, over what the user has given."""
+    if isinstance(given, Files):
+        files = copy(given)
+        files.load_state_dict({"last": ""})
+        return files
+    return ListedWindows(given) if is_sequence(given) else ReplayedStream(given)
 
 
 def is_sequence(stream: Any) -> bool:

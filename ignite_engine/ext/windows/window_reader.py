@@ -7,13 +7,15 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ignite_engine.data.readers import length_of
 from ignite_engine.errors import StateMismatch, StopRequested, leave_out
 from ignite_engine.ext.windows.streams import Files, ListedWindows, ReplayedStream, text_of
-from ignite_engine.ext.windows.windows import Windows
 from ignite_engine.ranks import agreement
+
+if TYPE_CHECKING:
+    from ignite_engine.ext.windows.windows import Windows
 
 
 class WindowReader:
@@ -33,18 +35,19 @@ class WindowReader:
         """Start at the beginning of the stream."""
         self._stream = self.windows.begun_by(self)
         self._before = self._stream.state_dict()
+        """Before the window that was taken last."""
         self.name: Any = None
-        self.fingerprint: str | None = None
-        """The fingerprint of the file of that name, if this rank takes it."""
+        """Of the window that was taken last, or the window itself, until it is done."""
+        self._fingerprint: str | None = None
+        """Of the file of that name, if this rank takes it."""
         self.over = False
         """The stream had no more when it was asked last."""
 
     @property
     def inexact(self) -> str | None:
         """Why a resumed run would not see the same windows."""
-        return (
-            "the stream of windows keeps no state: it is read again" if type(self._stream) is ReplayedStream else None
-        )
+        replays = type(self._stream) is ReplayedStream
+        return "the stream of windows keeps no state: it is read again" if replays else None
 
     def take(self) -> bool:
         """Take the next window, or the one that was taken and not trained on; waits for it. A collective.
@@ -58,18 +61,16 @@ class WindowReader:
             Exception: of the stream, on every rank.
         """
         self.windows.check_belongs_to(self)
-        if self.name is None:
-            self._before = self._stream.state_dict()
-        until, ended = time.monotonic() + self._wait_s, not self._looks_here
+        looks = not self.windows.shared or agreement.rank() == 0
+        until, ended = time.monotonic() + self._wait_s, not looks
 
         def own() -> tuple[bool, bool, bool, Any]:
             """Whether this rank has a window, waits for one, is to stop; and the window, of a shared stream."""
             nonlocal ended
             if self.name is None and not ended:
-                name = self._look()
-                ended, self.name = name is _END, None if name is _END else name
-                self.fingerprint = _fingerprint(self.name)
-            has = self.name is not None and self._looks_here
+                self._before = self._stream.state_dict()
+                ended = self._look()
+            has = self.name is not None and looks
             waits = not has and not ended and time.monotonic() < until
             return has, waits, self._stops(), self.name if self.windows.shared and has else None
 
@@ -85,18 +86,15 @@ class WindowReader:
         self.over = not any(has for has, _, _, _ in rows)
         return not self.over
 
-    @property
-    def _looks_here(self) -> bool:
-        return not self.windows.shared or agreement.rank() == 0
-
-    def _look(self, again: str | None = None) -> Any:
-        """The next window; ``again``: the file that was taken already."""
+    def _look(self, again: str | None = None) -> bool:
+        """Take the next window, or that file again if it is one; whether the stream has ended."""
+        self.name, self._fingerprint, stream = None, None, self._stream
         try:
-            if again and isinstance(self._stream, Files):
-                return self._stream.taken_again(again)
-            return self._stream.next_window()
+            self.name = stream.again(again) if again and isinstance(stream, Files) else stream.next_window()
         except StopIteration:
-            return _END
+            return True
+        self._fingerprint = _fingerprint(self.name)
+        return False
 
     def done(self) -> None:
         """The window that was taken last is trained on."""
@@ -106,29 +104,31 @@ class WindowReader:
         """The loader of the next window that has a batch on some rank, None if there is none; a collective."""
         begun_again = False
         while True:
-            if not self.take():
-                if begun_again or not self.begin_again():
-                    return None
+            if self.take():
+                data = self.windows.loader_of(self.name)
+                if any(agreement.gather_objects(length_of(data) != 0)):
+                    return data
+                self.done()
+            elif begun_again or not self.begin_again():
+                return None
+            else:
                 begun_again = True
-                continue
-            data = self.windows.loader_of(self.name)
-            if any(agreement.gather_objects(length_of(data) != 0)):
-                return data
-            self.done()
 
     def begin_again(self) -> bool:
         """Begin a sequence again that is at its end; whether one did so on some rank. A collective."""
-        begins = self.over and isinstance(self._stream, ListedWindows)
-        if isinstance(self._stream, ListedWindows) and begins:
+        if not self.over:
+            return False
+        if begins := isinstance(self._stream, ListedWindows):
             self._stream.taken = 0
-        begins = self.over and any(agreement.gather_objects(begins))
-        self.over = self.over and not begins
-        return begins
+        self.over = not any(agreement.gather_objects(begins))
+        return not self.over
 
     def state_dict(self) -> dict[str, Any]:
         """Before the window that was taken and is not done, or after the last one."""
-        before = self._before if self.name is not None else self._stream.state_dict()
-        return {"stream": before, "name": text_of(self.name), "over": self.over}
+        if self.name is None:
+            return {"stream": self._stream.state_dict(), "name": None, "over": self.over}
+        state = {"stream": self._before, "name": text_of(self.name), "over": self.over}
+        return state | {"fingerprint": self._fingerprint}
 
     def load_state_dict(self, state: dict[str, Any], *, begun: bool = True) -> None:
         """Continue there; a window that was taken and not done is taken again. A collective.
@@ -146,23 +146,23 @@ class WindowReader:
             if state["name"] is None:
                 return None
             self._before = self._stream.state_dict()
-            name = self._look(state["name"])
-            missing = name is _END or name is None
-            self.fingerprint = None if missing else _fingerprint(name)
-            found = "there is none" if missing else f"the next one is {text_of(name)}"
-            if missing or state["name"] not in ("", text_of(name)):
-                problem = f"The checkpoint was made in the window {state['name']}, now {found}: bring it back"
-            elif self.fingerprint != state.get("fingerprint", self.fingerprint):
-                where = "than where the checkpoint was made: bring them back"
-                problem = f"The window {state['name']} has other bytes {where}"
-            else:
-                return name
+            self._look(state["name"])
             if begun:
-                raise StateMismatch(f"{problem}, or leave the position out with {leave_out('data')}.")
-            self._stream.load_state_dict(self._before)
-            return None
+                self._check_is_the_same(state)
+            return self.name
 
         self.name = agreement.on_rank_0(load) if self.windows.shared else agreement.together(load)
+
+    def _check_is_the_same(self, state: dict[str, Any]) -> None:
+        name, now = state["name"], text_of(self.name)
+        if now is None or name not in ("", now):
+            found = "there is none" if now is None else f"the next one is {now}"
+            problem = f"The checkpoint was made in the window {name}, now {found}: bring it back"
+        elif self._fingerprint != state.get("fingerprint", self._fingerprint):
+            problem = f"The window {name} has other bytes than where the checkpoint was made: bring them back"
+        else:
+            return
+        raise StateMismatch(f"{problem}, or leave the position out with {leave_out('data')}.")
 
 
 def _fingerprint(name: Any) -> str | None:
@@ -186,5 +186,4 @@ def _fingerprint(name: Any) -> str | None:
     return found.hexdigest()
 
 
-_END = object()
 _END_BYTES = 1 << 16

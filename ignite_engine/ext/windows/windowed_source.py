@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ignite.engine import Events
 
@@ -16,9 +16,11 @@ from ignite_engine.data.source import BetweenPasses, DataSource
 from ignite_engine.errors import StateMismatch, StopRequested, leave_out
 from ignite_engine.events import TrainingEvents
 from ignite_engine.ext.windows.window_reader import WindowReader
-from ignite_engine.ext.windows.windows import Windows
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.step.micro_batches import Group
+
+if TYPE_CHECKING:
+    from ignite_engine.ext.windows.windows import Windows
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,7 @@ class WindowPlace:
     """Windows begun in this epoch."""
     updates: int = 0
     """Updates in the open window."""
-    announced: bool = False
+    begun: bool = False
     """The open window has had its WINDOW_STARTED."""
 
 
@@ -46,8 +48,8 @@ class WindowedSource:
         stops: of a :class:`WindowReader`.
     """
 
-    batches = iterations = None
-    """Neither is known for a pass."""
+    iterations = None
+    """They are not known for a pass."""
 
     def __init__(
         self, windows: Windows, source_of: Callable[[Any], DataSource], state: Any, stops: Callable[[], bool]
@@ -59,10 +61,16 @@ class WindowedSource:
         """Over the window that is open."""
         self.at = WindowPlace()
         self._opened_with: Any = None
-        """The random numbers before the open window was taken here, until its first group is consumed."""
+        """The random numbers before the open window was opened."""
+        self.order_seed: int | None = None
+        """Of the random order of the plain DataLoaders of the open window; None: they have none."""
         self._changed: str | None = None
         self._inexact: str | None = None
-        windows.present, windows.is_open = None, False
+
+    @property
+    def name(self) -> Any:
+        """Of the open window; None where none is, and where this rank has none."""
+        return None if self.present is None else self.reader.name
 
     def agree_lengths(self) -> None:
         """Does nothing: each window agrees on its length when it is opened."""
@@ -120,18 +128,20 @@ class WindowedSource:
 
     def _next_window(self) -> Iterator[Group]:
         if self.reader.take():
-            self._opened_with = rng.snapshot()
             try:
-                yield from islice(self._open(), self.data.max_updates)
+                yield from islice(self._open(rng.capture()), self.data.max_updates)
             except StopRequested:
                 self.put_back()
                 raise
 
-    def _open(self) -> DataSource:
-        """Open the window that the reader has taken. A collective."""
-        name = self.reader.name
-        self.data.present, self.data.is_open = name, True
-        loader, self.data.order_seed = self.data.loader_and_seed(name)
+    def _open(self, generators: Any) -> DataSource:
+        """Open the window that the reader has taken. A collective.
+
+        Args:
+            generators: the random numbers before it.
+        """
+        self._opened_with = generators
+        loader, self.order_seed = self.data.loader_and_seed(self.reader.name)
         self.present = self._source_of(loader)
         self.present.place = Place(pass_number=self.at.number)
         if type(self.present.data) is not tuple or self.present.data:  # one without a batch says nothing
@@ -141,23 +151,23 @@ class WindowedSource:
 
     def run_begins(self) -> None:
         """Of the windows that have begun all are completed but the one that is open."""
-        open_now = self.at.announced
+        open_now = self.at.begun
         self._state.windows_completed = self._state.windows - int(open_now)
-        self._state.window = self.data.present if open_now else None
+        self._state.window = self.name if open_now else None
 
     def group_fetched(self, run: BetweenPasses) -> None:
         """The first one of a window: it counts, and WINDOW_STARTED comes."""
-        if not self.at.announced:
-            self.at = replace(self.at, announced=True, of_epoch=self.at.of_epoch + 1)
+        if not self.at.begun:
+            self.at = replace(self.at, begun=True, of_epoch=self.at.of_epoch + 1)
             self._state.windows += 1
-            self._state.window = self.data.present
+            self._state.window = self.name
             run.fire(TrainingEvents.WINDOW_STARTED)
 
     def first_of_next_pass(self, run: BetweenPasses) -> Group | None:
         """The first group of the next window that has one, None at the end of the epoch."""
         begun_again = False
         while True:
-            if announced := self.at.announced:
+            if begun := self.at.begun:
                 run.fire(TrainingEvents.WINDOW_COMPLETED)
             self.next_pass()
             if self.epoch_is_over and not run.epoch_iteration and not begun_again:
@@ -172,7 +182,7 @@ class WindowedSource:
                         )
                     run.end_run()
                 return None
-            if announced:
+            if begun:
                 run.boundary()
             if (group := run.fetch()) is not None:
                 return group
@@ -181,26 +191,23 @@ class WindowedSource:
         """A group of the open window is trained on, or given up."""
         assert self.present is not None, "it was fetched from it"
         self.present.consumed(group)
-        self._opened_with = None
         self.at = replace(self.at, updates=self.at.updates + int(not group.is_lost))
 
     def put_back(self) -> None:
         """Undo the fetch of the group in hand; the window of which it is the first is taken again with it."""
-        if self._opened_with is None:
-            if self.present is not None:
-                self.present.put_back()
+        if self.present is not None and (self.present.place.batch or self.present.place.skipped):
+            self.present.put_back()
             return
-        rng.restore_snapshot(self._opened_with)
-        if self.at.announced:
-            self.at = replace(self.at, announced=False, of_epoch=self.at.of_epoch - 1)
+        if self._opened_with is not None:
+            rng.restore(self._opened_with)
+        if self.at.begun:
+            self.at = replace(self.at, begun=False, of_epoch=self.at.of_epoch - 1)
             self._state.windows -= 1
         self._leave_window()
 
     def _leave_window(self) -> None:
-        if self.present is not None:
-            self.present.close()
+        self.close()
         self.present = self._opened_with = None
-        self.data.present, self.data.is_open = None, False
         self._state.window, self._state.windows_completed = None, self._state.windows
 
     def next_pass(self) -> None:
@@ -235,11 +242,11 @@ class WindowedSource:
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the stream, and that in the open window."""
-        at, window = self.at, None if self.present is None else self.present.state_dict()
-        own: dict[str, Any] = {"begun": at.announced, "of_epoch": at.of_epoch, "number": at.number}
-        own |= {"updates": at.updates}
-        own |= {"fingerprint": self.reader.fingerprint} if window is not None and self.reader.fingerprint else {}
-        return {"windows": self.reader.state_dict() | own, "window": window, "ranks": mesh.data_size()}
+        own = self.reader.state_dict() | asdict(self.at)
+        if self.present is None:
+            return {"windows": own, "window": None, "ranks": mesh.data_size()}
+        window = self.present.state_dict() | {"opened_with": self._opened_with}
+        return {"windows": own, "window": window, "ranks": mesh.data_size()}
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue at a saved place; opens the window that was open. A collective.
@@ -259,10 +266,11 @@ class WindowedSource:
                 "own windows, some may come twice or never."
             )
         self.reader.load_state_dict(own, begun=own["begun"])
-        self.at = WindowPlace(own["number"], own["of_epoch"], own["updates"], announced=own["begun"])
-        if state["window"] is not None:
-            window = self._open()
-            saved = state["window"] | ({} if self.data.shared else {"ranks": ranks})
-            agreement.together(lambda: window.load_state_dict(saved))
+        self.at = WindowPlace(**{name: own[name] for name in asdict(self.at)})
+        if (saved := state["window"]) is not None:
+            with rng.isolated():  # what it draws was drawn then
+                rng.restore(saved["opened_with"])
+                window = self._open(saved["opened_with"])
+            window.load(saved | ({} if self.data.shared else {"ranks": ranks}))
             if window.place.skipped:
                 window.agree_lengths()

@@ -16,25 +16,11 @@ from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.data.source import DataSource, OwnSource, Source
 from ignite_engine.data.workers import begin_pass, end_workers
 from ignite_engine.errors import EmptyData, check_type, is_number, is_whole
-from ignite_engine.ext.windows.streams import Files, ListedWindows, ReplayedStream, WindowStream, is_sequence, text_of
+from ignite_engine.ext.windows.streams import Files, WindowStream, begun, single, text_of
+from ignite_engine.ext.windows.windowed_source import WindowedSource
 from ignite_engine.ranks import agreement, mesh
 
 __all__ = ["Files", "WindowStream", "Windows"]
-
-
-class _SharedPosition:
-    """A stream that cannot be restarted; it has a single consumer."""
-
-    def __init__(self, stream: WindowStream) -> None:
-        self.stream, self._initial = stream, stream.state_dict()
-        self.reader: object = None
-
-    def begun_by(self, reader: object) -> WindowStream:
-        """The stream, at its beginning where it can go back; from now on it is ``reader``'s."""
-        self.reader = reader
-        if not isinstance(self.stream, ReplayedStream):
-            self.stream.load_state_dict(self._initial)
-        return self.stream
 
 
 class Windows(OwnSource):
@@ -84,29 +70,15 @@ class Windows(OwnSource):
         if not wait_s >= 0 or not 0 < poll_s < math.inf:
             raise ValueError(f"wait_s must be 0 or more and poll_s above 0 seconds, got {wait_s} and {poll_s}.")
         self.stream, self.open, self.shared = stream, open, shared
-        self._one: _SharedPosition | None = None
-        if isinstance(stream, WindowStream):
-            self._one = None if isinstance(stream, Files) else _SharedPosition(stream)
-        elif not is_sequence(stream) and iter(stream) is stream:
-            self._one = _SharedPosition(ReplayedStream(stream))
         self.per_epoch, self.max_updates = per_epoch, max_updates
         self.wait_s, self.poll_s = wait_s, poll_s
-        self.present: Any = None
-        """The name of the window that is trained on now; None between windows, and where this rank has none."""
-        self.is_open = False
-        """One is trained on now, if only by other ranks."""
-        self.order_seed: int | None = None
-        """Of the random order of the plain DataLoaders of the window that is trained on now; None: they have none."""
+        self._single = single(stream)
+        self._source: WindowedSource | None = None
+        """Of the run that trains on them."""
 
     def begun_by(self, reader: object) -> WindowStream:
         """The stream at its beginning: a new one, if that can be; otherwise ``reader`` takes it from others."""
-        if self._one is not None:
-            return self._one.begun_by(reader)
-        if isinstance(self.stream, Files):
-            files = copy(self.stream)
-            files.load_state_dict({"last": ""})
-            return files
-        return ListedWindows(self.stream) if is_sequence(self.stream) else ReplayedStream(self.stream)  # type: ignore[arg-type]
+        return begun(self.stream) if self._single is None else self._single.begun_by(reader)
 
     def check_belongs_to(self, reader: object) -> None:
         """Refuse that two take windows from one stream.
@@ -114,7 +86,7 @@ class Windows(OwnSource):
         Raises:
             ValueError: another one has begun it since ``reader`` did.
         """
-        if self._one is not None and self._one.reader is not reader:
+        if self._single is not None and self._single.consumer is not reader:
             raise ValueError(
                 f"Two read the windows of {self.stream!r}, and each would miss those of the other: give training and "
                 "evaluation streams of their own, or evaluate Windows.again at WINDOW_STARTED."
@@ -128,9 +100,8 @@ class Windows(OwnSource):
                 "global_micro_batches deals one order of samples out to the ranks, and Windows(shared=False) gives "
                 "each rank samples of its own: use shared windows, or accumulation_steps."
             )
-        from ignite_engine.ext.windows.windowed_source import WindowedSource  # which imports this module
-
-        return WindowedSource(self, source_of, state, stops)
+        self._source = WindowedSource(self, source_of, state, stops)
+        return self._source
 
     def check_epoch_length(self, epoch_length: int | None) -> None:
         if epoch_length is not None:
@@ -153,10 +124,14 @@ class Windows(OwnSource):
             is_dataset = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, DataLoader)
             return make(data) if is_dataset else data
 
-        own = {name: getattr(self, name) for name in ("per_epoch", "max_updates", "wait_s", "poll_s", "shared")}
-        made = Windows(self.stream, open_and_make, **own)
-        made._one = self._one
+        made = copy(self)  # a stream that is not begun a second time is that of both
+        made.open, made._source = open_and_make, None
         return made
+
+    @property
+    def present(self) -> Any:
+        """The name of the window that is trained on now; None between windows, and where this rank has none."""
+        return None if self._source is None else self._source.name
 
     def again(self) -> Any:
         """A new loader over the window that is trained on now: ``Evaluation(evaluator, windows.again)`` at
@@ -165,11 +140,11 @@ class Windows(OwnSource):
         Raises:
             RuntimeError: none is trained on now.
         """
-        if not self.is_open:
+        if self._source is None or self._source.present is None:
             raise RuntimeError(
                 "No window is open: use Windows.again from TrainingEvents.WINDOW_STARTED to WINDOW_COMPLETED."
             )
-        return self._made_of(self._opened(self.present), self.order_seed)
+        return self._made_of(self._opened(self.present), self._source.order_seed)
 
     def whole(self) -> Iterator[Any]:
         """The batches of all windows, one after the other: ``Evaluation(evaluator, windows.whole)`` evaluates
