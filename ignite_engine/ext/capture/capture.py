@@ -104,10 +104,12 @@ class Capture(Accumulation):
         return loss
 
     def clip_and_step(self) -> tuple[bool, Tensor | None]:
-        if self._step is None or not self._group_is_captured:
-            return False, None
-        self.update.stepping = True
-        return self._step(self.update.optimizers)
+        if self._step is not None and self._group_is_captured:
+            self.update.stepping = True
+            stepped, norm = self._step(self.update.optimizers)
+            if stepped:
+                return True, norm
+        return super().clip_and_step()
 
     def _graph_of(self, batch: Any) -> GradientGraph:
         """The graph for a micro-batch, compiled where it is the first of its kind."""

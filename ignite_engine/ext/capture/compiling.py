@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import time
 from collections.abc import Callable, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
@@ -54,16 +53,13 @@ def first_call(graph: Callable[[], Any]) -> Any:
     Raises:
         ValueError: torch cannot compile it; one line, which names the line of the user's code where torch knows it.
     """
-    began = time.perf_counter()
     logger.info("The update is being compiled, which takes from seconds to minutes.")
     try:
-        result = graph()
+        return graph()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # the loss has just been computed without torch.compile
         raise not_captured(error) from error
-    logger.info("Compiled in %.1f s.", time.perf_counter() - began)
-    return result
 
 
 def compiler() -> str | None:
