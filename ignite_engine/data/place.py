@@ -23,6 +23,7 @@ class Place(NamedTuple):
 HELD = {
     "loader": "The loader's own state.",
     "generators": "States of the loader's own random number generators (``own_state.generators_of``).",
+    "samplers": "States of the samplers of data without one, where the pass began.",
     "exhausted": "This rank has no batch left, a peer has.",
     "between_passes": "The pass before has ended, and this one is not open yet; ``loader`` is the state at that end.",
 }

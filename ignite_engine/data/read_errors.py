@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -13,13 +13,6 @@ from ignite_engine.ranks import agreement
 from ignite_engine.step.micro_batches import Group
 
 logger = logging.getLogger(__name__)
-
-
-class Counts(Protocol):
-    """Of the run's state."""
-
-    iteration: int
-    read_errors: int
 
 
 class Unread:
@@ -40,7 +33,7 @@ class ReadErrors:
         state: of the run, which counts them.
     """
 
-    def __init__(self, limit: int, state: Counts) -> None:
+    def __init__(self, limit: int, state: Any) -> None:
         self.limit, self._state = limit, state
 
     def leave_out(self, group: Group, errors: Sequence[Exception], *, found: int, empty: bool) -> None:

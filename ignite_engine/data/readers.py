@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
@@ -42,6 +43,8 @@ class Replayed:
         """What was put back, of an iterator that can be read only once and goes on."""
         self.iterator: Any = None
         """The loader's, of the present pass."""
+        self._began_with: Mapping[str, Any] | None = None
+        """The state in which its samplers were where the present pass began, from which it is read again."""
         self._told: int | None = None
         """The pass of which the data was told last."""
 
@@ -80,6 +83,8 @@ class Replayed:
 
     def open(self, place: Place) -> Iterator[Any]:
         """The batches from ``place`` on."""
+        self._load_samplers(place)
+        self._began_with = self.state()
         iterator, fetched, self.fetched = self.begin(), self.fetched, None
         if fetched is not None:
             return chain(fetched, iterator)
@@ -96,7 +101,26 @@ class Replayed:
 
     def state(self) -> Mapping[str, Any]:
         """What a place holds of the loader as it is now (``place.HELD``)."""
-        return {}
+        if self._began_with is not None:
+            return self._began_with
+        states = [sampler.state_dict() for sampler in self._samplers()]
+        return {"samplers": states} if states else {}
+
+    def _samplers(self) -> list[Any]:
+        return [order for order in orders_of(self.data)[1:] if hasattr(order, "state_dict")]
+
+    def _load_samplers(self, place: Place) -> bool:
+        states = place.held.get("samplers", ())
+        for sampler, state in zip(self._samplers(), states, strict=False):
+            sampler.load_state_dict(state)
+        return bool(states)
+
+    def end_pass(self, place: Place) -> None:
+        """The present pass is over; through one that was not opened here the samplers go now."""
+        self._began_with = None
+        if self._load_samplers(place):
+            with rng.isolated():  # what they draw was drawn then
+                deque(getattr(self.data, "batch_sampler", None) or self.data.sampler, maxlen=0)
 
     def order(self, place: Place) -> dict[str, Any]:
         """What a checkpoint holds of the order at ``place``."""

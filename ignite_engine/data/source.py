@@ -16,15 +16,13 @@ from ignite_engine.data.fingerprint import fingerprint
 from ignite_engine.data.own_state import Stateful, keeps_state
 from ignite_engine.data.place import HELD, Place
 from ignite_engine.data.read_errors import ReadErrors
-from ignite_engine.data.readers import Indexed, Replayed, length_of
+from ignite_engine.data.readers import Indexed, Replayed
 from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.errors import StateMismatch, StopRequested, leave_out
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.step.micro_batches import Group, WeightFn
 
 logger = logging.getLogger(__name__)
-
-__all__ = ["DataSource", "length_of", "reader_of"]
 
 
 def reader_of(data: Any, *, marks: bool = False) -> Replayed:
@@ -324,8 +322,10 @@ class DataSource:
 
     def next_pass(self) -> None:
         """Move to the first batch of the next pass."""
+        self.reader.end_pass(self.place)
         # if this pass was not opened since its place was loaded, the loader's state is still the loaded one, at its end
         held = {**self.place.held, "between_passes": True, "exhausted": False}
+        held.pop("samplers", None)
         self.place = Place(self.place.pass_number + 1, held=held)
         self._group = self._before = None
 

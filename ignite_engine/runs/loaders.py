@@ -12,11 +12,11 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ignite_engine import devices
 from ignite_engine.config import Config
-from ignite_engine.data import loader
-from ignite_engine.data.loader import resumable
+from ignite_engine.data.loader import loader, resumable
 from ignite_engine.data.own_state import Stateful
+from ignite_engine.data.readers import length_of
 from ignite_engine.data.sampler import DrawnSampler, ResumableSampler
-from ignite_engine.data.source import length_of, reader_of
+from ignite_engine.data.source import reader_of
 from ignite_engine.ext.windows import Windows
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.task import Task
