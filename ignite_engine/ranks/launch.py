@@ -71,7 +71,8 @@ class Parallel(IgniteParallel):
     to the parent, 0.5 s or more after the first, ends all within 5 s. In another thread than the main one the parent
     passes nothing on, and the ranks stay in its session.
     A rank that ends with ``SystemExit`` passes its code to the parent, which exits with it once every rank is done.
-    When a rank fails, the others have 5 s to end by themselves, then they get SIGTERM, and SIGKILL after 30 s more.
+    When a rank fails (an exception, code 1, a signal), the others have 5 s to end by themselves, then they get SIGTERM,
+    and SIGKILL after 30 s more.
 
     Raises:
         TypeError: an option that does not exist.
