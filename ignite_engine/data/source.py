@@ -195,7 +195,8 @@ class DataSource:
         """What is other than where the place was saved, as a sentence."""
         self._exchanges = False
         """The ranks agree on each group: they may have other numbers of batches, or groups are weighed."""
-        self._waiting = waiting
+        self._given_waiting = waiting
+        self._waiting: Waiting | None = None
         self._group: Group | None = None
         """In hand."""
         self._before: _BeforeFetch | None = None
@@ -241,9 +242,10 @@ class DataSource:
         """
         lengths = agreed.lengths(self, self.reader.measure(self.place))
         self.batches = max(lengths) if min(lengths) >= 0 else None
-        exchanges = self.weigh is not None or self.read_errors is not None
-        uneven = self.batches is None or len(set(lengths)) > 1
-        self._exchanges = agreement.world_size() > 1 and (exchanges or uneven)
+        differ = self.batches is None or len(set(lengths)) > 1
+        alone, told = agreement.world_size() == 1, self.weigh is not None or self.read_errors is not None
+        self._exchanges = not alone and (differ or told)
+        self._waiting = self._given_waiting if alone or self._exchanges else None  # else a peer would not learn of it
 
     def begin_after(self, place: Place) -> None:
         """Begin with the pass after ``place``, which is one in other data: the same order would be the same samples."""
@@ -295,7 +297,7 @@ class DataSource:
 
     def _read(self, batches: Iterator[Any]) -> list[Any]:
         """The batches of one iteration; a stop may end the wait for them, where all ranks learn of it."""
-        if self._waiting is None or not (self._exchanges or agreement.world_size() == 1):
+        if self._waiting is None:
             return list(islice(batches, self.steps))
         try:
             self._waiting.waiting_for_data = True

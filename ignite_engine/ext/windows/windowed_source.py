@@ -97,7 +97,7 @@ class WindowedSource:
     @property
     def between_passes(self) -> bool:
         """No window is open."""
-        return self.present is None or self.present.between_passes
+        return self.present is None
 
     @property
     def epoch_is_over(self) -> bool:
@@ -144,8 +144,7 @@ class WindowedSource:
         loader, self.order_seed = self.data.loader_and_seed(self.reader.name)
         self.present = self._source_of(loader)
         self.present.place = Place(pass_number=self.at.number)
-        if type(self.present.data) is not tuple or self.present.data:  # one without a batch says nothing
-            self._inexact = self._inexact or self.present.inexact
+        self._inexact = self._inexact or self.present.inexact
         self.present.agree_lengths()
         return self.present
 
@@ -218,9 +217,8 @@ class WindowedSource:
         self.reader.done()
 
     def epoch_ended(self) -> None:
-        """The epoch is over: a sequence that is at its end begins again in the next one."""
+        """The epoch is over: in the next one the stream is asked again, and a sequence at its end begins again."""
         self.at = replace(self.at, of_epoch=0)
-        self.reader.begin_again()
         self.reader.over = False
 
     def abandon(self) -> None:
