@@ -18,14 +18,18 @@ Node = tuple[int, int]
 class TreeSum(Generic[T]):
     """Adds values in the order of the tree; ``add(left, right)`` may change ``left``, and returns their sum."""
 
-    def __init__(self, add: Callable[[T, T], T]) -> None:
+    def __init__(self, add: Callable[[T, T], T], first: int = 0) -> None:
         self._add = add
         self.nodes: list[tuple[Node, T]] = []
         """Subtrees whose sibling is missing, from the left."""
+        self.end = first
+        """The leaf that follows."""
 
     def push(self, node: Node, value: T) -> None:
         """Add the subtree that follows the last one."""
-        while self.nodes and are_siblings(self.nodes[-1][0], node):
+        self.end = node[0] + (1 << node[1])
+        # the right child of its parent follows the left one of the same size
+        while self.nodes and self.nodes[-1][0][1] == node[1] and node[0] >> node[1] & 1:
             node, left = self.nodes.pop()
             value, node = self._add(left, value), (node[0], node[1] + 1)
         self.nodes.append((node, value))
@@ -38,14 +42,9 @@ class TreeSum(Generic[T]):
         return total
 
 
-def are_siblings(left: Node, right: Node) -> bool:
-    """Whether ``right``, which follows ``left``, is the right child of its parent."""
-    return left[1] == right[1] and left[0] % (2 << left[1]) == 0
-
-
-def nodes_of(first: int, end: int) -> list[Node]:
-    """The nodes that the leaves ``first`` to ``end - 1`` sum up to."""
+def nodes_of(leaves: range) -> list[Node]:
+    """The nodes that these leaves, which follow each other, sum up to."""
     tree: TreeSum[None] = TreeSum(lambda left, right: None)
-    for leaf in range(first, end):
+    for leaf in leaves:
         tree.push((leaf, 0), None)
     return [node for node, _ in tree.nodes]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,8 @@ from ignite_engine.ranks.tree_sum import TreeSum, nodes_of
 
 ABSENT = -0.0
 """Adds nothing to any number; +0.0 would change the sign of -0.0."""
+Spare = defaultdict[Any, list[Tensor]]
+"""Memory for the sums of later micro-batches and updates, by shape, strides and dtype."""
 
 
 class InvariantSum:
@@ -25,36 +29,50 @@ class InvariantSum:
     Args:
         leaves: the micro-batches of each rank, by rank; together they are those of the iteration from 0 on.
         count: how many tensors.
+        spare: is used and filled. On the CPU memory that is new costs more than the additions do, as the system clears
+            each of its pages when it is touched first; accelerators keep what was freed by themselves.
     """
 
-    def __init__(self, leaves: Sequence[range], count: int) -> None:
-        self._leaves = leaves
-        self.leaf = leaves[agreement.rank()].start
-        """The micro-batch that is added now, by its number in the iteration."""
-        self._trees = [TreeSum[Tensor | None](_added) for _ in range(count)]
-        self._is_added = bytearray(count)
+    def __init__(self, leaves: Sequence[range], count: int, spare: Spare) -> None:
+        self._leaves, self._own, self._spare = leaves, leaves[agreement.rank()], spare
+        self._trees = [TreeSum[Tensor | None](self._added, self._own.start) for _ in range(count)]
+        self._given: Tensor | None = None
 
-    def add(self, at: int, value: Tensor) -> None:
-        """This micro-batch gives ``value``, which is written to, to the sum number ``at``.
+    def add(self, at: int, leaf: int, value: Tensor) -> None:
+        """The micro-batch ``leaf`` gives ``value``, which is written to, to the sum number ``at``.
 
         Raises:
             ValueError: it gave one already.
         """
-        if self._is_added[at]:
+        tree = self._trees[at]
+        if tree.end > leaf:
             raise ValueError(
                 f"rank_invariant cannot sum a gradient of shape {tuple(value.shape)} that comes in several parts in "
                 "one backward: use torch.utils.checkpoint with use_reentrant=False."
             )
-        self._is_added[at] = 1
-        self._trees[at].push((self.leaf, 0), value)
+        self._skip_to(leaf, tree)
+        is_left = leaf % 2 == 0 or not tree.nodes or tree.nodes[-1][1] is None  # there is nothing to add it to
+        if is_left and (free := self._spare[_kind_of(value)]):
+            value = free.pop().copy_(value)
+        self._given = value
+        tree.push((leaf, 0), value)
 
-    def end_leaf(self) -> None:
-        """This micro-batch gives nothing more; the next one follows."""
-        for tree, is_added in zip(self._trees, self._is_added, strict=True):
-            if not is_added:
-                tree.push((self.leaf, 0), None)
-        self._is_added[:] = bytes(len(self._is_added))
-        self.leaf += 1
+    def _skip_to(self, leaf: int, tree: TreeSum[Tensor | None]) -> None:
+        """The micro-batches before this one give nothing."""
+        while tree.end < leaf:
+            tree.push((tree.end, 0), None)
+
+    def _added(self, left: Tensor | None, right: Tensor | None) -> Tensor | None:
+        if left is None or right is None:
+            return right if left is None else left
+        left.add_(right)
+        if right is not self._given:  # whose memory autograd takes for the next gradient
+            self._keep(right)
+        return left
+
+    def _keep(self, value: Tensor) -> None:
+        if value.is_cpu:
+            self._spare[_kind_of(value)].append(value)
 
     def total(self, like: Sequence[Tensor]) -> list[Tensor | None]:
         """The sums over all ranks, None where no micro-batch gives anything; a collective.
@@ -62,6 +80,9 @@ class InvariantSum:
         Args:
             like: a tensor of the shape, strides, dtype and device of each.
         """
+        self._given = None
+        for tree in self._trees:
+            self._skip_to(self._own.stop, tree)
         if len(self._leaves) == 1:
             return [tree.total() for tree in self._trees]
         own = [[value for _, value in tree.nodes] for tree in self._trees]
@@ -73,27 +94,28 @@ class InvariantSum:
             if is_present:
                 kinds.setdefault((like[at].dtype, like[at].device), []).append(at)
         result: list[Tensor | None] = [None] * len(like)
-        for (dtype, device), places in kinds.items():
-            sizes, ranks = [like[at].numel() for at in places], len(self._leaves)
+        for (dtype, device), alike in kinds.items():
+            sizes, ranks = [like[at].numel() for at in alike], len(self._leaves)
             shape = len(own[0]), -(-sum(sizes) // ranks) * ranks
             rows = torch.full(shape, ABSENT, dtype=dtype, device=exchanged_on(device))
             for node, row in enumerate(rows):
-                for at, part in zip(places, row[: sum(sizes)].split(sizes), strict=True):
+                for at, part in zip(alike, row[: sum(sizes)].split(sizes), strict=True):
                     if (value := own[at][node]) is not None:
                         part.copy_(value.reshape(-1))
-            for at, part in zip(places, self._over_ranks(rows)[: sum(sizes)].split(sizes), strict=True):
+                        self._keep(value)
+            for at, part in zip(alike, self._over_ranks(rows)[: sum(sizes)].split(sizes), strict=True):
                 # in memory of its own, aligned as on one process: the order of a norm's additions may depend on it
                 result[at] = torch.empty_like(like[at]).copy_(part.view(like[at].shape))
         return result
 
     def _over_ranks(self, rows: Tensor) -> Tensor:
         """The sum of the nodes of all ranks, of which ``rows`` are this one's: each rank sums up a chunk of them."""
-        ranks, nodes = len(self._leaves), [nodes_of(leaves.start, leaves.stop) for leaves in self._leaves]
+        ranks, nodes = len(self._leaves), [nodes_of(leaves) for leaves in self._leaves]
         group = gradient_group(rows.device)
         chunk = rows.shape[1] // ranks
         sent = rows.view(len(rows), ranks, chunk).transpose(0, 1).reshape(ranks * len(rows), chunk)
         received = sent.new_empty(sum(map(len, nodes)), chunk)
-        dist.all_to_all_single(received, sent, [len(each) for each in nodes], [len(rows)] * ranks, group=group)
+        dist.all_to_all_single(received, sent, [len(of_rank) for of_rank in nodes], [len(rows)] * ranks, group=group)
         tree: TreeSum[Tensor] = TreeSum(Tensor.add_)
         for node, value in zip(chain(*nodes), received, strict=True):
             tree.push(node, value)
@@ -102,10 +124,8 @@ class InvariantSum:
         return summed
 
 
-def _added(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    if left is None or right is None:
-        return right if left is None else left
-    return left.add_(right)
+def _kind_of(value: Tensor) -> Any:
+    return value.shape, value.stride(), value.dtype
 
 
 def exchanged_on(device: torch.device) -> torch.device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,43 +24,38 @@ def check_model(model: nn.Module, parameters: Sequence[Tensor] = (), loss_fn: An
     Raises:
         ValueError: it does, and how to change it.
     """
-    reason = _reason(model, parameters)
-    owners = (name for name, value in getattr(loss_fn, "__dict__", {}).items() if is_generator(value))
-    if reason is None and (owner := next(owners, None)) is not None:
-        reason = f"the loss function has {_OWN_GENERATOR.format(owner)}"
-    if reason is not None:
+    for reason in _reasons(model, parameters, loss_fn):
         raise ValueError(f"rank_invariant cannot give the same bits on any number of ranks: {reason}.")
 
 
-def _reason(model: Any, parameters: Sequence[Tensor]) -> str | None:
+def _reasons(model: Any, parameters: Sequence[Tensor], loss_fn: Any) -> Iterator[str]:
     kind = type(model).__name__
     if mesh.data_size() != agreement.world_size():
-        return "ranks that share their data (tensor parallel) sum within one micro-batch; declare no such mesh"
+        yield "ranks that share their data (tensor parallel) sum within one micro-batch; declare no such mesh"
     if any(hasattr(parameter, "device_mesh") for parameter in (*model.parameters(), *parameters)):
-        return "parameters are sharded (DTensor: FSDP2 or tensor parallel); give Update the plain model"
+        yield "parameters are sharded (DTensor: FSDP2 or tensor parallel); give Update the plain model"
     if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
-        return "the compiled model is a DistributedDataParallel; compile the plain model"
+        yield "the compiled model is a DistributedDataParallel; compile the plain model"
     if hasattr(model, "no_sync") or isinstance(model, nn.DataParallel):
-        return f"a {kind} reduces gradients by itself; give Update the plain model"
+        yield f"a {kind} reduces gradients by itself; give Update the plain model"
     for name, module in model.named_modules():
         described = f"{name or 'the model'} is a {type(module).__name__}"
         if isinstance(module, nn.SyncBatchNorm):
-            return f"{described}, whose statistics are those of all ranks; use GroupNorm or LayerNorm"
+            yield f"{described}, whose statistics are those of all ranks; use GroupNorm or LayerNorm"
         if isinstance(module, _NormBase) and module.training and module.running_mean is not None:
-            return (
+            yield (
                 f"{described} that trains, whose running statistics are each rank's own; use GroupNorm or LayerNorm, "
                 "track_running_stats=False, or keep it in eval mode in the model's train()"
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            return f"{described} with sparse gradients; use sparse=False"
+            yield f"{described} with sparse gradients; use sparse=False"
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            return f"{described} with max_norm, which rescales the rows that this rank looks up; use max_norm=None"
-        if own := next((name for name, value in vars(module).items() if is_generator(value)), None):
-            return f"{described} with {_OWN_GENERATOR.format(own)}"
-    return None
-
-
-_OWN_GENERATOR = (
-    "a generator of its own ({}), which goes on with each micro-batch of this rank; draw from torch's global "
-    "generator, which belongs to the micro-batch"
-)
+            yield f"{described} with max_norm, which rescales the rows that this rank looks up; use max_norm=None"
+    for path, owner in (*model.named_modules(), ("the loss function", loss_fn)):
+        for name, value in getattr(owner, "__dict__", {}).items():
+            if is_generator(value):
+                yield (
+                    f"{path or 'the model'} ({type(owner).__name__}) has a generator of its own ({name}), which goes "
+                    "on with each micro-batch of this rank; draw from torch's global generator, which belongs to the "
+                    "micro-batch"
+                )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import rng
 from ignite_engine.devices import widest_float
-from ignite_engine.ext.rank_invariant.invariant_sum import InvariantSum, exchanged_on
+from ignite_engine.ext.rank_invariant.invariant_sum import InvariantSum, Spare, exchanged_on
 from ignite_engine.ext.rank_invariant.rank_local import check_model
 from ignite_engine.ranks import agreement
 from ignite_engine.step.losses import names_of, weighted
-from ignite_engine.step.micro_batches import Group, check_weight, share
+from ignite_engine.step.micro_batches import Group, check_weight, scales_of, share
 from ignite_engine.update.accumulation import Accumulation, Listeners
 
 _BETWEEN_UPDATES = -1
@@ -37,10 +38,8 @@ class RankInvariant(Accumulation):
 
     def trained(self, model: nn.Module) -> nn.Module:
         """Of DDP the module inside: it reduces nothing."""
-        if isinstance(model, DistributedDataParallel):
-            inner: nn.Module = model.module
-            return inner
-        return model
+        inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+        return inner
 
     def stateful(self) -> list[tuple[str, Any, bool]]:
         return [("rank_invariant", self, True)]
@@ -61,6 +60,7 @@ class RankInvariant(Accumulation):
         if self._seed is None:
             self._seed = agreement.broadcast_object(torch.initial_seed() & (2**63 - 1))
         self._names: list[str] | None = None
+        self._spare = Spare(list)
         saved = model.state_dict()
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
         if agreement.world_size() > 1:
@@ -84,24 +84,23 @@ class RankInvariant(Accumulation):
             return [1.0 / total] * len(group)
         weights = [check_weight(weight_fn(batch)) for batch in group]
         rows = agreement.gather_floats(weights + [0.0] * (max(map(len, self._leaves)) - len(weights)))
-        everyones = [weight for row in rows for weight in row]
-        if sum(everyones) == math.inf:
-            raise ValueError(f"The weights of one update sum up to infinity, got {weights} here: return smaller ones.")
-        summed = math.fsum(everyones)  # exactly rounded: it has the same bits in any order
-        return [weight / summed for weight in weights] if summed else None
+        try:  # exactly rounded: it has the same bits in any order
+            summed = math.fsum(weight for row in rows for weight in row)
+        except OverflowError:
+            summed = math.inf
+        return scales_of(weights, summed)
 
     def __call__(self, engine: Engine, micro_batches: Sequence[Any], scales: Sequence[float]) -> dict[str, Tensor]:
         self._parameters = [parameter for parameter in self.update.parameters.all() if parameter.requires_grad]
-        self._sum, self._done = InvariantSum(self._leaves, 1 + len(self._parameters)), 0
-        self._weighs = iter([bool(scale) for scale in scales])
+        self._sum, self._done = InvariantSum(self._leaves, 1 + len(self._parameters), self._spare), 0
+        self._weighing = list(compress(self._leaves[agreement.rank()], scales))
         self._versions = [buffer._version for buffer in self._buffers.values()]
-        weighing = [at for at, scale in enumerate(scales) if scale]
         hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._take, at))
             for at, parameter in enumerate(self._parameters, 1)
         ]
         try:
-            return super().__call__(engine, [micro_batches[at] for at in weighing], [scales[at] for at in weighing])
+            return super().__call__(engine, [*compress(micro_batches, scales)], [*filter(None, scales)])
         finally:
             for hook in hooks:
                 hook.remove()
@@ -109,14 +108,13 @@ class RankInvariant(Accumulation):
     def forward_backward(
         self, engine: Engine, batch: Any, scale: float, extras: list[Mapping[str, Tensor]], listeners: Listeners
     ) -> Tensor:
-        self._leave_out_weightless()
-        self._seed_generators(self._iteration, self._sum.leaf)
+        leaf = self._weighing[self._done]
+        self._seed_generators(self._iteration, leaf)
         loss = super().forward_backward(engine, batch, scale, extras, listeners)
         self._done += 1
         reported = [loss, *(extras[-1][name] for name in names_of(extras, self._done))]
         wide = widest_float(self.update.device)
-        self._sum.add(0, torch.stack([value.to(wide) for value in reported]) * scale)
-        self._sum.end_leaf()
+        self._sum.add(0, leaf, torch.stack([value.to(wide) for value in reported]) * scale)
         return loss
 
     def _take(self, at: int, parameter: Tensor) -> None:
@@ -124,12 +122,7 @@ class RankInvariant(Accumulation):
         assert gradient is not None
         if gradient.is_sparse:
             raise ValueError("rank_invariant cannot sum sparse gradients: use sparse=False in the embeddings.")
-        self._sum.add(at, gradient)
-
-    def _leave_out_weightless(self) -> None:
-        """Up to the next micro-batch that weighs something, or to the end of the group."""
-        while next(self._weighs, True) is False:
-            self._sum.end_leaf()
+        self._sum.add(at, self._weighing[self._done], gradient)
 
     def output(
         self, losses: list[Tensor], extras: list[Mapping[str, Tensor]], scales: Sequence[float]
@@ -142,7 +135,6 @@ class RankInvariant(Accumulation):
         Raises:
             ValueError: the names of the values differ, or the forward has changed a buffer.
         """
-        self._leave_out_weightless()
         self._check_buffers()
         self._own = losses, scales
         if not losses and self.update.scaler is not None:  # it makes its scale in its first use, that of its peers
