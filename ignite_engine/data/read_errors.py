@@ -15,13 +15,6 @@ from ignite_engine.step.micro_batches import Group
 logger = logging.getLogger(__name__)
 
 
-class Unread:
-    """In the place of a batch that could not be read."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
 class ReadErrors:
     """Lets batches be left out; more than ``limit`` in a run end it.
 
@@ -74,12 +67,12 @@ class ReadErrors:
 
 def split(places: Sequence[Any]) -> tuple[list[Any], list[Exception]]:
     """What was read, and the errors in the place of what was not."""
-    own = [item for item in places if not isinstance(item, Unread)]
-    return own, [item.error for item in places if isinstance(item, Unread)]
+    own = [item for item in places if not isinstance(item, Exception)]
+    return own, [item for item in places if isinstance(item, Exception)]
 
 
 def each(batches: Iterator[Any], data: Any, *, marks: bool) -> Iterator[Any]:
-    """The batches of ``data``; with ``marks`` stands :class:`Unread` in the place of each that raises.
+    """The batches of ``data``; with ``marks`` the error in the place of each that raises.
 
     They are asked for one by one, and not for an iterator again: ``__iter__`` of a user's may begin its data anew.
 
@@ -99,7 +92,7 @@ def each(batches: Iterator[Any], data: Any, *, marks: bool) -> Iterator[Any]:
         except Exception as error:
             if not marks:
                 raise
-            batch, failed = Unread(error), error
+            batch = failed = error
         else:
             failed = None
         yield batch

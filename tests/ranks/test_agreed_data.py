@@ -131,7 +131,7 @@ def one_iterator(rank):
     return run(None), run(lambda trainer: trainer.interrupt()), run(stop_here)
 
 
-def test_an_iterator_goes_on_after_a_pause_without_losing_what_was_looked_ahead():
+def test_an_iterator_goes_on_after_a_pause_without_losing_a_batch():
     for whole, interrupted, stopped in ranks(2, one_iterator):
         assert len(whole) == 5 and interrupted == whole and stopped == whole
 
