@@ -194,6 +194,9 @@ class Trainer(Engine):
     def finish(self, reason: str) -> None:
         """End the run at this step boundary as completed; every rank calls it, in a handler of the same event.
 
+        Where only some do, at the end of an iteration or epoch or in METRICS_READY, all end at the boundary at which
+        the others learn of it.
+
         Args:
             reason: becomes ``state.reason``, unless a stop was agreed on at this very boundary.
         """
@@ -368,7 +371,8 @@ class Trainer(Engine):
         self.should_terminate = self.should_terminate_single_epoch = self.should_interrupt = False
         self.requests.begin()
         if (model := self.update.model) is not None:
-            saved_progress.set_modes(model, self.resume_state.in_eval_mode)
+            by_user = saved_progress.in_eval_mode(self.update) if model.training else []
+            saved_progress.set_modes(model, by_user if state.start is Start.FRESH else self.resume_state.in_eval_mode)
         self.update.run_started()
         for model in self._models():
             settle_buckets(model)

@@ -103,8 +103,8 @@ def batch_of(holder: int, batch: Any) -> Any:
     return pickle.loads(agreement.agreed(lambda: pickle.dumps(batch) if mine else b"")[holder])
 
 
-def lengths(source: DataSource, own: int | None) -> list[int]:
-    """The batches of a pass by data rank, -1 where it is unknown; a collective.
+def lengths(source: DataSource, own: int | None) -> tuple[list[int], bool]:
+    """The batches of a pass by data rank, -1 where it is unknown, and whether each rank reads by index; a collective.
 
     Args:
         own: of this rank.
@@ -112,7 +112,8 @@ def lengths(source: DataSource, own: int | None) -> list[int]:
     Raises:
         ValueError: ranks would take shares of other orders or datasets, so that samples came twice or never.
     """
-    rows = agreement.gather_floats([-1.0 if own is None else float(own), *_order_key(source)])
+    length = -1.0 if own is None else float(own)
+    rows = agreement.gather_floats([length, *_order_key(source), float(source.reader.draws)])
     if (ranks := _that_differ([row[1] for row in rows])) is not None:
         raise ValueError(
             f"The order of the data on rank {ranks[1]} is not that of rank {ranks[0]}, and each rank takes its "
@@ -125,7 +126,7 @@ def lengths(source: DataSource, own: int | None) -> list[int]:
             "dataset, so samples would be lost: give every rank the whole dataset; or, where each rank has a shard of "
             "its own, a DataLoader with a sampler of your own, such as sampler=range(len(shard))."
         )
-    return [int(row[0]) for row in mesh.by_data_rank(rows)]
+    return [int(row[0]) for row in mesh.by_data_rank(rows)], not any(row[3] for row in rows)
 
 
 def _order_key(source: DataSource) -> list[float]:

@@ -36,7 +36,7 @@ class Replayed:
 
     def __init__(self, data: Any, *, marks: bool = False) -> None:
         self.data, self._marks = data, marks
-        self._is_fixed = type(data) in (list, tuple)
+        self._is_fixed = type(data) in (list, tuple, range)
         self.draws = not self._is_fixed
         """Random numbers may be drawn, or a state moved on, where a batch is read."""
         self.fetched: Sequence[Any] | None = None

@@ -105,7 +105,6 @@ class Source(Protocol):
     def __iter__(self) -> Iterator[Group]: ...
     def agree_lengths(self) -> None: ...
     def begin_after(self, place: Place) -> None: ...
-    def continue_at(self, place: Place) -> None: ...
     def consumed(self, group: Group) -> None: ...
     def put_back(self) -> None: ...
     def next_pass(self) -> None: ...
@@ -190,7 +189,8 @@ class DataSource:
         self.steps, self.weigh, self.read_errors = accumulation_steps or 1, weigh, read_errors
         self.place = Place()
         self.batches: int | None = None
-        """Batches in one pass on the longest rank, None if unknown."""
+        """Batches in one pass on the longest rank; None: unknown, or the data is not read by index."""
+        self._said: int | None = None
         self.changed: str | None = None
         """What is other than where the place was saved, as a sentence."""
         self._exchanges = False
@@ -231,8 +231,8 @@ class DataSource:
 
     @property
     def iterations(self) -> int | None:
-        """Groups in one pass, None if unknown."""
-        return None if self.batches is None else -(-self.batches // self.steps)
+        """Groups in one pass; of data that is not read by index as it says, which may be wrong. None: unknown."""
+        return None if self._said is None else -(-self._said // self.steps)
 
     def agree_lengths(self) -> None:
         """Read the length of the pass that starts; the ranks exchange theirs. A collective.
@@ -240,8 +240,9 @@ class DataSource:
         Raises:
             ValueError: the ranks share out one order, and one of them has another order or other data.
         """
-        lengths = agreed.lengths(self, self.reader.measure(self.place))
-        self.batches = max(lengths) if min(lengths) >= 0 else None
+        lengths, by_index = agreed.lengths(self, self.reader.measure(self.place))
+        self._said = max(lengths) if min(lengths) >= 0 else None
+        self.batches = self._said if by_index else None
         differ = self.batches is None or len(set(lengths)) > 1
         alone, told = agreement.world_size() == 1, self.weigh is not None or self.read_errors is not None
         self._exchanges = not alone and (differ or told)
@@ -250,10 +251,6 @@ class DataSource:
     def begin_after(self, place: Place) -> None:
         """Begin with the pass after ``place``, which is one in other data: the same order would be the same samples."""
         self.place = Place(pass_number=place.pass_number + int(place.batch > 0))
-
-    def continue_at(self, place: Place) -> None:
-        """Continue at ``place``, which is one in other data."""
-        self.place = Place(pass_number=place.pass_number, batch=place.batch)
 
     # -- a pass -----------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from ignite_engine.engine import bus
 from ignite_engine.engine.progress import Progress
 from ignite_engine.engine.requests import COLLECT, END, SAVE, STOP, Requests
 from ignite_engine.events import TrainingEvents
+from ignite_engine.ranks import agreement
 from ignite_engine.state import Boundary, TrainingState
 
 _METRICS_READY, _RESUME_POINT = TrainingEvents.METRICS_READY, TrainingEvents.RESUME_POINT
@@ -101,13 +102,23 @@ class StepBoundary:
 
     def _agree(self) -> set[str]:
         """What all ranks do here of what any has asked for; why the run ends is noted in the state."""
-        state, requests = self._state, self._requests
-        agreed = requests.agree()
+        state, requests, engine = self._state, self._requests, self._engine
+        if engine.should_terminate and state.status == "running":  # perhaps on this rank alone
+            requests.request_end(engine.should_terminate, state.reason)
+        agreed = requests.agree(state.metrics.fresh)
+        if requests.names_differ:
+            self._share_metrics()
         if STOP in agreed and requests.stop is not None:
             state.status, state.reason = "interrupted", requests.stop[0]
         elif END in agreed and state.status == "running":
-            self._engine.should_terminate = requests.end
+            engine.should_terminate, state.reason = requests.end, state.reason or requests.reason
         return agreed
+
+    def _share_metrics(self) -> None:
+        """Give a metric that some ranks have written to the others, or what follows it would wait for them for ever."""
+        metrics = self._state.metrics
+        for written in agreement.gather_objects(dict(metrics.fresh)):
+            metrics.update({name: value for name, value in written.items() if name not in metrics.fresh})
 
     def agree_to_end(self) -> None:
         """After STARTED: all ranks learn of a rank on which a handler has called ``terminate()``."""

@@ -15,6 +15,7 @@ from ignite_engine.engine.grouping import Grouping
 from ignite_engine.engine.position import EpochIs, is_done
 from ignite_engine.engine.progress import Progress
 from ignite_engine.errors import StopRequested
+from ignite_engine.ranks import agreement
 from ignite_engine.state import TrainingState
 from ignite_engine.step.micro_batches import Group
 
@@ -29,7 +30,7 @@ class Feed:
         self._engine, self._state, self._progress = engine, state, progress
         self._boundary = boundary
         self._fire: Callable[..., bool] = engine._fire_event  # type: ignore[assignment]  # the Trainer's, which may be wrapped
-        self._began_at = state.iteration
+        self._began_at, self._is_warned = state.iteration, False
         self._is_grouped = progress.grouping != Grouping()
 
     def open(self) -> None:
@@ -87,7 +88,7 @@ class Feed:
         emptied, measured = False, progress.epoch_is is EpochIs.MEASURED
         while True:
             if measured and progress.epoch_iteration:
-                state.epoch_length = progress.epoch_iteration
+                self._measured(progress.epoch_iteration)
             if emptied:
                 self._data_is_exhausted()
                 return None
@@ -126,6 +127,17 @@ class Feed:
         self._state.epoch -= 1  # or what is logged from here on is of an epoch without an iteration
         self._state.reason, self._engine.should_terminate = "end of data", True
         raise RunEnds
+
+    def _measured(self, iterations: int) -> None:
+        said = None if self._progress.source is None else self._progress.source.iterations
+        if said not in (None, iterations) and not self._is_warned and agreement.rank() == 0:
+            self._is_warned = True
+            logger.warning(
+                "The length of the data says %d iterations of an epoch, and it gave %d: the epoch ends where the data "
+                "end, and a schedule over the run may be off.",
+                *(said, iterations),
+            )
+        self._state.epoch_length = iterations
 
     def _data_is_exhausted(self) -> None:
         state = self._state

@@ -17,7 +17,6 @@ from typing import Any
 from ignite.engine import Events
 
 from ignite_engine.engine import bus
-from ignite_engine.engine.position import EpochIs
 from ignite_engine.errors import is_number
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks import agreement, mesh
@@ -122,7 +121,7 @@ class PartOfEpoch(Interval):
 
     def _comes(self, trainer: Any) -> bool:
         length, progress = trainer.state.epoch_length, trainer.progress
-        if length is None or progress.epoch_is is EpochIs.MEASURED:
+        if length is None:
             raise ValueError(
                 f"{self} needs data with a length, or run(epoch_length=...): parts of an epoch are unknown."
             )
@@ -216,7 +215,7 @@ class Intervals:
             return
         state, now = trainer.state, time.monotonic()
         batches = group_of(trainer, state.batch).real if self._counts else ()
-        own = [float(sum(map(count, batches))) for count in self._counts.values()]
+        own = [sum(float(count(batch)) for batch in batches) for count in self._counts.values()]
         rows = agreement.gather_floats([*own, *(float(now >= due) for due in self._due.values())])
         for unit, *counted in zip(self._counts, *mesh.by_data_rank(rows)):
             self.before[unit] = getattr(state, unit)

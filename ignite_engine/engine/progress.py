@@ -164,7 +164,7 @@ class Progress:
         if self.source.between_passes:
             self.source.agree_lengths()  # the data may have grown
             self._forget_group()
-            if self.epoch_is is EpochIs.A_PASS and self.source.iterations:
+            if self.epoch_is is not EpochIs.A_LENGTH and self.source.iterations:
                 self.state.epoch_length = self.source.iterations
         if not self.source.was_open_when_saved:
             return iter(self.source)

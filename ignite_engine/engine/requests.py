@@ -7,7 +7,8 @@ iteration later, and no rule is needed about where a later one would be too late
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable
 
 from ignite_engine.ranks import agreement
 
@@ -32,6 +33,10 @@ class Requests:
         """Reason and signal of the requested stop; once it is agreed on those of the first rank that asked."""
         self.end: bool | str = True
         """The option of ``terminate()``, likewise."""
+        self.reason: str | None = None
+        """Of ``finish()``, likewise."""
+        self.names_differ = False
+        """Some ranks have written metrics that the others have not."""
         self.waiting_for_data = False
         """The main thread is inside the loader's ``next``: the one place where a signal may raise StopRequested."""
         self.checks: list[Callable[[], None]] = []
@@ -40,16 +45,16 @@ class Requests:
     def begin(self) -> None:
         """A run begins: drop what an earlier one was asked for."""
         self.single_process = agreement.world_size() == 1
-        self.asked, self.agreed, self.stop, self.end = set(), set(), None, True
+        self.asked, self.agreed, self.stop, self.end, self.reason = set(), set(), None, True, None
 
     def request_stop(self, reason: str, signal: int | None) -> None:
         if self.stop is None:
             self.stop = (reason, signal)
         self.asked.add(STOP)
 
-    def request_end(self, option: bool | str) -> None:
-        """``terminate()`` was called on this rank, perhaps on no other."""
-        self.end = option
+    def request_end(self, option: bool | str, reason: str | None = None) -> None:
+        """``terminate()`` or ``finish()`` was called on this rank, perhaps on no other."""
+        self.end, self.reason = option, reason
         self.asked.add(END)
 
     def stops_waiting(self) -> bool:
@@ -58,18 +63,27 @@ class Requests:
             check()
         return self.stop is not None
 
-    def agree(self) -> set[str]:
-        """What all ranks do at this boundary; a collective."""
+    def agree(self, written: Iterable[str]) -> set[str]:
+        """What all ranks do at this boundary; a collective.
+
+        Args:
+            written: names of this rank's new metrics.
+        """
         if self.single_process:
             found, self.asked = self.asked, set()
         else:
-            rows = agreement.gather_floats([float(kind in self.asked) for kind in KINDS])
-            found = {kind for kind, asked in zip(KINDS, zip(*rows, strict=True), strict=True) if any(asked)}
+            names = float(zlib.crc32("\n".join(sorted(written)).encode()))
+            rows = agreement.gather_floats([*(float(kind in self.asked) for kind in KINDS), names])
+            *columns, names_of_all = zip(*rows, strict=True)
+            self.names_differ = len(set(names_of_all)) > 1
+            found = {kind for kind, asked in zip(KINDS, columns, strict=True) if any(asked)}
             self.asked -= found
             if STOP in found:
                 self.stop = next(stop for stop in agreement.gather_objects(self.stop) if stop is not None)
             if END in found:
-                self.end = next((option for option in agreement.gather_objects(self.end) if option is not True), True)
+                of_all = agreement.gather_objects((self.end, self.reason))
+                self.end = next((option for option, _ in of_all if option is not True), True)
+                self.reason = next((reason for _, reason in of_all if reason is not None), None)
         self.agreed |= found
         return set(self.agreed)
 

@@ -101,7 +101,8 @@ def begin(
             source.agree_lengths()  # a pass may have another length than the first
         plan = _plan(arguments, state, progress, source, start, max_epochs, max_iters)
         if source is not None:
-            _move_to(source, start, arguments.data, progress, position)
+            goes_on = state.status == "interrupted" or arguments.data is progress.user_data
+            _move_to(source, start, progress, position, is_same=goes_on)
     except BaseException:
         if source is not None:
             source.close()  # the loader is the user's again
@@ -219,8 +220,8 @@ def _plan(
             raise ValueError(
                 f"Argument epoch_length should be same as in the state, but given {given} vs {state.epoch_length}"
             )
-        is_pass_again = arguments.data is progress.user_data and progress.epoch_is is EpochIs.A_PASS
-        given = state.epoch_length if given is not None or not is_pass_again else None
+        if progress.epoch_is is EpochIs.A_LENGTH:
+            given = state.epoch_length
     length = given if given is not None else known
     if length is None and source is None:
         length = state.epoch_length if start is Start.FRESH else None
@@ -228,9 +229,10 @@ def _plan(
             raise ValueError("epoch_length should be provided if data is None")
     if known == 0 or (length is not None and length < 1):
         raise ValueError("Input data has zero size. Please provide non-empty data")
-    epoch_is = EpochIs.MEASURED if length is None else EpochIs.A_LENGTH
-    if arguments.epoch_length is None and known is not None and length == known:
-        epoch_is = EpochIs.A_PASS
+    if given is not None or source is None:
+        epoch_is = EpochIs.A_LENGTH
+    else:
+        epoch_is = EpochIs.A_PASS if isinstance(source, DataSource) and source.batches is not None else EpochIs.MEASURED
     return Plan(max_epochs, max_iters, length, epoch_is)
 
 
@@ -239,13 +241,17 @@ def _pass_number(progress: Progress, position: Position) -> int:
     if position.data and "pass" in position.data:
         return int(position.data["pass"]) - int(position.data["ended"])
     if position.data is not None or progress.source is None:
-        return 0
+        return position.epochs
     before = progress.source.place
     return before.pass_number + int(before.batch > 0)
 
 
-def _move_to(source: Source, start: Start, data: Any, progress: Progress, position: Position) -> None:
-    """Move a new source to the place at which the run begins; a fresh one is at the beginning of pass 0."""
+def _move_to(source: Source, start: Start, progress: Progress, position: Position, *, is_same: bool) -> None:
+    """Move a new source to the place at which the run begins; a fresh one is at the beginning of pass 0.
+
+    Args:
+        is_same: its data is that of the run before, if only made anew: that was stopped.
+    """
     before = progress.source
     if start is Start.RESUMED and position.data:
         source.load(dict(position.data))
@@ -254,12 +260,12 @@ def _move_to(source: Source, start: Start, data: Any, progress: Progress, positi
     elif start is Start.CONTINUED and before is not None:
         if position.data is None:
             source.begin_after(before.place)
-        elif data is progress.user_data or source.data is before.data:
+        elif is_same or source.data is before.data:
             source.load(_without_fingerprints(position.data))  # what it holds may have changed since
-            if isinstance(data, Iterator) and isinstance(source, DataSource) and isinstance(before, DataSource):
+            if isinstance(source.data, Iterator) and isinstance(source, DataSource) and isinstance(before, DataSource):
                 source.reader.fetched = before.reader.fetched or ()
-        else:
-            source.continue_at(before.place)
+        else:  # other data begins at its first batch
+            source.begin_after(before.place)
 
 
 def _without_fingerprints(state: Mapping[str, Any]) -> dict[str, Any]:

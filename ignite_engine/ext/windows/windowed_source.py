@@ -113,10 +113,6 @@ class WindowedSource:
         """Begin with the pass after ``place``, which is one in other data."""
         self.at = WindowPlace(place.pass_number + int(place.batch > 0))
 
-    def continue_at(self, place: Place) -> None:
-        """Continue at ``place``, which is one in other data."""
-        self.at = WindowPlace(place.pass_number)
-
     # -- a window -----------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Group]:
