@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from ignite.engine import Engine, Events
 from ignite.metrics import Metric
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from ignite_engine.data.own_state import generators_of
@@ -27,7 +27,6 @@ from ignite_engine.step.precision import Precision, autocast, check_precision
 logger = logging.getLogger(__name__)
 
 PredictFn = Callable[[Any, Any], Any]
-_ITERATION_COMPLETED, _TRANSFORM = Metric.iteration_completed, "_output_transform"
 
 
 class _Evaluator(Engine):
@@ -71,47 +70,7 @@ class _Evaluator(Engine):
 
     def _fire_event(self, event_name: Any, *event_args: Any, **event_kwargs: Any) -> None:
         """Without the line that Ignite formats for its log at each event of each batch."""
-        handlers = self._event_handlers.get(event_name)
-        if not handlers:
-            self.last_event_name = event_name
-        elif event_name is not Events.ITERATION_COMPLETED or not self._update_metrics([*handlers]):
-            bus.fire(self, event_name, *event_args, **event_kwargs)
-
-    def _update_metrics(self, handlers: list[bus.Registered]) -> bool:
-        """Whether all handlers of ITERATION_COMPLETED are updates of metrics, which are then made.
-
-        Ignite's handler decides at each batch, with each metric and in a context of its own, what to give to
-        ``update``; of tuples of tensors it is what ``output_transform`` returns, without change.
-        """
-        metrics: list[Any] = []
-        for handler, _, _ in handlers:
-            metrics.append(getattr(handler, "__self__", None))
-            if getattr(handler, "__func__", None) is not _ITERATION_COMPLETED or _TRANSFORM not in vars(metrics[-1]):
-                return False
-        self.last_event_name = Events.ITERATION_COMPLETED
-        with self.no_grad:
-            for metric in metrics:
-                try:
-                    output = metric._output_transform(self.state.output)
-                    if type(output) is tuple and output and all([type(part) is Tensor for part in output]):
-                        metric.update(output)
-                    else:
-                        with _transformed(metric, output):
-                            metric.iteration_completed(self)
-                except Exception as error:
-                    bus.name_in(error, metric.iteration_completed, Events.ITERATION_COMPLETED)
-                    raise
-        return True
-
-
-@contextmanager
-def _transformed(metric: Any, output: Any) -> Iterator[None]:
-    """Its ``output_transform`` has returned ``output``; called again it may return something else."""
-    transform, metric._output_transform = metric._output_transform, lambda _: output
-    try:
-        yield
-    finally:
-        metric._output_transform = transform
+        bus.fire(self, event_name, *event_args, **event_kwargs)
 
 
 def create_evaluator(

@@ -125,10 +125,8 @@ def host_place() -> Any:
     return None if place is None else (place, random.getstate())
 
 
-def _bit_generator() -> Any:
-    """Behind NumPy's global functions: MT19937, unless the user has set another one."""
-    get = getattr(np.random, "get_bit_generator", None)  # NumPy 1.24, which brought set_bit_generator, too
-    return np.random.mtrand._rand._bit_generator if get is None else get()
+# behind NumPy's global functions: MT19937, unless the user has set another one (NumPy 1.24 brought both functions)
+_bit_generator: Any = getattr(np.random, "get_bit_generator", lambda: np.random.mtrand._rand._bit_generator)
 
 
 def _numpy_state() -> Any:
