@@ -138,7 +138,8 @@ def resumable(
     ):
         shuffle, own_seed = sampler.shuffle, sampler.seed
     elif any_sampler and _can_be_drawn(sampler):
-        shuffle, own_seed, drawn = False, seed or 0, sampler
+        own_seed = agree(rng.mix(torch.initial_seed()) >> 1) if seed is None else seed
+        shuffle, drawn = False, sampler
     else:
         return data
     order = f"shuffle={shuffle}" if drawn is None else type(drawn).__name__
@@ -153,7 +154,8 @@ def resumable(
         **{option: getattr(data, option) for option in _KEPT},
     )
     # a random sampler's seed is this process's own: a resumed run continues with the saved one
-    rebuilt.sampler.adopts_seed = type(sampler) is RandomSampler  # type: ignore[attr-defined]  # our sampler
+    is_of_process = type(sampler) is RandomSampler or (drawn is not None and seed is None)
+    rebuilt.sampler.adopts_seed = is_of_process  # type: ignore[attr-defined]  # our sampler
     return rebuilt
 
 

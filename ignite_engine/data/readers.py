@@ -75,6 +75,8 @@ class Replayed:
         for order in [*orders_of(self.data), *([stream] if isinstance(stream, IterableDataset) else [])]:
             if hasattr(order, "set_epoch"):
                 order.set_epoch(place.pass_number)
+        if hasattr(stream, "set_epoch") and getattr(self.data, "persistent_workers", False):
+            end_workers(self.data._iterator, self.data)  # they have copies, and new ones are told
 
     def begin(self) -> Iterator[Any]:
         """The loader's batches, from where it is."""

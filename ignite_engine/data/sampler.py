@@ -41,7 +41,7 @@ class ResumableSampler(Sampler[Key]):
 
     Yields ``(pass, index)``, so that loader workers know the pass of each sample. The first ``start`` samples of this
     rank are skipped without being loaded: the cost of resuming does not grow with the position. Without a ``start``
-    it is iterated by hand, and reads the length of its data first.
+    it is iterated by hand: it reads the length of its data first, and the next pass is another one.
     """
 
     @property
@@ -91,7 +91,10 @@ class ResumableSampler(Sampler[Key]):
             self.length = self.data_length()
         order = self._order()
         shares = (order[part.start : part.stop : part.step] for part in self._places(self.start or 0))
-        return zip(repeat(self.pass_number), chain.from_iterable(shares))
+        keys = zip(repeat(self.pass_number), chain.from_iterable(shares))
+        if self.start is None:
+            self.pass_number += 1
+        return keys
 
     def _places(self, start: int) -> Iterable[range]:
         """Of this rank's samples in the order of the pass, from sample ``start`` on, after those that are skipped."""

@@ -41,7 +41,7 @@ def source_of(
             f"max_read_errors={read_errors.limit} could leave a batch out on one rank of a tensor-parallel group and "
             "not on another one: use max_read_errors=0 with tensor parallelism."
         )
-    data = resumable(data)
+    data = resumable(data, any_sampler=mesh.data_size() > 1)  # one of torch's would be drawn alike on each rank
     if global_micro_batches is None or (isinstance(data, tuple) and not data):  # an empty window
         return DataSource(data, accumulation_steps, weigh=weigh, waiting=waiting, read_errors=read_errors)
     share(global_micro_batches, mesh.data_rank(), mesh.data_size())

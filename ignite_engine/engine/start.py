@@ -13,13 +13,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from ignite_engine import rng
 from ignite_engine.data.place import Place
 from ignite_engine.data.source import DataSource, OwnSource, Source
 from ignite_engine.engine.position import EpochIs, Plan, Position, regrouped
 from ignite_engine.engine.progress import Progress
 from ignite_engine.errors import is_whole
-from ignite_engine.ranks import agreement
+from ignite_engine.ranks import agreement, mesh
 from ignite_engine.state import COUNTERS, Start, TrainingState
 from ignite_engine.states.registry import Registry
 from ignite_engine.states.resume_state import ResumeState
@@ -127,6 +129,7 @@ def begin(
         if agreement.rank() == 0:
             logger.warning("The run may not be bit-exact: it was %s.", reason)
     state.epoch, state.start = position.epoch, start
+    _say_what_is_read_whole(getattr(source, "data", None))
 
 
 def _decide(
@@ -168,6 +171,17 @@ def _regrouped(position: Position, plan: Plan, source: DataSource) -> Position:
     assert source.batches is not None
     batch = source.batches if source.place.ended else source.place.batch
     return regrouped(position, plan, source.batches, batch, source.steps)
+
+
+def _say_what_is_read_whole(data: Any) -> None:
+    """A stream that nobody shares out here; who knows ranks and workers does it himself."""
+    readers = mesh.data_size() * max(1, getattr(data, "num_workers", 1))
+    if isinstance(getattr(data, "dataset", None), IterableDataset) and readers > 1 and agreement.rank() == 0:
+        logger.warning(
+            "%s is read whole by each of the %d ranks, and by each of their workers, unless it yields the share of "
+            "data_rank() of data_size() (both in ignite_engine.ranks), and of torch's get_worker_info().",
+            *(type(data.dataset).__name__, mesh.data_size()),
+        )
 
 
 def _reset(state: TrainingState, progress: Progress) -> None:

@@ -80,7 +80,6 @@ def _of_this_rank(stream: Any) -> Any:
     if type(stream).__module__.partition(".")[0] == "datasets":
         split = importlib.import_module("datasets.distributed").split_dataset_by_node
         return split(stream, rank=mesh.data_rank(), world_size=ranks)
-    _warn_of_whole(stream)
     return stream
 
 
