@@ -271,9 +271,8 @@ def _update(case, built, group, trained, scaler, iteration):
         finite = all(bool(torch.isfinite(each).all()) for each in values)
     after("OPTIMIZER_STEP_STARTED")
     if case.clip is not None or case.grad_norm or case.non_finite:
-        reported = case.clip is not None or case.grad_norm
         norm = clip(built.parameters(), case.clip, trained)
-        trained.norms += [norm] if reported else []
+        trained.norms.append(norm)
         if case.non_finite and not math.isfinite(norm):
             finite = False
             for name, each in built.model.named_buffers():

@@ -117,18 +117,18 @@ def plateau(optimizer):
 ACCURACY = {"accuracy": Accuracy()}
 test_loss_functions = refusals(
     [
-        ("vector", returning(lambda loss: loss.expand(8)), ValueError, "loss_fn shape (8,)"),
-        ("float", returning(lambda loss: loss.item()), ValueError, "loss_fn number item()"),
+        ("vector", returning(lambda loss: loss.expand(8)), ValueError, "loss_fn [8] mean"),
+        ("float", returning(lambda loss: loss.item()), ValueError, "loss_fn float item()"),
         ("detached", returning(lambda loss: loss.detach()), ValueError, "requires_grad detach"),
         ("none", returning(lambda loss: None), (TypeError, ValueError), "loss_fn None return"),
         (
             "with logits",
             returning(lambda loss: (loss, loss.expand(3))),
             (TypeError, ValueError),
-            "(loss, Tensor) {name:",
+            "Tensor [3] {name:",
         ),
         ("by name", returning(lambda loss: {"loss": loss}), (TypeError, ValueError), "'loss' return"),
-        ("three values", returning(lambda loss: (loss, 1, 2)), (TypeError, ValueError), "tuple of 3"),
+        ("three values", returning(lambda loss: (loss, 1, 2)), (TypeError, ValueError), "int, int pair"),
         (
             "criterion",
             lambda folder: fitted(folder / "run", nn.CrossEntropyLoss()),
