@@ -54,5 +54,6 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tens
     norm = norms[0] if len(norms) == 1 else get_total_norm(norms)
     if max_norm is not None:
         for gradients in by_mesh.values():  # torch's foreach takes no mix of them
-            clip_grads_with_norm_([_Gradient(gradient) for gradient in gradients], max_norm, norm)  # type: ignore[misc]
+            stand_ins: list[Any] = list(map(_Gradient, gradients))
+            clip_grads_with_norm_(stand_ins, max_norm, norm)
     return norm

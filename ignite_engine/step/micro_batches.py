@@ -58,8 +58,9 @@ class Group(list[Any]):
         """
         ranks, weights, total = mesh.data_size(), self.weights, self.total_weight
         if weight_fn is None:
-            weights = [1.0] * len(self.real) + [0.0] * self.padding
-            total = self.total or max(len(self.real), 1) * ranks
+            real = len(self) - self.padding
+            weights = [1.0] * real + [0.0] * self.padding
+            total = self.total or max(real, 1) * ranks
         elif weights is None:
             weights = [check_weight(weight_fn(batch)) for batch in self.real] + [0.0] * self.padding
             total = sum(row[0] for row in mesh.by_data_rank(agreement.gather_floats([sum(weights)])))

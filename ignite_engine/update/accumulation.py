@@ -188,7 +188,7 @@ class Accumulation:
     ) -> dict[str, Tensor]:
         """What a group reports: ``loss`` and the values beside it, each the sum of its values times ``scales``."""
         found = {"loss": weighted(losses, scales)}
-        if names_of(extras, len(losses)):
+        if extras and names_of(extras, len(losses)):
             found.update({name: weighted([named[name] for named in extras], scales) for name in extras[0]})
         return found
 
