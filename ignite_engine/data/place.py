@@ -19,6 +19,11 @@ class Place(NamedTuple):
     held: Mapping[str, Any] = MappingProxyType({})
     """What belongs to it beside its numbers, of a loader that is not at its place itself (:data:`HELD`)."""
 
+    @property
+    def is_within(self) -> bool:
+        """Some of the pass is consumed."""
+        return self.batch > 0 or self.skipped > 0
+
 
 HELD = {
     "loader": "The loader's own state.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -98,12 +99,9 @@ class Source(Protocol):
     def inexact(self) -> str | None: ...
     @property
     def changed(self) -> str | None: ...
-    @property
-    def was_open_when_saved(self) -> bool: ...
-    @property
-    def between_passes(self) -> bool: ...
-    def __iter__(self) -> Iterator[Group]: ...
-    def agree_lengths(self) -> None: ...
+    def __iter__(self) -> Iterator[Group]:
+        """The groups of the present pass from the place on. A collective."""
+
     def begin_after(self, place: Place) -> None: ...
     def consumed(self, group: Group) -> None: ...
     def put_back(self) -> None: ...
@@ -219,17 +217,6 @@ class DataSource:
         return self.reader.inexact
 
     @property
-    def was_open_when_saved(self) -> bool:
-        """The pass was begun before the place was saved: what opening it draws was drawn then."""
-        place = self.place
-        return place.batch > 0 or place.skipped > 0 or ("loader" in place.held and not self.between_passes)
-
-    @property
-    def between_passes(self) -> bool:
-        """The pass before has ended, and this one is not open yet."""
-        return bool(self.place.held.get("between_passes"))
-
-    @property
     def iterations(self) -> int | None:
         """Groups in one pass; of data that is not read by index as it says, which may be wrong. None: unknown."""
         return None if self._said is None else -(-self._said // self.steps)
@@ -256,9 +243,14 @@ class DataSource:
 
     def __iter__(self) -> Iterator[Group]:
         """The groups of the present pass from the place on."""
-        if self.place.ended:
+        place = self.place
+        if place.ended:
             return iter(())
-        return self._groups(self._open())
+        if begins := bool(place.held.get("between_passes")):
+            self.agree_lengths()  # the data may have grown
+        was_open = place.is_within or ("loader" in place.held and not begins)
+        with rng.isolated() if was_open else nullcontext():  # what it draws was drawn before the place was saved
+            return self._groups(self._open())
 
     def _open(self) -> Iterator[Any]:
         """This rank's batches from the place on; from now on the loader itself is at its place."""

@@ -10,7 +10,6 @@ from dataclasses import replace
 from itertools import islice, repeat
 from typing import Any
 
-from ignite_engine import rng
 from ignite_engine.data.read_errors import ReadErrors
 from ignite_engine.data.shares import source_of
 from ignite_engine.data.source import DataSource, EndsEpochs, OwnSource, Source, Waiting
@@ -161,15 +160,11 @@ class Progress:
         if data is None or self.source is None:
             assert self.state.epoch_length is not None
             return repeat(Group([None]), self.state.epoch_length)
-        if self.source.between_passes:
-            self.source.agree_lengths()  # the data may have grown
-            self._forget_group()
-            if self.epoch_is is not EpochIs.A_LENGTH and self.source.iterations:
-                self.state.epoch_length = self.source.iterations
-        if not self.source.was_open_when_saved:
-            return iter(self.source)
-        with rng.isolated():  # the uninterrupted run made this iterator earlier
-            return iter(self.source)
+        self._forget_group()
+        groups = iter(self.source)
+        if self.epoch_is is not EpochIs.A_LENGTH and self.source.iterations and not self.source.place.is_within:
+            self.state.epoch_length = self.source.iterations
+        return groups
 
     def _forget_group(self) -> None:
         self.state.group = self.group = None

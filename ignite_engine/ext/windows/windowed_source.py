@@ -72,9 +72,6 @@ class WindowedSource:
         """Of the open window; None where none is, and where this rank has none."""
         return None if self.present is None else self.reader.name
 
-    def agree_lengths(self) -> None:
-        """Does nothing: each window agrees on its length when it is opened."""
-
     @property
     def ends_epochs(self) -> WindowedSource:
         return self
@@ -88,16 +85,6 @@ class WindowedSource:
     def place(self) -> Place:
         """In the open window; ``pass_number`` counts windows."""
         return Place(pass_number=self.at.number) if self.present is None else self.present.place
-
-    @property
-    def was_open_when_saved(self) -> bool:
-        """A window was open when the place was saved: where a pass begins in this process, none is open yet."""
-        return self.present is not None
-
-    @property
-    def between_passes(self) -> bool:
-        """No window is open."""
-        return self.present is None
 
     @property
     def epoch_is_over(self) -> bool:
