@@ -332,6 +332,12 @@ def settled_resume(case):
     return case
 
 
+def _without_norms(case):
+    """Ranks may have a batch of one, which they refuse."""
+    case = case.without("handlers", "unfreezing by flag", "unfreezing by group", "frozen part in eval mode")
+    return case.but(exclude=False).without("layers", "batchnorm", "frozen")
+
+
 def _without_batches_of_one(case):
     if case.data.startswith("IterableDataset") and case.workers != "0":
         case = case.but(drop_last=True)
@@ -368,16 +374,13 @@ def settled_ranks(case):
             ignite=(),
         )
     elif case.global_micro_batches:
-        case = case.but(steps=None, global_micro_batches=max(4, case.global_micro_batches))
-        case = case.without("layers", "batchnorm", "frozen")
+        case = _without_norms(case.but(steps=None, global_micro_batches=max(4, case.global_micro_batches)))
     if case.global_micro_batches:  # each rank needs a batch
         case = case.but(samples=max(case.samples, case.ranks * case.batch_size))
     if case.ranks_after not in (0, case.ranks):
-        case = case.but(drop_last=False)
-        case = case.without("layers", "batchnorm", "frozen")
+        case = _without_norms(case.but(drop_last=False))
     if case.data in EACH_ITS_OWN:
-        case = case.but(global_micro_batches=None, ranks_after=0)
-        case = case.without("layers", "batchnorm", "frozen")
+        case = _without_norms(case.but(global_micro_batches=None, ranks_after=0))
         if not any(case.batches):
             case = case.but(batches=(*case.batches[:-1], 2))
     elif case.data not in (*SHARED, "windows"):
