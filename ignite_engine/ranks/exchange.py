@@ -34,7 +34,9 @@ class Exchange:
         self._rank, self._timeout_s = rank, timeout_s
         self._peers: dict[int, socket.socket] = {}
         """By rank: all others on rank 0, rank 0 on the others."""
-        with socket.create_server(("", 0), backlog=ranks) as server:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        with socket.create_server(("", 0), family=family, backlog=ranks, dualstack_ipv6=both) as server:
             # MASTER_ADDR is how the others have found rank 0, but may be left over where a file brought them together
             hosts = [*filter(None, [os.environ.get("MASTER_ADDR")]), socket.gethostname()]
             hosts, port, token = broadcast((hosts, server.getsockname()[1], secrets.token_bytes(16)))
@@ -50,11 +52,13 @@ class Exchange:
         for host in (*local, *hosts):
             try:
                 connection = socket.create_connection((host, port), self._timeout_s)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.sendall(_HELLO.pack(token, self._rank))
+                if _receive(connection, len(token)) != token:  # somebody else's port
+                    continue
             except OSError:
                 continue
             self._peers[0] = connection
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(_HELLO.pack(token, self._rank))
             return
         raise dist.DistNetworkError(
             f"Rank {self._rank} cannot reach rank 0 at {' or '.join(hosts)}, port {port}: set MASTER_ADDR to an "
@@ -67,6 +71,7 @@ class Exchange:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         found, rank = _HELLO.unpack(_receive(connection, _HELLO.size))
         if found == token:  # else somebody who is not of this run
+            connection.sendall(token)
             self._peers[rank] = connection
 
     def __call__(self, own: bytes) -> list[bytes]:
