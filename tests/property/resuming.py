@@ -109,7 +109,9 @@ def _in_a_process(case, folder, stop, at, seconds, operations):
         with FileOperations(folder, number, kill_this_process):
             Run(case, folder).train(stop, at)
 
-    process, struck = start(work), notes_of(folder) / "stopped_0.txt"
+    struck = notes_of(folder) / "stopped_0.txt"
+    struck.unlink(missing_ok=True)  # of a stop before
+    process = start(work)
     code, fired = process.wait(60), struck.exists()
     struck.unlink(missing_ok=True)
     expected = {"SIGKILL": -9, "file operation": -9, "instant": -signal.SIGALRM, **CODES}[stop.how]
