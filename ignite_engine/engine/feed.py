@@ -85,25 +85,21 @@ class Feed:
         state, progress, engine = self._state, self._progress, self._engine
         if progress.ends_epochs is not None:
             return progress.ends_epochs.first_of_next_pass(self)
-        emptied, measured = False, progress.epoch_is is EpochIs.MEASURED
-        while True:
-            if measured and progress.epoch_iteration:
-                self._measured(progress.epoch_iteration)
-            if emptied:
-                self._data_is_exhausted()
-                return None
-            if state.dataloader is not None:
-                self._fire(Events.DATALOADER_STOP_ITERATION)
-                self._boundary.check()
-            progress.end_pass()
-            if measured and progress.epoch_iteration:
-                # opened when it is needed: what this draws comes after the position is saved, as in a resumed run
-                engine._dataloader_iter = None
-                return None
-            engine._dataloader_iter = progress.open_pass()
-            emptied = True
-            if (group := self._fetch()) is not None:
-                return group
+        is_measured = progress.epoch_is is EpochIs.MEASURED and progress.epoch_iteration > 0
+        if is_measured:
+            self._measured(progress.epoch_iteration)
+        if state.dataloader is not None:
+            self._fire(Events.DATALOADER_STOP_ITERATION)
+            self._boundary.check()
+        progress.end_pass()
+        if is_measured:
+            # opened when it is needed: what this draws comes after the position is saved, as in a resumed run
+            engine._dataloader_iter = None
+            return None
+        group = self.fetch()
+        if group is None:
+            self._data_is_exhausted()
+        return group
 
     # -- for a source that ends epochs --------------------------------------------------------------------------------
 
