@@ -34,7 +34,12 @@ _POLL_S = 0.01
 
 def is_launched() -> bool:
     """Whether a launcher such as torchrun or SLURM has started this process as one rank of several."""
-    return "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    return "RANK" in os.environ or (_is_of_srun() and int(os.environ.get("SLURM_NTASKS", "1")) > 1)
+
+
+def _is_of_srun() -> bool:
+    """The shell of ``salloc`` and the script of ``sbatch`` have SLURM's other variables too, and are no ranks."""
+    return "SLURM_STEP_ID" in os.environ
 
 
 def connect(backend: str, init_method: str | None, timeout: timedelta | None) -> None:
@@ -78,7 +83,8 @@ def _store(options: dict[str, Any]) -> Any:
         # torch's own rendezvous keeps the keys of all groups in one place: a rank could meet one of them that is dead
         store = agreement.STORES.PrefixStore(f"meeting_{next(_meetings)}", store)
         return part_of_this_attempt(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    return None if {"RANK", "WORLD_SIZE", "SLURM_JOB_ID"} & os.environ.keys() else agreement.STORES.HashStore()
+    has_peers = _is_of_srun() or {"RANK", "WORLD_SIZE"} & os.environ.keys()
+    return None if has_peers else agreement.STORES.HashStore()
 
 
 def part_of_this_attempt(store: Any, rank: int, world_size: int) -> Any:

@@ -26,6 +26,7 @@ from ignite_engine.errors import LaunchError
 from ignite_engine.handlers import Checkpoint, GracefulStop
 from tests.kit import runs
 from tests.kit.clock import still_clock
+from tests.kit.fitting import fitted
 from tests.kit.processes import child, start, wait_until
 from tests.kit.refusals import refusals
 from tests.kit.tiny import linear, trainer_of
@@ -90,7 +91,7 @@ def append(path, text):
 def in_slurm_job(rank, job, folder):
     """As ``srun`` starts it; without ``scontrol`` Ignite expands the list of nodes itself."""
     names = {"JOB_ID": job, "NTASKS": 2, "JOB_NODELIST": "localhost", "JOB_NUM_NODES": 1}
-    own = {"PROCID": rank, "LOCALID": rank}
+    own = {"STEP_ID": 0, "PROCID": rank, "LOCALID": rank}
     os.environ.update({f"SLURM_{name}": str(value) for name, value in {**names, **own}.items()})
     joined(meet, folder)
 
@@ -117,6 +118,18 @@ def test_ranks_meet(how, agent, tmp_path):
             rank.answer()
     for rank in range(2):
         assert (tmp_path / f"rank_{rank}").read_text() == f"{rank} of [0, 1]\n" * times
+
+
+@pytest.mark.parametrize("task", [{}, {"PROCID": 0, "LOCALID": 0}], ids=["shell of salloc", "script of sbatch"])
+def test_process_that_srun_has_not_started_is_alone_in_its_allocation(task, tmp_path):
+    def work():
+        names = {"JOB_ID": 17, "NTASKS": 4, "JOB_NODELIST": "localhost", "JOB_NUM_NODES": 1, **task}
+        os.environ.update({f"SLURM_{name}": str(value) for name, value in names.items()})
+        joined(meet, tmp_path)
+        return fitted(tmp_path / "run", max_epochs=1).summary["iteration"]
+
+    assert child(work) == 6
+    assert (tmp_path / "rank_0").read_text() == "0 of [0]\n"
 
 
 @pytest.mark.parametrize("timeout", [77, timedelta(seconds=77)])
