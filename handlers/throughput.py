@@ -75,9 +75,7 @@ class Throughput:
         flops = self._flops
         if self._counted is not None:
             flops = self._counted.per_unit * (self._samples if self.tokens_fn is None else self._tokens)
-        everyone = agreement.gather_floats(
-            [float(value) for value in (self._steps, self._seconds, self._samples, self._tokens, flops)]
-        )
+        everyone = agreement.gather_floats([float(self._steps), self._seconds, self._samples, self._tokens, flops])
         rows = mesh.by_data_rank(everyone)
         self._reset()
         steps, _, samples, tokens, flops = (sum(column) for column in zip(*rows, strict=True))
@@ -97,8 +95,8 @@ class Throughput:
                 metrics["throughput/mfu"] = flops / slowest / (self.peak_flops * len(everyone))
 
     def _reset(self) -> None:
-        self._steps = self._samples = self._tokens = 0
-        self._seconds = self._flops = 0.0
+        self._steps = 0
+        self._seconds = self._samples = self._tokens = self._flops = 0.0
 
     def _start(self) -> None:
         self._began = None
@@ -113,11 +111,11 @@ class Throughput:
             self._began = None
         self._steps += 1
         for micro_batch in group_of(trainer, trainer.state.batch).real:
-            self._samples += self.samples_fn(micro_batch)
+            self._samples += float(self.samples_fn(micro_batch))
             if self.tokens_fn is not None:
-                self._tokens += self.tokens_fn(micro_batch)
+                self._tokens += float(self.tokens_fn(micro_batch))
             if self.flops_fn is not None:
-                self._flops += self.flops_fn(micro_batch)
+                self._flops += float(self.flops_fn(micro_batch))
 
     _end_iteration.phase = Phase.FIRST  # type: ignore[attr-defined]  # before an evaluation at the same event
 
@@ -167,7 +165,7 @@ class _CountedIteration:
             return
         self._stop(trainer)
         flops, count = counter.get_total_flops(), self._throughput.tokens_fn or self._throughput.samples_fn
-        units = sum(map(count, group_of(trainer, trainer.state.batch)))
+        units = sum(float(count(batch)) for batch in group_of(trainer, trainer.state.batch))
         if flops and units:
             self._done()
             self.per_unit = flops / units

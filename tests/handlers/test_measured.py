@@ -3,6 +3,7 @@
 import resource
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from ignite.engine import Events
@@ -112,6 +113,13 @@ def test_a_run_that_is_paused_or_fails_in_the_counted_iteration_counts_in_a_late
     for _ in range(2):  # it is paused again
         trainer.run(numbers(6))
     assert flops_of(trainer) == pytest.approx(OF_A_SAMPLE)
+
+
+def test_counts_of_narrow_integers_do_not_overflow():
+    trainer = counting(flops=False, samples_fn=lambda batch: np.int32(1), tokens_fn=lambda batch: np.int32(2**31 - 1))
+    trainer.run(numbers(3))
+    metrics = trainer.state.metrics
+    assert metrics["throughput/tokens_per_s"] / metrics["throughput/samples_per_s"] == pytest.approx(2**31 - 1)
 
 
 def test_ones_own_function_is_taken_for_each_micro_batch():
