@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ignite_engine import Trainer, Updates
+from ignite_engine.engine.position import EpochIs
 from ignite_engine.errors import StateMismatch, leave_out
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.handlers.followed_metric import FollowedMetric
-from ignite_engine.ranks import agreement
+from ignite_engine.ranks import agreement, mesh
 from ignite_engine.schedules import Schedule, set_lr
 from ignite_engine.state import Start
 
@@ -94,6 +95,8 @@ class LRSchedule:
         self._per_update = True
         self._built_lrs = [float(group["lr"]) for group in self._optimizer.param_groups]
         self._used: list[Any] = []
+        self._spans: list[Any] | None = None
+        """What the length of the run was computed from, where the schedule spans it."""
 
     def attach(self, trainer: Engine, event: Any = TrainingEvents.OPTIMIZER_STEP_COMPLETED) -> None:
         """Step at ``event``; register the state under :attr:`name`, and set the LR of the first update."""
@@ -142,6 +145,7 @@ class LRSchedule:
             "lrs": [float(group["lr"]) for group in self._optimizer.param_groups],
             "used": [float(lr) for lr in self._used],
             "kind": self._kind,
+            "spans": self._spans,
         }
         if self._followed is not None:
             state["scheduler"] = {key: state["scheduler"][key] for key in _PLATEAU_STATE}
@@ -170,7 +174,7 @@ class LRSchedule:
             set_lr(group, lr)
         if self._followed is not None:
             self._followed.seen_at = state["seen_at"]
-        self._primed, self._used = True, list(state["used"])
+        self._primed, self._used, self._spans = True, list(state["used"]), state["spans"]
 
     @property
     def _kind(self) -> str:
@@ -215,7 +219,8 @@ class LRSchedule:
                 "max_iters."
             )
         before, unit = schedule.total, "update" if self._per_update else "epoch"
-        if before == end:
+        spanned, self._spans = self._spans, _length_follows_from(trainer)
+        if before is not None and (before == end or spanned == self._spans):
             return
         was = [] if before is None else schedule.get_last_lr()
         schedule.set_total(end)
@@ -265,6 +270,14 @@ class LRSchedule:
             )
 
     _publish.phase = Phase.MEASURE  # type: ignore[attr-defined]  # read by the Trainer
+
+
+def _length_follows_from(trainer: Engine) -> list[Any]:
+    """Where this is the same, so is the length of the run: data may say another wrong ``len()`` in each epoch."""
+    state = trainer.state
+    if isinstance(trainer, Trainer) and trainer.progress.epoch_is is EpochIs.MEASURED:
+        return [state.max_epochs, state.max_iters, str(trainer.progress.grouping), mesh.data_size()]
+    return [state.max_epochs, state.max_iters, state.epoch_length]
 
 
 def _rates(lrs: list[float]) -> str:

@@ -48,6 +48,23 @@ class EpochSampler(Sampler):
         return iter(torch.randperm(len(self), generator=torch.Generator().manual_seed(self.epoch)).tolist())
 
 
+class Misjudged(Sampler):
+    """Batches of 7 shuffled samples, 3 in the first epoch and 4 in the next; it says ``off`` more."""
+
+    def __init__(self, off):
+        self.off, self.epoch = off, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return (3, 4)[self.epoch % 2] + self.off
+
+    def __iter__(self):
+        order = torch.randperm(7, generator=torch.Generator().manual_seed(self.epoch))
+        yield from (each.tolist() for each in order.split((3, 2)[self.epoch % 2]))
+
+
 class StatefulOrder(Sampler):
     """An order of a generator of its own in each pass, with a state that a DataLoader does not save."""
 

@@ -5,9 +5,9 @@ import torch
 from ignite.engine import Events
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
-from ignite_engine import Trainer, loader
-from ignite_engine.handlers import Checkpoint
-from tests.data.kinds import EpochSampler, RewoundLoader, Samples
+from ignite_engine import Trainer, every, loader
+from ignite_engine.handlers import Checkpoint, LRSchedule, warmup_linear
+from tests.data.kinds import EpochSampler, Misjudged, RewoundLoader, Samples
 from tests.kit.resume import EVERYWHERE, assert_resumes, program
 from tests.kit.seen import Seen
 from tests.kit.tiers import tiered
@@ -54,6 +54,28 @@ def test_passes_without_a_length_are_measured_anew(steps):
         assert [(epoch, len(batch)) for epoch, batch in seen] == [(1, 2), (1, 1), (2, 2), (2, 2), (2, 1), (3, 2)]
     assert lengths == ([3, 5, 2] if steps is None else [2, 3, 1])
     assert (state.iteration, state.epoch, state.reason) == (len(seen), 3, "max_epochs")
+
+
+@pytest.mark.parametrize("off", [-1, 2])
+def test_epoch_ends_where_the_data_end_though_they_misjudge_their_length(off, tmp_path, caplog):
+    def data():
+        return DataLoader(Samples(7), batch_sampler=Misjudged(off))
+
+    trainer, seen = noting()
+    trainer.add_event_handler(every(epochs=0.5), lambda: halves.add(trainer.state.epoch))
+    halves = set()
+    trainer.run(data(), max_epochs=3)
+    for epoch in (1, 2, 3):
+        of_epoch = [number for at, (inputs, _) in seen if at == epoch for number in inputs[:, 0].tolist()]
+        assert sorted(of_epoch) == list(range(7)) and epoch in halves
+    (line,) = [line for line in caplog.messages if "length of the data" in line]
+    assert f"says {3 + off} iterations" in line and "gave 3:" in line
+
+    def over_the_run(trainer):  # its length is computed once
+        LRSchedule(warmup_linear(*trainer.update.optimizers.values())).attach(trainer)
+
+    made = program([Seen, over_the_run], data=data, limits={"max_epochs": 3})
+    assert_resumes(made, tmp_path, at=(5,), how=["stop"])
 
 
 # -- that changes -----------------------------------------------------------------------------------------------------
