@@ -104,7 +104,7 @@ def begin(
         plan = _plan(arguments, state, progress, source, start, max_epochs, max_iters)
         if source is not None:
             goes_on = state.status == "interrupted" or arguments.data is progress.user_data
-            _move_to(source, start, progress, position, is_same=goes_on)
+            position = _move_to(source, start, progress, position, is_same=goes_on)
     except BaseException:
         if source is not None:
             source.close()  # the loader is the user's again
@@ -260,11 +260,14 @@ def _pass_number(progress: Progress, position: Position) -> int:
     return before.pass_number + int(before.batch > 0)
 
 
-def _move_to(source: Source, start: Start, progress: Progress, position: Position, *, is_same: bool) -> None:
+def _move_to(source: Source, start: Start, progress: Progress, position: Position, *, is_same: bool) -> Position:
     """Move a new source to the place at which the run begins; a fresh one is at the beginning of pass 0.
 
     Args:
         is_same: its data is that of the run before, if only made anew: that was stopped.
+
+    Returns:
+        The position: other data begins at its first batch, and an epoch with it, unless epochs are of a given length.
     """
     before = progress.source
     if start is Start.RESUMED and position.data:
@@ -278,8 +281,11 @@ def _move_to(source: Source, start: Start, progress: Progress, position: Positio
             source.load(_without_fingerprints(position.data))  # what it holds may have changed since
             if isinstance(source.data, Iterator) and isinstance(source, DataSource) and isinstance(before, DataSource):
                 source.reader.fetched = before.reader.fetched or ()
-        else:  # other data begins at its first batch
+        else:
             source.begin_after(before.place)
+            if progress.epoch_is is not EpochIs.A_LENGTH:
+                return replace(position, epochs=position.epoch, epoch_iteration=0)
+    return position
 
 
 def _without_fingerprints(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from tests.kit.refusals import refusals, refuses
 from tests.kit.seen import Seen
 from tests.kit.tiny import numbers_loader, trainer_of
 
-DATA = [1, 2, 3]
+DATA, OTHER = [1, 2, 3], [7, 8]
 
 
 def noting():
@@ -66,6 +66,8 @@ STARTS = {
     "terminated at an epoch's end": (ends(3, "terminate"), THREE, THREE, CONTINUED, DATA * 3, (9, 3)),
     "failed": (ends(5, ZeroDivisionError), THREE, THREE, FRESH, [*DATA, 1, 2, *DATA * 3], (9, 3)),
     "interrupted by force": (ends(5, KeyboardInterrupt), THREE, THREE, FRESH, [*DATA, 1, 2, *DATA * 3], (9, 3)),
+    "stopped, data anew": (ends(4, "request_stop"), THREE, {"data": [*DATA], **THREE}, CONTINUED, DATA * 3, (9, 3)),
+    "other data": (None, {"max_iters": 4}, {"data": OTHER, "max_iters": 8}, CONTINUED, [*DATA, 1, *OTHER * 2], (8, 4)),
     "counters set by hand": (None, {"max_epochs": 1}, TWO, CONTINUED, [*DATA, 1, 2], (6, 2)),
 }
 
@@ -87,18 +89,29 @@ def test_second_run(name):
     trainer.run(**{"data": DATA, **second})
 
     assert started == starts and seen == batches
+    assert trainer.state.epoch_length == len(second.get("data") or DATA)
     assert (trainer.state.iteration, trainer.state.epoch) == reached and trainer.state.status == "completed"
+
+
+def orders(trainer):
+    seen = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(trainer.state.batch[0].tolist()))
+    return seen
+
+
+def test_counters_that_ignite_has_saved_at_an_epochs_end_go_on_with_the_next_order():
+    whole, trainer = noting()[0], noting()[0]
+    expected, seen = orders(whole), orders(trainer)
+    whole.run(numbers_loader(8, shuffle=True), max_epochs=3)
+    trainer.load_state_dict({"iteration": 4, "max_epochs": 3, "epoch_length": 4})
+    trainer.run(numbers_loader(8, shuffle=True), max_epochs=3)
+
+    assert len(expected) == 12 and seen == expected[4:]
 
 
 @pytest.mark.parametrize("at", [2, 4, 5])
 def test_pass_after_a_terminated_one_is_the_next_in_the_order(at):
     """Four shuffled batches in a pass: what is left of one is not made up for."""
-
-    def orders(trainer):
-        seen = []
-        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(trainer.state.batch[0].tolist()))
-        return seen
-
     whole, trainer, data = noting()[0], noting()[0], numbers_loader(8, shuffle=True)
     expected, seen = orders(whole), orders(trainer)
     whole.run(numbers_loader(8, shuffle=True), max_epochs=4)
