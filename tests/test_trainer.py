@@ -63,6 +63,14 @@ def test_stop_within_a_group_ends_at_a_clean_boundary():
     assert (state.status, state.iteration) == ("completed", 9) and torch.equal(weights(trainer), weights(whole))
 
 
+def test_submodule_in_eval_mode_stays_in_it():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    model[1].eval()
+    trainer_of(model).run(numbers_loader(), max_iters=2)
+
+    assert [each.training for each in model] == [True, False, True] and not model[1].running_mean.any()
+
+
 def test_one_iteration_trains_once_in_train_mode():
     trainer = trainer_of()
     before = weights(trainer)

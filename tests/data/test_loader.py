@@ -333,6 +333,45 @@ def test_ranks_that_would_share_out_other_orders_are_refused():
             assert ("dataset" if name.startswith("dataset") else "order of the data") in said and "rank 1" in said
 
 
+SAMPLERS = {
+    "weighted": lambda: WeightedRandomSampler([1.0] * 12, 12),
+    "subset": lambda: SubsetRandomSampler(range(0, 16, 2)),
+    "some": lambda: RandomSampler(range(12), num_samples=8),
+}
+
+
+def samples_of_samplers(rank):
+    """Each rank has random numbers of its own, from which torch's samplers draw."""
+    torch.manual_seed(rank)
+    return {name: passes(DataLoader(Indices(16), 2, sampler=make()), 2) for name, make in SAMPLERS.items()}
+
+
+def test_ranks_share_out_what_a_sampler_of_torchs_draws():
+    first, second = ranks(2, samples_of_samplers)
+    for name, count in {"weighted": 12, "subset": 8, "some": 8}.items():
+        both = [one + other for one, other in zip(first[name], second[name], strict=True)]
+        assert both[0] != both[1] and [len(each) for each in both] == [count] * 2, name
+        for one, other in zip(first[name], second[name], strict=True):
+            assert one != other and (name == "weighted" or len({*one, *other}) == count), name
+
+
+def warnings_of_streams(rank):
+    lines, handler, logger = [], logging.Handler(logging.WARNING), logging.getLogger("ignite_engine.engine")
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        found = passes(DataLoader(Stream(), 2), 1)
+    finally:
+        logger.removeHandler(handler)
+    return found, [line for line in lines if "Stream is read whole" in line]
+
+
+def test_stream_that_each_rank_reads_whole_is_named_once():
+    (found, lines), other = ranks(2, warnings_of_streams)
+    assert found == [[*range(6)]] and other == (found, [])
+    assert len(lines) == 1 and "data_rank()" in lines[0] and "\n" not in lines[0]
+
+
 def on_other_ranks(rank, folder, batch_size, stop_at):
     try:
         return passes(loader(Indices(24), batch_size, shuffle=True), 2, folder=folder, stop_at=stop_at)

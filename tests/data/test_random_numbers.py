@@ -9,7 +9,9 @@ import torch
 from ignite.engine import Events
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
-from ignite_engine import Trainer, loader, seed_everything
+from ignite_engine import Trainer, create_evaluator, loader, seed_everything
+from ignite_engine.handlers import Evaluation
+from tests.kit.tiny import linear
 
 LATE = 100
 """Beyond the first batch, after which only generators are seeded that were drawn from."""
@@ -103,6 +105,20 @@ def test_dataset_that_begins_to_draw_late_draws_the_same_and_reads_one_batch_aga
     assert sorted(dataset.read)[:LATE] == list(range(LATE)) and len(dataset.read) <= 170
     by_workers, _, _ = drawn_late(DRAWS[name], num_workers=2)
     assert by_workers == expected
+
+
+def test_iterated_by_hand_each_pass_is_another_and_an_evaluation_is_always_the_same():
+    data = loader(Drawing(everything, 12), 4, shuffle=True, collate_fn=list)
+    passes = [[sample for batch in data for sample in batch] for _ in range(3)]
+    assert len({tuple(index for index, _ in each) for each in passes}) == 3
+    assert len({drawn for each in passes for _, drawn in each}) == 36
+
+    evaluated = []
+    evaluator = create_evaluator(linear(), lambda model, batch: evaluated.append(batch) or batch, {})
+    trainer = Trainer(lambda engine, batch: None)
+    Evaluation(evaluator, data).attach(trainer, Events.ITERATION_COMPLETED)
+    trainer.run([1, 2])
+    assert len(evaluated) == 6 and evaluated[:3] == evaluated[3:]
 
 
 def test_collate_function_that_draws_late_gets_fresh_samples():

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from ignite.engine import Events
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ignite_engine import Trainer, loader
@@ -129,6 +129,25 @@ def test_persistent_workers_outlive_the_run_and_are_asked_again(around):
     assert batches == [1, 2, 3] * 3 and len(workers) == 1
     for worker in workers:
         worker.terminate()
+
+
+class Reshuffled(IterableDataset):
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter([self.epoch + index for index in range(3)])
+
+
+def test_epoch_of_a_stream_reaches_workers_that_persist():
+    trainer, batches = Trainer(lambda engine, batch: batches.append(int(batch))), []
+    data = DataLoader(Reshuffled(), batch_size=None, num_workers=1, persistent_workers=True)
+    trainer.run(data, max_epochs=3)
+    data._iterator._shutdown_workers()
+
+    assert batches == [0, 1, 2, 1, 2, 3, 2, 3, 4]
 
 
 WITH_WORKERS = {

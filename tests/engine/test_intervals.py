@@ -1,6 +1,8 @@
 """An interval is an event: it comes where it says, on all ranks at once, and at the same places after a resume."""
 
+import numpy as np
 import pytest
+import torch
 from ignite.engine import Events
 from torch import nn
 
@@ -75,6 +77,15 @@ def test_samples_and_tokens_of_whole_iterations(accumulation_steps):
         reached = [at for at in range(1, len(totals)) if totals[at][unit] // number > totals[at - 1][unit] // number]
         assert seen == reached and len(seen) > 2
     assert own == list(range(1, len(totals)))
+
+
+@pytest.mark.parametrize("narrow", [np.int32, lambda number: torch.tensor(number, dtype=torch.int32)])
+def test_counts_of_narrow_integers_are_exact(narrow):
+    large = 2**31 - 1
+    trainer = Trainer(lambda engine, batch: None, accumulation_steps=2)
+    seen = seen_at(trainer, tokens=4 * large, count=lambda batch: narrow(large))
+    trainer.run(range(8))
+    assert trainer.state.tokens == 8 * large and seen == [2, 4]
 
 
 INTERVALS = ({"epochs": 0.4}, {"samples": 7}, {"tokens": 11, "count": tokens_of})

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader, seed_everything
 from ignite_engine.errors import Interrupted
-from ignite_engine.handlers import Checkpoint, Evaluation, GracefulStop, StopFile, WallClockLimit
+from ignite_engine.handlers import Checkpoint, EarlyStopping, Evaluation, GracefulStop, StopFile, WallClockLimit
 from tests.kit.clock import still_clock
 from tests.kit.processes import ranks
 from tests.kit.tiers import tiered
@@ -205,6 +205,26 @@ def test_terminate_on_one_rank_ends_all_at_the_same_iteration(name):
         return (state.iteration, state.epoch), state.status, state.reason
 
     assert ranks(2, work) == [(place, "completed", "terminate")] * 2
+
+
+def test_what_rank_0_alone_finishes_or_writes_reaches_both():
+    def ends(rank, prepare, does):
+        trainer = trainer_of(DistributedDataParallel(linear()), lr=0.01)
+        prepare(trainer)
+        if rank == 0:
+            trainer.add_event_handler(Events.EPOCH_COMPLETED, does, trainer)
+        state = trainer.run(loader(Numbers(8), 2), max_epochs=4)
+        return state.epoch, state.iteration, state.status, state.reason, state.metrics.get("acc")
+
+    def work(rank):
+        early = EarlyStopping("acc", mode="max", patience=1)
+        yield ends(rank, lambda trainer: None, lambda trainer: trainer.finish("pruned"))
+        yield ends(rank, early.attach, lambda trainer: trainer.state.metrics.update(acc=0.5))
+
+    first, second = ranks(2, lambda rank: [*work(rank)])
+    (*place, why, _), (*other, early, acc) = first
+    assert first == second and [why, acc] == ["pruned", 0.5] and "early stopping: acc" in early
+    assert place == [1, 2, "completed"] and other == [2, 4, "completed"]
 
 
 @pytest.mark.parametrize("event", [Events.ITERATION_STARTED, Events.ITERATION_COMPLETED])
