@@ -375,6 +375,7 @@ def settled_ranks(case):
         )
     elif case.global_micro_batches:
         case = _without_norms(case.but(steps=None, global_micro_batches=max(4, case.global_micro_batches)))
+        case = case.without("layers", "extra_state")  # it counts forwards, of which ranks may have other numbers
     if case.global_micro_batches:  # each rank needs a batch
         case = case.but(samples=max(case.samples, case.ranks * case.batch_size))
     if case.ranks_after not in (0, case.ranks):
