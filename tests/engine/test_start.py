@@ -67,7 +67,7 @@ STARTS = {
     "failed": (ends(5, ZeroDivisionError), THREE, THREE, FRESH, [*DATA, 1, 2, *DATA * 3], (9, 3)),
     "interrupted by force": (ends(5, KeyboardInterrupt), THREE, THREE, FRESH, [*DATA, 1, 2, *DATA * 3], (9, 3)),
     "stopped, data anew": (ends(4, "request_stop"), THREE, {"data": [*DATA], **THREE}, CONTINUED, DATA * 3, (9, 3)),
-    "other data": (None, {"max_iters": 4}, {"data": OTHER, "max_iters": 8}, CONTINUED, [*DATA, 1, *OTHER * 2], (8, 4)),
+    "other data": (None, {"max_iters": 4}, {"data": OTHER, "max_iters": 7}, CONTINUED, [*DATA, 1, 7, 8, 7], (7, 4)),
     "counters set by hand": (None, {"max_epochs": 1}, TWO, CONTINUED, [*DATA, 1, 2], (6, 2)),
 }
 

@@ -115,11 +115,14 @@ def test_a_run_that_is_paused_or_fails_in_the_counted_iteration_counts_in_a_late
     assert flops_of(trainer) == pytest.approx(OF_A_SAMPLE)
 
 
-def test_counts_of_narrow_integers_do_not_overflow():
-    trainer = counting(flops=False, samples_fn=lambda batch: np.int32(1), tokens_fn=lambda batch: np.int32(2**31 - 1))
+@pytest.mark.parametrize("narrow", [np.int32, lambda number: torch.tensor(number, dtype=torch.int32)])
+def test_counts_of_narrow_integers_are_exact(narrow):
+    trainer = counting(flops=False, samples_fn=lambda batch: narrow(1), tokens_fn=lambda batch: narrow(2**31 - 1))
     trainer.run(numbers(3))
     metrics = trainer.state.metrics
-    assert metrics["throughput/tokens_per_s"] / metrics["throughput/samples_per_s"] == pytest.approx(2**31 - 1)
+    assert metrics["throughput/tokens_per_s"] / metrics["throughput/samples_per_s"] == pytest.approx(
+        2**31 - 1, rel=1e-12
+    )
 
 
 def test_ones_own_function_is_taken_for_each_micro_batch():
