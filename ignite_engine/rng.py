@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from ignite_engine import devices
 from ignite_engine.errors import StateMismatch, check_type, is_whole
@@ -42,22 +42,14 @@ def capture() -> dict[str, Any]:
 
 def snapshot() -> tuple[Any, ...]:
     """As :func:`capture`, faster and in a form that cannot be saved; :func:`plain` makes one that can."""
-    return _generators(_resting_numpy()[1])
+    return _generators(_resting_numpy())
 
 
 def plain(generators: tuple[Any, ...]) -> dict[str, Any]:
     """What :func:`capture` would have returned where :func:`snapshot` was called."""
     (version, internal, gauss), numpy, cpu, of_devices = generators
-    if not isinstance(numpy, dict):
-        name, keys, position, has_gauss, cached = numpy
-        numpy = name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)
-    state: dict[str, Any] = {
-        "python": (version, torch.from_numpy(np.array(internal, dtype=np.int64)), gauss),
-        "numpy": tree_map(_plain, numpy),
-        "torch": cpu,
-    }
-    state |= of_devices
-    return state
+    python = version, torch.from_numpy(np.array(internal, dtype=np.int64)), gauss
+    return {"python": python, "numpy": tree_map(_plain, numpy), "torch": cpu, **of_devices}
 
 
 def restore(state: dict[str, Any]) -> None:
@@ -66,30 +58,15 @@ def restore(state: dict[str, Any]) -> None:
     Raises:
         StateMismatch: NumPy's global generator is of another kind.
     """
-    saved = state["numpy"]
-    before, now = saved["bit_generator"] if isinstance(saved, dict) else saved[0], type(_bit_generator()).__name__
+    before, now = state["numpy"]["bit_generator"], type(_bit_generator()).__name__
     if before != now:
         raise StateMismatch(
             f"NumPy's random numbers were saved of {before}, and this process has {now}: call "
             f"np.random.set_bit_generator(np.random.{before}()) before the run."
         )
     version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal.tolist()), gauss))
-    if isinstance(saved, dict):
-        _set_numpy(tree_map(_of_numpy, saved, is_leaf=_is_array))
-    else:
-        name, keys, position, has_gauss, cached = saved
-        _set_numpy((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
-    devices.set_generator_states(state)
-
-
-def is_at(state: dict[str, Any]) -> bool:
-    """Whether no number has been drawn since :func:`capture` returned this."""
-    before, now = tree_leaves(state), tree_leaves(capture())
-    return len(before) == len(now) and all(
-        torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other for one, other in zip(before, now)
-    )
+    numpy = tree_map(_of_numpy, state["numpy"])
+    restore_snapshot(((version, tuple(internal.tolist()), gauss), numpy, state["torch"], state))
 
 
 @contextmanager
@@ -102,15 +79,18 @@ def isolated() -> Iterator[None]:
         restore_snapshot(outside)
 
 
-def undisturbed(function: Callable[[], T]) -> T:
+def undisturbed(function: Callable[[tuple[Any, ...]], T]) -> T:
     """What ``function`` returns, with the generators restored afterwards even if a signal handler raises at any point.
 
     A stop may interrupt a fetch anywhere, so also while the generators are restored, or between the end of a ``with``
     body and the first line of its ``__exit__``; and at that stop the generators are saved.
+
+    Args:
+        function: of the :func:`snapshot` that is restored.
     """
     outside = snapshot()
     try:
-        return function()
+        return function(outside)
     finally:
         try:
             restore_snapshot(outside)
@@ -119,10 +99,14 @@ def undisturbed(function: Callable[[], T]) -> T:
             raise
 
 
-def host_place() -> Any:
-    """Where the generators of Python and NumPy are, which every draw changes; None: a draw of NumPy's might not."""
-    place, _ = _resting_numpy()
-    return None if place is None else (place, random.getstate())
+def tells_draws(generators: tuple[Any, ...]) -> bool:
+    """Whether :func:`host_is_at` may be true of the :func:`snapshot` that was just made."""
+    return generators[1] is _numpy_seen[1]
+
+
+def host_is_at(generators: tuple[Any, ...]) -> bool:
+    """Whether the generators of Python and NumPy are known to be where they were at this :func:`snapshot`."""
+    return _numpy_rests(generators[1]) and random.getstate() == generators[0]
 
 
 # behind NumPy's global functions: MT19937, unless the user has set another one (NumPy 1.24 brought both functions)
@@ -130,24 +114,20 @@ _bit_generator: Any = getattr(np.random, "get_bit_generator", lambda: np.random.
 
 
 def _numpy_state() -> Any:
-    """The state of NumPy's global generator for its ``set_state``: a tuple for MT19937, a dict for the others."""
-    return np.random.get_state() if type(_bit_generator()) is np.random.MT19937 else np.random.get_state(legacy=False)
+    """The state of NumPy's global generator for its ``set_state``."""
+    return np.random.get_state(legacy=False)
 
 
 def _plain(value: Any) -> Any:
-    """A value of NumPy's state, of which arrays of unsigned words become lists of numbers with their type."""
+    """A value of NumPy's state, of which arrays, all of unsigned words, become tensors with the bits of these."""
     if isinstance(value, np.ndarray):
-        return {"dtype": str(value.dtype), "words": value.tolist()}
+        return torch.from_numpy(value.view(f"i{value.itemsize}"))
     return value.item() if isinstance(value, np.generic) else value
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, dict) and value.keys() == {"dtype", "words"}
 
 
 def _of_numpy(value: Any) -> Any:
     """What :func:`_plain` was made of."""
-    return np.array(value["words"], dtype=value["dtype"]) if _is_array(value) else value
+    return value.numpy().view(f"u{value.element_size()}") if isinstance(value, torch.Tensor) else value
 
 
 @lru_cache(maxsize=1)
@@ -155,43 +135,44 @@ def _end_of_state(generator: Any) -> Any:
     """The last words and the position: ``uint32 key[624]; int position`` at the address that NumPy publishes.
 
     Each number drawn changes them, but for the second half of a pair of normal numbers, which is kept elsewhere.
-    Reading the whole state takes 30 µs, these 0.04.
+    Reading the whole state takes 30 µs, these 0.04. Nothing for other kinds of generators.
     """
+    nothing = ctypes.create_string_buffer(0)
     if type(generator) is not np.random.MT19937:
-        return None
+        return nothing
     state = generator.state["state"]
     words = 8
     address = generator.ctypes.state_address + 4 * (len(state["key"]) - words)
     memory = (ctypes.c_char * (4 * words + 4)).from_address(address)
     expected = state["key"][-words:].astype(np.uint32).tobytes() + np.int32(state["pos"]).tobytes()
-    return memory if memory.raw == expected else None
+    return memory if memory.raw == expected else nothing
 
 
-_numpy_seen: tuple[bytes, Any] = (b"", None)
+_numpy_seen: tuple[bytes | None, Any] = (None, None)
+"""Where NumPy's generator was when its state was read or set last, and that state; None: its place does not tell."""
 
 
-def _resting_numpy() -> tuple[bytes | None, Any]:
-    """The state of NumPy's generator, as it was read last if it is at the same place, and that place.
+def _resting_numpy() -> Any:
+    """The state of NumPy's generator: that which was read or set last, if it is still there."""
+    place, state = _numpy_seen
+    if _end_of_state(_bit_generator()).raw != place:
+        state = _numpy_state()
+        _note(state)
+    return state
 
-    The place is None where it does not tell whether a number is drawn: a half of a pair is, or it is another kind.
-    """
+
+def _note(state: Any) -> None:
+    """NumPy's generator is now in this state."""
     global _numpy_seen  # of this process, as the generator is
-    memory = _end_of_state(_bit_generator())
-    if memory is None:
-        return None, _numpy_state()
-    place: bytes = memory.raw
-    if _numpy_seen[0] != place:
-        state: Any = np.random.get_state()
-        if state[3]:
-            return None, state
-        _numpy_seen = place, state
-    return place, _numpy_seen[1]
+    place = _end_of_state(_bit_generator()).raw
+    # the half of a pair that is still to be drawn will be without a move
+    _numpy_seen = (place, state) if place and not state["has_gauss"] else (None, None)
 
 
-def _set_numpy(state: Any) -> None:
-    global _numpy_seen
-    _numpy_seen = b"", None  # it may be at a place that was seen, now with a half of a pair
-    np.random.set_state(state)
+def _numpy_rests(state: Any) -> bool:
+    """Whether NumPy's generator is known to be in this state, of :func:`_resting_numpy`."""
+    place, seen = _numpy_seen
+    return state is seen and _end_of_state(_bit_generator()).raw == place
 
 
 def _generators(numpy: Any) -> tuple[Any, ...]:
@@ -202,8 +183,9 @@ def restore_snapshot(generators: tuple[Any, ...]) -> None:
     """Restore what :func:`snapshot` returned."""
     python, numpy, cpu, of_devices = generators
     random.setstate(python)
-    if _resting_numpy()[1] is not numpy:
-        _set_numpy(numpy)
+    if not _numpy_rests(numpy):
+        np.random.set_state(numpy)
+        _note(numpy)
     torch.set_rng_state(cpu)
     if of_devices:
         devices.set_generator_states(of_devices)
@@ -218,6 +200,7 @@ def derived(state: dict[str, Any], *keys: int) -> dict[str, Any]:
         return capture()
 
 
+@lru_cache
 def mix(*numbers: int) -> int:
     """A 64-bit seed from several integers: equal inputs give equal seeds on every machine.
 
@@ -266,7 +249,7 @@ def seed_everything(seed: int) -> None:
         raise ValueError(f"seed must be at least 0, got {seed}.")
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    devices.seed_torch(seed)
+    torch.manual_seed(seed)
 
 
 def seed_device(seed: int, device: torch.device) -> None:

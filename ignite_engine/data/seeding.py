@@ -49,29 +49,30 @@ class SeededDataset(Dataset[Any]):
         """The batch of these samples, all of one pass."""
         return rng.undisturbed(partial(self._batch, keys))
 
-    def _batch(self, keys: Sequence[Key]) -> Any:
+    def _batch(self, keys: Sequence[Key], outside: tuple[Any, ...]) -> Any:
         if self._draws is None:
             watch = _Watch()
             batch = self._read(keys, watch)
             watch.look()
             self._draws = watch.moved
             return batch
-        if not self._draws and (before := rng.host_place()) is not None:
+        if not self._draws and rng.tells_draws(outside):
             try:
                 batch = self._read(keys, torch.default_generator.manual_seed)
             except Exception:  # perhaps of the wrong numbers
-                if rng.host_place() == before:
+                if rng.host_is_at(outside):
                     raise
             else:
-                if rng.host_place() == before:
+                if rng.host_is_at(outside):
                     return batch
             self._draws = True
         return self._read(keys, rng.seed_host)
 
     def _read(self, keys: Sequence[Key], seed: Seed) -> Any:
-        of_pass, indices = rng.mix(self.seed, keys[0][0]), [index for _, index in keys]
-        samples = self._samples(of_pass, indices, seed)
-        seed(rng.mix_next(rng.mix_next(of_pass, indices[0]), 1))
+        (pass_number, *_), indices = zip(*keys)
+        seeds = rng.mix_each(rng.mix(self.seed, pass_number), indices)
+        samples = self._samples(indices, seeds, seed)
+        seed(rng.mix_next(seeds[0], 1))
         try:
             return self.collate_fn(samples)
         except StopIteration as error:
@@ -82,15 +83,14 @@ class SeededDataset(Dataset[Any]):
             error.add_note(self._uncollated(indices, samples))
             raise
 
-    def _samples(self, of_pass: int, indices: list[int], seed: Seed) -> Any:
+    def _samples(self, indices: Sequence[int], seeds: Sequence[int], seed: Seed) -> Any:
         dataset: Any = self.dataset
         at: Any = indices
         samples = []
         try:
             if self.reads_batches:
-                seed(rng.mix_next(of_pass, indices[0]))
+                seed(seeds[0])
                 return dataset.__getitems__([*indices])  # its own list, which it may use up
-            seeds = rng.mix_each(of_pass, indices)
             while type(dataset) is Subset:  # a call less for each sample
                 dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
             for at, number in zip(indices, seeds, strict=True):
@@ -128,15 +128,15 @@ class _Watch:
     """Seeds all generators of the host, and sees whether those of Python and NumPy are drawn from in between."""
 
     def __init__(self) -> None:
-        self.moved, self._place = False, rng.host_place()
+        self.moved, self._seeded = False, tuple[Any, ...]()
 
     def __call__(self, seed: int) -> None:
         self.look()
         rng.seed_host(seed)
-        self._place = rng.host_place()
+        self._seeded = rng.snapshot()
 
     def look(self) -> None:
-        self.moved = self.moved or rng.host_place() != self._place
+        self.moved = self.moved or bool(self._seeded and not rng.host_is_at(self._seeded))
 
 
 def reads_whole_batches(dataset: Any) -> bool:

@@ -90,8 +90,8 @@ class Moves:
     def __init__(self, tensor):
         self.tensor = tensor
 
-    def to(self, device, *, non_blocking):
-        return Moves(self.tensor.to(device, non_blocking=non_blocking))
+    def to(self, device):
+        return Moves(self.tensor.to(device))
 
 
 KINDS = {
