@@ -197,7 +197,11 @@ class DataSource:
         self._waiting: Waiting | None = None
         self._group: Group | None = None
         """In hand."""
+        self._read_last: list[Any] = []
+        """The batches of this rank that were read last."""
         self._before: _BeforeFetch | None = None
+        self._opened_with: Any = None
+        """The random numbers before the pass was opened, until its first fetch."""
         # as it is before it is read, as in a process that resumes
         self.fingerprint = fingerprint(data.dataset) if isinstance(data, DataLoader) else None
         """Of the dataset; None: it is not known what it holds."""
@@ -249,6 +253,7 @@ class DataSource:
         if begins := bool(place.held.get("between_passes")):
             self.agree_lengths()  # the data may have grown
         was_open = place.is_within or ("loader" in place.held and not begins)
+        self._opened_with = rng.snapshot() if self.reader.draws and not was_open else None
         with rng.isolated() if was_open else nullcontext():  # what it draws was drawn before the place was saved
             return self._groups(self._open())
 
@@ -266,7 +271,12 @@ class DataSource:
 
     def _fetch(self, batches: Iterator[Any]) -> Group | None:
         """The next group, None at the end of the pass; the place is before it until it is consumed."""
-        self._before = _BeforeFetch(self._held(), rng.snapshot()) if self.reader.draws else None
+        if self.reader.draws:
+            held, opened_with = self._held(), self._opened_with
+            # a pass that is not begun is opened again, but by a loader that has it in its state
+            begins = opened_with is not None and "loader" not in held
+            self._before = _BeforeFetch(held, opened_with if begins else rng.snapshot())
+        self._opened_with = None
         try:
             self._group = self._next(batches)
         except StopRequested:
@@ -286,20 +296,23 @@ class DataSource:
 
     def _read(self, batches: Iterator[Any]) -> list[Any]:
         """The batches of one iteration; a stop may end the wait for them, where all ranks learn of it."""
+        self._read_last = []
         if self._waiting is None:
-            return list(islice(batches, self.steps))
+            self._read_last += islice(batches, self.steps)
+            return self._read_last
         try:
             self._waiting.waiting_for_data = True
-            return list(islice(batches, self.steps))
+            self._read_last += islice(batches, self.steps)  # keeps those before a stop
         finally:
             self._waiting.waiting_for_data = False
+        return self._read_last
 
     def put_back(self) -> None:
         """Undo the fetch of the group in hand: it comes again, with what was drawn for it."""
-        group, before, self._group, self._before = self._group, self._before, None, None
+        before, self._group, self._before = self._before, None, None
         if before is not None:
             rng.restore_snapshot(before.generators)
-            self.reader.put_back(group or ())
+            self.reader.put_back(self._read_last)
             self.place = self.place._replace(held=before.held)
 
     def own_batches(self, batches: int) -> int:

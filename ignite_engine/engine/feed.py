@@ -70,6 +70,7 @@ class Feed:
         try:
             group = next(iterator, None)
         except StopRequested:  # on several ranks all of them are here
+            progress.put_back()
             if progress.source is not None:
                 progress.source.abandon()
             self._engine._dataloader_iter = None

@@ -120,6 +120,7 @@ class Loop:
         engine, state, progress, boundary, started = self.engine, self.state, self.progress, self.boundary, time.time()
         feed, update, fire = self.feed, self.update, self._fire
         if not begun:
+            progress.epoch_begins()
             fire(Events.EPOCH_STARTED)
         self.resume.clear()
         if not begun:

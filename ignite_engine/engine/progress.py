@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import islice, repeat
 from typing import Any
 
+from ignite_engine import rng
 from ignite_engine.data.read_errors import ReadErrors
 from ignite_engine.data.shares import source_of
 from ignite_engine.data.source import DataSource, EndsEpochs, OwnSource, Source, Waiting
@@ -58,6 +59,8 @@ class Progress:
         """What is fetched and not consumed."""
         self.updating = False
         """An update of it has begun."""
+        self._before_epoch: Any = None
+        """The random numbers before EPOCH_STARTED."""
         self._steps_before = 0
         """Optimizer steps before it."""
         self.left: Position | None = None
@@ -94,6 +97,7 @@ class Progress:
         self.source, self.user_data, self.failed = source, data, False
         self.epoch_is = plan.epoch_is
         self.epochs_completed, self.epoch_iteration = position.epochs, position.epoch_iteration
+        self._before_epoch = None
         self.epoch_ends = position.epoch_ends
         state.max_epochs, state.max_iters = plan.max_epochs, plan.max_iters
         state.epoch_length, state.dataloader = plan.epoch_length, data
@@ -170,10 +174,19 @@ class Progress:
         self.state.group = self.group = None
         self.updating = False
 
+    def epoch_begins(self) -> None:
+        """EPOCH_STARTED comes."""
+        self._before_epoch = rng.snapshot()
+
     def put_back(self) -> None:
-        """Undo the fetch of a group that no update has begun with: it comes again where the run goes on."""
+        """Undo the fetch of a group that no update has begun with: it comes again where the run goes on.
+
+        So does EPOCH_STARTED of an epoch without an iteration, with the random numbers that its handlers have drawn.
+        """
         if self.source is not None and self.group is not None:
             self.source.put_back()
+        if not self.epoch_iteration and self._before_epoch is not None:
+            rng.restore_snapshot(self._before_epoch)
         self._forget_group()
 
     def leave(self, *, goes_on: bool) -> None:

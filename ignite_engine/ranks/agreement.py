@@ -23,6 +23,7 @@ from ignite_engine.errors import PeerFailed, one_line
 from ignite_engine.ranks.exchange import Exchange
 
 T = TypeVar("T")
+_NUMBERS, _OBJECT = b"n", b"o"
 
 STORES: Any = dist  # they are documented, but not exported for type checkers
 
@@ -114,15 +115,29 @@ def forget_groups() -> None:
 atexit.register(forget_groups)  # however this process was launched: a group that outlives the interpreter aborts it
 
 
-def _exchange(own: bytes) -> list[bytes]:
-    """What every rank says, by rank."""
+def _exchange(kind: bytes, own: bytes) -> list[bytes]:
+    """What every rank says, by rank.
+
+    Args:
+        kind: the same on every rank: one byte.
+
+    Raises:
+        DistNetworkError: a rank has said something else.
+    """
     if world_size() == 1:
         return [own]
     groups = _own_groups()
     if "exchange" not in groups:
         groups["exchange"] = Exchange(rank(), world_size(), _broadcast_by_gloo, timeout().total_seconds())
-    said: list[bytes] = groups["exchange"](own)
-    return said
+    said: list[bytes] = groups["exchange"](kind + own)
+    size = len(own) if kind == _NUMBERS else None
+    others = [peer for peer, each in enumerate(said) if each[:1] != kind or size not in (None, len(each) - 1)]
+    if others:
+        raise dist.DistNetworkError(
+            f"The exchange of rank {rank()} met another one{on_ranks(others)}: the ranks went different ways, such "
+            "as where an error of one was caught, or a call for all ranks was made on some."
+        )
+    return [each[1:] for each in said]
 
 
 def _broadcast_by_gloo(value: T) -> T:
@@ -134,7 +149,7 @@ def _broadcast_by_gloo(value: T) -> T:
 def gather_floats(values: Sequence[float]) -> list[list[float]]:
     """Every rank's ``values`` (the same count everywhere), by rank; float64 throughout."""
     row = struct.Struct(f"!{len(values)}d")
-    return [list(row.unpack(said)) for said in _exchange(row.pack(*values))]
+    return [list(row.unpack(said)) for said in _exchange(_NUMBERS, row.pack(*values))]
 
 
 def mean_of(column: Sequence[float]) -> float:
@@ -152,7 +167,7 @@ def gather_objects(value: T) -> list[T]:
     """Every rank's picklable ``value``, by rank."""
     if world_size() == 1:
         return [value]
-    return [pickle.loads(said) for said in _exchange(pickle.dumps(value))]
+    return [pickle.loads(said) for said in _exchange(_OBJECT, pickle.dumps(value))]
 
 
 def first_difference(values: Mapping[str, Any]) -> str | None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 _Meeting = tuple[list[str], int, bytes]
 """Hosts of rank 0, its port, and what tells the ranks of this run from others."""
+_HELLO_S = 10.0
 _SIZE, _HELLO = struct.Struct("!Q"), struct.Struct("!16sQ")
 
 
@@ -67,12 +68,16 @@ class Exchange:
 
     def _accept(self, server: socket.socket, token: bytes) -> None:
         connection, _ = server.accept()
-        connection.settimeout(self._timeout_s)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        found, rank = _HELLO.unpack(_receive(connection, _HELLO.size))
-        if found == token:  # else somebody who is not of this run
-            connection.sendall(token)
-            self._peers[rank] = connection
+        try:
+            connection.settimeout(_HELLO_S)
+            found, rank = _HELLO.unpack(_receive(connection, _HELLO.size))
+            if found == token:
+                connection.sendall(token)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.settimeout(self._timeout_s)
+                self._peers[rank] = connection
+        except OSError:  # of somebody who is not of this run
+            connection.close()
 
     def __call__(self, own: bytes) -> list[bytes]:
         """What every rank says, by rank; all call it, in the same order."""
@@ -101,13 +106,14 @@ class Exchange:
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
-    content = connection.recv(size) if size else b""
-    while len(content) < size:
-        more = connection.recv(size - len(content))
-        if not more:
+    content = bytearray(size)
+    rest = memoryview(content)
+    while rest:
+        count = connection.recv_into(rest)
+        if not count:
             raise ConnectionResetError("it is gone")
-        content += more
-    return content
+        rest = rest[count:]
+    return bytes(content)
 
 
 def _pack(rows: Sequence[bytes]) -> bytes:
