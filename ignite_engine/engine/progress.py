@@ -181,11 +181,13 @@ class Progress:
     def put_back(self) -> None:
         """Undo the fetch of a group that no update has begun with: it comes again where the run goes on.
 
-        So does EPOCH_STARTED of an epoch without an iteration, with the random numbers that its handlers have drawn.
+        So does EPOCH_STARTED of an epoch without an iteration, with the random numbers that its handlers have drawn,
+        unless a loader has in its state that the pass is open.
         """
         if self.source is not None and self.group is not None:
             self.source.put_back()
-        if not self.epoch_iteration and self._before_epoch is not None:
+        is_open = self.source is not None and "loader" in self.source.place.held
+        if not self.epoch_iteration and self._before_epoch is not None and not is_open:
             rng.restore_snapshot(self._before_epoch)
         self._forget_group()
 
