@@ -1,4 +1,4 @@
-"""The optimizers by name, and the parameters that they train."""
+"""The optimizers by name, the parameters that they train, and the norm of the gradients of these."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import inspect
 import logging
 from collections.abc import Iterable, Mapping
 from itertools import chain
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from ignite_engine.errors import check_type
+from ignite_engine.step.losses import whole
 
 logger = logging.getLogger(__name__)
 
@@ -26,30 +29,77 @@ class Parameters:
 
     def all(self) -> list[Tensor]:
         """Each once, in their order."""
-        return list(self._by_id().values())
-
-    def _by_id(self) -> dict[int, Tensor]:
         found: dict[int, Tensor] = {}
         for optimizer in self._optimizers.values():
             for group in optimizer.param_groups:
                 found.update(zip(map(id, group["params"]), group["params"]))
-        return found
+        return list(found.values())
 
     def in_order_of(self, model: nn.Module) -> list[Tensor]:
         """The parameters of :meth:`all` in the order of ``model.parameters()``, in which a loop sums up their norm.
 
         They are in the optimizers' order if one of them is not the model's.
         """
-        found = self._by_id()
-        if self._known != (known := list(found)):  # those that are known live, so that no other one has their id
-            ordered: list[Tensor] = [parameter for parameter in model.parameters() if id(parameter) in found]
-            self._ordered = ordered if len(ordered) == len(found) else list(found.values())
-            self._known = known
+        found = self.all()
+        if self._known != (known := list(map(id, found))):  # they live, so that no other one has their id
+            ids = set(known)
+            ordered: list[Tensor] = [parameter for parameter in model.parameters() if id(parameter) in ids]
+            self._known, self._ordered = known, ordered if len(ordered) == len(found) else found
         return self._ordered
 
     def clear_gradients(self) -> None:
-        for parameter in self.all():
-            parameter.grad = None
+        for optimizer in self._optimizers.values():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+
+
+class _Gradient(NamedTuple):
+    """Stands in for a parameter, as torch clips the ``grad`` of what it is given."""
+
+    grad: Any
+
+
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
+    """Scale all gradients so that their joint L2 norm is at most ``max_norm``; None: leave them as they are.
+
+    The bits are those of ``torch.nn.utils.clip_grad_norm_``, which refuses sparse gradients and several device meshes.
+    Sparse ones count by their coalesced values, as an index twice in the batch is one row, and are coalesced in place
+    where they are scaled; sharded ones (DTensor) count by the whole tensor, which is a collective.
+
+    Args:
+        parameters: those without a gradient are ignored.
+        max_norm: in the units of the unscaled loss; call after ``scaler.unscale_``.
+
+    Returns:
+        The norm before clipping, shape ``()``, on the gradients' device, in the widest dtype (no host sync); zero on
+        the CPU where there is none.
+
+    Raises:
+        ValueError: ``max_norm`` is not positive.
+
+    Source: Pascanu et al. 2013, arXiv 1211.5063, section 3.2.
+    """
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"max_norm must be positive, got {max_norm}.")
+    by_mesh: dict[Any, list[Any]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.is_sparse:
+            gradient = gradient.coalesce()
+            if max_norm is not None:
+                parameter.grad = gradient
+            gradient = gradient.values()
+        by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
+    norms = [whole(get_total_norm(gradients)) for gradients in by_mesh.values()]
+    norm = norms[0] if len(norms) == 1 else get_total_norm(norms)
+    if max_norm is not None:
+        for gradients in by_mesh.values():  # torch's foreach takes no mix of them
+            stand_ins: list[Any] = list(map(_Gradient, gradients))
+            clip_grads_with_norm_(stand_ins, max_norm, norm)
+    return norm
 
 
 def optimizers_by_name(optimizer: Optimizer | Mapping[str, Optimizer]) -> dict[str, Optimizer]:

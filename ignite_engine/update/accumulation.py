@@ -18,10 +18,10 @@ from ignite_engine.events import TrainingEvents
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.mesh import is_sharded
 from ignite_engine.step.device import to_device
-from ignite_engine.step.gradients import clip_gradients
 from ignite_engine.step.loss_parallel import loss_parallel_context
 from ignite_engine.step.losses import names_of, parts, scalar, weighted
 from ignite_engine.step.micro_batches import Group, check_accumulates, group_of, reducing_modules, without_sync
+from ignite_engine.step.parameters import clip_gradients
 from ignite_engine.step.precision import autocast
 from ignite_engine.step.shortcuts import backward
 from ignite_engine.step.without_trace import without_rows, without_trace
