@@ -41,7 +41,7 @@ class MemoryLogger:
         """Write into ``state.metrics``; a collective."""
         device = _device(trainer)
         values = {"host_rss_mib": rss_mib()}
-        if devices.has_memory_statistics(device.type):
+        if devices.is_accelerator(device.type):
             values |= _device_values(device)
         rows = agreement.gather_floats(list(values.values()))
         columns = dict(zip(values, zip(*rows, strict=True), strict=True))
@@ -74,8 +74,7 @@ def _device(trainer: Engine) -> torch.device:
 
 
 def _device_values(device: torch.device) -> dict[str, float]:
-    statistics = devices.memory_statistics(device)
-    devices.reset_peak_memory(device)
+    statistics = devices.take_memory_statistics(device)
     return {
         "allocated_mib": statistics.get("allocated_bytes.all.current", 0) / MIB,
         "reserved_mib": statistics.get("reserved_bytes.all.current", 0) / MIB,

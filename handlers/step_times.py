@@ -81,7 +81,7 @@ class StepTimes:
 
     def _start(self, trainer: Trainer) -> None:
         device = trainer.update.device or torch.device("cpu")
-        self._clock = DeviceClock(device) if devices.has_timing_events(device.type) else HostClock()
+        self._clock = DeviceClock(device) if devices.is_accelerator(device.type) else HostClock()
         self._written = (0, dict.fromkeys(PARTS, 0.0))
         self._waiting = False
 
@@ -156,7 +156,7 @@ class DeviceClock:
     def __init__(self, device: torch.device, make_event: Callable[[], Any] | None = None) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self.steps = 0
-        self._make = make_event or partial(devices.timing_event, device)
+        self._make = make_event or partial(torch.Event, device.type, enable_timing=True)
         self._device = device
         self._free: list[Any] = []
         self._pending: deque[tuple[str, Any, bool]] = deque()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -70,9 +69,9 @@ def set_current(local_rank: int, backend: str) -> None:
     Raises:
         ValueError: there are fewer devices.
     """
-    count = torch.accelerator.device_count()
-    if not count or not torch.accelerator.is_available():
+    if not torch.accelerator.is_available():
         return
+    count = torch.accelerator.device_count()
     if local_rank < count:
         torch.accelerator.set_device_index(local_rank)
     elif count > 1 or (backend != "gloo" and backend_reduces_on(backend, current().type)):
@@ -82,18 +81,13 @@ def set_current(local_rank: int, backend: str) -> None:
         )
 
 
-def name_of(device: torch.device) -> str:
-    """Such as ``NVIDIA H100 80GB HBM3``; of a kind that gives its devices no name, the kind."""
-    get_name = getattr(_module(device.type), "get_device_name", None)
-    return device.type if get_name is None else str(get_name(device))
-
-
 def names() -> list[str]:
-    """The names of all accelerators."""
+    """Of all accelerators, such as ``NVIDIA H100 80GB HBM3``; the kind, where torch knows no names of it."""
     if not torch.accelerator.is_available():
         return []
     kind = current().type
-    return [name_of(torch.device(kind, number)) for number in range(torch.accelerator.device_count())]
+    name_of = getattr(torch.get_device_module(kind), "get_device_name", lambda number: kind)
+    return [str(name_of(number)) for number in range(torch.accelerator.device_count())]
 
 
 def runtime() -> str | None:
@@ -106,25 +100,19 @@ def runtime() -> str | None:
 
 def default_backend() -> str:
     """Of the backends that Ignite can use, the one that is made for the accelerator; else ``gloo``."""
-    if torch.accelerator.is_available():
-        made_for_it = dist.Backend.default_device_backend_map.get(current().type, "gloo")
-        if made_for_it in ("nccl", "mpi") and dist.is_backend_available(made_for_it):
-            return made_for_it
-    return "gloo"
+    made_for_it = dist.Backend.default_device_backend_map.get(current().type, "gloo")
+    return made_for_it if made_for_it in ("nccl", "mpi") and dist.is_backend_available(made_for_it) else "gloo"
 
 
 def backend_is_usable(backend: str) -> bool:
     """Whether it has a device to reduce on."""
-    return "cpu" in _kinds_of(backend) or (torch.accelerator.is_available() and current().type in _kinds_of(backend))
+    return any(backend_reduces_on(backend, kind) for kind in ("cpu", current().type))
 
 
 def backend_reduces_on(backend: str, kind: str) -> bool:
     """Whether tensors on this kind of device can be reduced by it; ``cpu:gloo,cuda:nccl`` names several backends."""
-    return any(kind in _kinds_of(part.rpartition(":")[2]) for part in backend.split(","))
-
-
-def _kinds_of(backend: str) -> Sequence[str]:
-    return dist.Backend.backend_capability.get(backend, ())
+    names = (part.rpartition(":")[2] for part in backend.split(","))
+    return any(kind in dist.Backend.backend_capability.get(name, ()) for name in names)
 
 
 def kinds_of_groups() -> list[torch.device]:
@@ -141,7 +129,7 @@ def _used() -> tuple[str, Any] | None:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return None
-    module = _module(accelerator.type)
+    module = torch.get_device_module(accelerator)
     is_initialized = getattr(module, "is_initialized", module.is_available)
     # a process that was forked by one that uses the device cannot use it
     in_bad_fork = getattr(module, "_is_in_bad_fork", bool)()
@@ -154,25 +142,22 @@ def generator_states() -> dict[str, list[Tensor]]:
     if used is None:
         return {}
     kind, module = used
-    return {kind: [_generator_state(module, number) for number in range(module.device_count())]}
+    return {kind: [module.get_rng_state(*number) for number in _numbers(module)]}
 
 
 def set_generator_states(states: dict[str, Any]) -> None:
     """Set what :func:`generator_states` gave; other keys, and devices that are not there, are passed over."""
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type not in states or not torch.accelerator.is_available():
-        return
-    module = _module(accelerator.type)
-    for number, state in enumerate(states[accelerator.type][: module.device_count()]):
-        set_generator_state(torch.device(accelerator.type, number), state)
+    if accelerator is not None and accelerator.type in states:
+        module = torch.get_device_module(accelerator)
+        for number, state in zip(_numbers(module), states[accelerator.type]):
+            module.set_rng_state(state, *number)
 
 
-def seed_torch(seed: int) -> None:
-    """Seed torch's generators: that of the CPU, and those of all devices, if only when they are used first."""
-    if torch.accelerator.is_available():
-        torch.manual_seed(seed)
-    else:  # it would format a traceback for each kind of device that may yet be used
-        torch.default_generator.manual_seed(seed)
+def _numbers(module: Any) -> list[tuple[int, ...]]:
+    """Of each device, as functions of its kind's module take it: of kinds with only one device some take none."""
+    count = module.device_count()
+    return [()] if count == 1 else [(number,) for number in range(count)]
 
 
 def seed_generators(seed: int) -> None:
@@ -185,73 +170,26 @@ def seed_generators(seed: int) -> None:
 def seed_generator(device: torch.device, seed: int) -> None:
     """Seed the generator of one accelerator."""
     with torch.accelerator.device_index(device.index):  # another one may be current
-        _module(device.type).manual_seed(seed)
-
-
-def generator_state(device: torch.device) -> Tensor | None:
-    """None of what is no accelerator."""
-    if not is_accelerator(device.type):
-        return None
-    number = device.index if device.index is not None else torch.accelerator.current_device_index()
-    return _generator_state(_module(device.type), number)
-
-
-def set_generator_state(device: torch.device, state: Tensor) -> None:
-    module = _module(device.type)
-    if module.device_count() == 1:  # some kinds take no number
-        module.set_rng_state(state)
-    else:
-        module.set_rng_state(state, device)
-
-
-def _generator_state(module: Any, number: int) -> Tensor:
-    state: Tensor = module.get_rng_state() if module.device_count() == 1 else module.get_rng_state(number)
-    return state
+        torch.get_device_module(device).manual_seed(seed)
 
 
 # -- what a kind has ----------------------------------------------------------------------------------------------
 
 
-def _uses_a_side_stream(kind: str) -> None:
-    stream = torch.Stream(kind)
-    torch.empty(1, device=kind).record_stream(stream)
-    if stream == torch.accelerator.current_stream(kind) or not torch.empty(1, pin_memory=True).is_pinned():
-        raise NotImplementedError
-
-
-_USES: dict[str, Callable[[str], object]] = {
-    "streams for copies beside computing": _uses_a_side_stream,
-    "events with a time": lambda kind: torch.Event(kind, enable_timing=True).record(),
-    "count of its memory": lambda kind: torch.accelerator.memory_stats(torch.device(kind, 0)),
-}
-
-
 @cache
-def _has(kind: str, what: str) -> bool:
-    """Whether an accelerator of this kind has one of ``_USES``; said in one line where it has not."""
+def has_side_streams(kind: str) -> bool:
+    """Whether copies from pinned memory can run beside computing; else, said in one line, they are to be waited for."""
     if not is_accelerator(kind):
         return False
     try:
-        _USES[what](kind)
+        stream = torch.Stream(kind)
+        torch.empty(1, device=kind).record_stream(stream)
+        if stream != torch.accelerator.current_stream(kind) and torch.empty(1, pin_memory=True).is_pinned():
+            return True
     except _NOT_SUPPORTED:
-        logger.info("%s has no %s.", kind, what)
-        return False
-    return True
-
-
-def has_side_streams(kind: str) -> bool:
-    """Whether copies from pinned memory can run beside computing; else they are to be waited for."""
-    return _has(kind, "streams for copies beside computing")
-
-
-def has_timing_events(kind: str) -> bool:
-    """Whether the device's own time can be measured; else it is the host's."""
-    return _has(kind, "events with a time")
-
-
-def has_memory_statistics(kind: str) -> bool:
-    """Whether torch counts what is allocated there."""
-    return _has(kind, "count of its memory")
+        pass
+    logger.info("%s has no streams for copies beside computing.", kind)
+    return False
 
 
 @cache
@@ -263,12 +201,7 @@ def widest_float(device: torch.device) -> torch.dtype:
         return torch.float32
 
 
-# -- streams, events, types ---------------------------------------------------------------------------------------
-
-
-def side_stream(device: torch.device) -> torch.Stream | None:
-    """A new stream beside the one that computes; None where copies cannot run beside it: they are to be waited for."""
-    return torch.Stream(device) if has_side_streams(device.type) else None
+# -- streams and types ----------------------------------------------------------------------------------------------
 
 
 def pins_memory() -> bool:
@@ -278,10 +211,6 @@ def pins_memory() -> bool:
 
 def current_stream(device: torch.device) -> torch.Stream:
     return torch.accelerator.current_stream(device)
-
-
-def timing_event(device: torch.device) -> torch.Event:
-    return torch.Event(device.type, enable_timing=True)
 
 
 def autocast(kind: str, dtype: torch.dtype) -> torch.autocast | None:
@@ -306,14 +235,11 @@ def sums_may_change(kind: str) -> bool:
 # -- memory -------------------------------------------------------------------------------------------------------
 
 
-def memory_statistics(device: torch.device) -> dict[str, int]:
-    """As ``torch.accelerator.memory_stats``; empty where there is none."""
-    return dict(torch.accelerator.memory_stats(device)) if has_memory_statistics(device.type) else {}
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    if has_memory_statistics(device.type):
-        torch.accelerator.reset_peak_memory_stats(device)
+def take_memory_statistics(device: torch.device) -> dict[str, int]:
+    """As ``torch.accelerator.memory_stats``; the peaks begin anew."""
+    statistics = dict(torch.accelerator.memory_stats(device))
+    torch.accelerator.reset_peak_memory_stats(device)
+    return statistics
 
 
 def wait_for_device() -> None:
@@ -322,14 +248,6 @@ def wait_for_device() -> None:
         torch.accelerator.synchronize()
 
 
-def _module(kind: str) -> Any:
-    return torch.get_device_module(kind)
-
-
-_said: set[str] = set()
-
-
+@cache
 def _say_once(line: str) -> None:
-    if line not in _said:
-        _said.add(line)
-        logger.warning("%s", line)
+    logger.warning("%s", line)

@@ -70,10 +70,6 @@ def _devices() -> Iterator[tuple[str, str]]:
     kind = device.type
     beside = devices.pins_memory()
     yield "batches", "pinned, copied beside computing" if beside else f"each copy is waited for: {kind} has one stream"
-    counted = devices.has_memory_statistics(kind)
-    yield "memory/*", "of the device" if counted else f"of the host: {kind} does not count"
-    timed = devices.has_timing_events(kind)
-    yield "time/*", "of the device, by its events" if timed else f"of the host: {kind} has no events with a time"
     wide = devices.widest_float(device)
     yield "sums", f"{str(wide).removeprefix('torch.')}{'' if wide is torch.float64 else f': {kind} has no float64'}"
     cast = torch.amp.is_autocast_available(kind)

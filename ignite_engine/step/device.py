@@ -73,7 +73,9 @@ def _one_ahead(micro_batches: Sequence[Any], device: torch.device, iteration: in
         yield batch
 
 
-_side_stream = cache(devices.side_stream)
+@cache
+def _side_stream(device: torch.device) -> torch.Stream | None:
+    return torch.Stream(device) if devices.has_side_streams(device.type) else None
 
 
 def mapped(batch: Any, move: Callable[[Any], Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -80,9 +81,7 @@ class GradientGraph:
         return parts(result)[0]
 
     def _generators(self) -> list[Tensor]:
-        states = [torch.get_rng_state()]
-        of_device = devices.generator_state(self._device)
-        return states if of_device is None else [*states, of_device]
+        return [torch.get_rng_state(), *chain.from_iterable(devices.generator_states().values())]
 
     def _function(self) -> Any:
         loss, device_type, dtype = self._loss, self._device.type, self._dtype
