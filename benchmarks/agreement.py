@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,7 +78,8 @@ def _work(rounds: int, steps: int, width: int) -> Times:
         return timed
 
     row = [0.0] * 4
-    group, sent = dist.new_group(backend="gloo"), None
+    group = dist.new_group(backend="gloo")
+    sent: Any = None
 
     def by_gloo() -> None:
         nonlocal sent

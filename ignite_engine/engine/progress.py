@@ -157,10 +157,7 @@ class Progress:
         """The groups of the present pass from the place on; None for each iteration where there is no data."""
         data = self.state.dataloader
         if data is not None and data is not self.user_data:
-            raise RuntimeError(
-                "state.dataloader was assigned, and a Trainer's data cannot change within a run: end the run, and call "
-                "run() with the other data."
-            )
+            self._replace_data(data)
         if data is None or self.source is None:
             assert self.state.epoch_length is not None
             return repeat(Group([None]), self.state.epoch_length)
@@ -169,6 +166,13 @@ class Progress:
         if self.epoch_is is not EpochIs.A_LENGTH and self.source.iterations and not self.source.place.is_within:
             self.state.epoch_length = self.source.iterations
         return groups
+
+    def _replace_data(self, data: Any) -> None:
+        """A handler has assigned ``state.dataloader``, such as a new iterator where one ends: a new pass over it."""
+        before, source = self.source, self.new_source(data)
+        if before is not None:
+            source.begin_after(before.place)
+        self.source, self.user_data = source, data
 
     def _forget_group(self) -> None:
         self.state.group = self.group = None

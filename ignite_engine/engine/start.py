@@ -175,8 +175,9 @@ def _regrouped(position: Position, plan: Plan, source: DataSource) -> Position:
 
 def _say_what_is_read_whole(data: Any) -> None:
     """A stream that nobody shares out here; who knows ranks and workers does it himself."""
-    readers = mesh.data_size() * max(1, getattr(data, "num_workers", 1))
-    if isinstance(getattr(data, "dataset", None), IterableDataset) and readers > 1 and agreement.rank() == 0:
+    if not isinstance(getattr(data, "dataset", None), IterableDataset) or agreement.rank():
+        return
+    if mesh.data_size() > 1 or data.num_workers > 1:
         logger.warning(
             "%s is read whole by each of the %d ranks, and by each of their workers, unless it yields the share of "
             "data_rank() of data_size() (both in ignite_engine.ranks), and of torch's get_worker_info().",
