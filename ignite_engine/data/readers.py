@@ -176,7 +176,7 @@ class Indexed(Replayed):
 
     def order(self, place: Place) -> dict[str, Any]:
         # a pass that is yet to start has what is there by then
-        begun = place.batch or place.skipped
+        begun = place.is_within
         samples = self.sampler.length if begun else self.sampler.data_length(place.pass_number)
         order = self.fixed(samples) | {"skipped": place.skipped}
         if self.dealing is not None:  # in samples it means the same on any number of ranks

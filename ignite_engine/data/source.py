@@ -195,8 +195,6 @@ class DataSource:
         """The ranks agree on each group: they may have other numbers of batches, or groups are weighed."""
         self._given_waiting = waiting
         self._waiting: Waiting | None = None
-        self._group: Group | None = None
-        """In hand."""
         self._read_last: list[Any] = []
         """The batches of this rank that were read last."""
         self._before: _BeforeFetch | None = None
@@ -278,13 +276,13 @@ class DataSource:
             self._before = _BeforeFetch(held, opened_with if begins else rng.snapshot())
         self._opened_with = None
         try:
-            self._group = self._next(batches)
+            group = self._next(batches)
         except StopRequested:
             self.put_back()
             raise
-        if self._group is None:
+        if group is None:
             self._before = None
-        return self._group
+        return group
 
     def _next(self, batches: Iterator[Any]) -> Group | None:
         """The next group that has a batch; what of the pass cannot be read before it is counted in it."""
@@ -309,7 +307,7 @@ class DataSource:
 
     def put_back(self) -> None:
         """Undo the fetch of the group in hand: it comes again, with what was drawn for it."""
-        before, self._group, self._before = self._before, None, None
+        before, self._before = self._before, None
         if before is not None:
             rng.restore_snapshot(before.generators)
             self.reader.put_back(self._read_last)
@@ -322,7 +320,7 @@ class DataSource:
     def consumed(self, group: Group) -> None:
         """It is trained on, or given up."""
         self.place = self.place._replace(batch=self.place.batch + group.places)
-        self._group = self._before = None
+        self._before = None
 
     def next_pass(self) -> None:
         """Move to the first batch of the next pass."""
@@ -331,7 +329,7 @@ class DataSource:
         held = {**self.place.held, "between_passes": True, "exhausted": False}
         held.pop("samplers", None)
         self.place = Place(self.place.pass_number + 1, held=held)
-        self._group = self._before = None
+        self._before = None
 
     def abandon(self) -> None:
         """End the workers of the present pass at once: they may be busy for long with what is no longer wanted."""
@@ -415,7 +413,7 @@ class DataSource:
         if is_ordered and place.batch:
             consumed = place.skipped + place.batch * state["batch_size"] * before
             place = place._replace(batch=0, skipped=min(consumed, state["samples"]))
-        if before == ranks or dealt or not (place.batch or place.skipped or size_before != size):
+        if before == ranks or dealt or not (place.is_within or size_before != size):
             return place
         outcome = f"each continues at batch {place.batch} of its own, samples of this pass may come twice or never"
         if is_ordered:

@@ -116,7 +116,7 @@ atexit.register(forget_groups)  # however this process was launched: a group tha
 
 
 def _exchange(kind: bytes, own: bytes) -> list[bytes]:
-    """What every rank says, by rank.
+    """What every rank says, by rank, where there are several.
 
     Args:
         kind: the same on every rank: one byte.
@@ -124,8 +124,6 @@ def _exchange(kind: bytes, own: bytes) -> list[bytes]:
     Raises:
         DistNetworkError: a rank has said something else.
     """
-    if world_size() == 1:
-        return [own]
     groups = _own_groups()
     if "exchange" not in groups:
         groups["exchange"] = Exchange(rank(), world_size(), _broadcast_by_gloo, timeout().total_seconds())
@@ -148,6 +146,8 @@ def _broadcast_by_gloo(value: T) -> T:
 
 def gather_floats(values: Sequence[float]) -> list[list[float]]:
     """Every rank's ``values`` (the same count everywhere), by rank; float64 throughout."""
+    if world_size() == 1:
+        return [list(values)]
     row = struct.Struct(f"!{len(values)}d")
     return [list(row.unpack(said)) for said in _exchange(_NUMBERS, row.pack(*values))]
 

@@ -177,7 +177,7 @@ class WindowedSource:
 
     def put_back(self) -> None:
         """Undo the fetch of the group in hand; the window of which it is the first is taken again with it."""
-        if self.present is not None and (self.present.place.batch or self.present.place.skipped):
+        if self.present is not None and self.present.place.is_within:
             self.present.put_back()
             return
         if self._opened_with is not None:
