@@ -56,7 +56,7 @@ class SeededDataset(Dataset[Any]):
             watch.look()
             self._draws = watch.moved
             return batch
-        if not self._draws and rng.tells_draws(outside):
+        if not self._draws and rng.host_is_at(outside):
             try:
                 batch = self._read(keys, torch.default_generator.manual_seed)
             except Exception:  # perhaps of the wrong numbers

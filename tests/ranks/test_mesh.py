@@ -120,6 +120,7 @@ def test_without_a_mesh_or_its_process_group_every_rank_has_data_of_its_own(tmp_
         dist.destroy_process_group()
         ended = data_rank(), data_size()
         dist.init_process_group("gloo", f"file://{tmp_path}/again", rank=rank, world_size=2)
+        dist.barrier()  # a peer may not be connected yet
         return undeclared, ended, (data_rank(), data_size())
 
     assert [each.answer() for each in start_ranks(2, work)] == [((rank, 2), (0, 1), (rank, 2)) for rank in range(2)]
