@@ -43,7 +43,7 @@ def capture() -> dict[str, Any]:
 
 def snapshot() -> tuple[Any, ...]:
     """As :func:`capture`, faster and in a form that cannot be saved; :func:`plain` makes one that can."""
-    return _python().state(), _numpy().state(), torch.get_rng_state(), devices.generator_states()
+    return _of_python.state(), _numpy_with(_bit_generator()).state(), torch.get_rng_state(), devices.generator_states()
 
 
 def plain(generators: tuple[Any, ...]) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def host_is_at(generators: tuple[Any, ...]) -> bool:
     Where it is false of one that was just made, nothing can be known.
     """
     python, numpy, *_ = generators
-    return _python().is_at(python) and _numpy().is_at(numpy)
+    return _of_python.is_at(python) and _numpy_with(_bit_generator()).is_at(numpy)
 
 
 # behind NumPy's global functions: MT19937, unless the user has set another one (NumPy 1.24 brought both functions)
@@ -164,25 +164,25 @@ class _Resting:
         self._state, self._place = state, None if self._memory is None or self._has_half(state) else self._memory.raw
 
 
-def _memory(address: int, expected: bytes) -> Any:
-    """The bytes at an address, or None where they are others than expected."""
-    memory = (ctypes.c_char * len(expected)).from_address(address)
-    return memory if memory.raw == expected else None
+_WINDOW = 36
+"""Bytes of the position and eight words beside it."""
 
 
-@lru_cache
+def _memory(address: int, expected: bytes, start: int) -> Any:
+    """A window on the bytes at an address, or None where they are others than expected."""
+    if (ctypes.c_char * len(expected)).from_address(address).raw != expected:
+        return None
+    return (ctypes.c_char * _WINDOW).from_address(address + start)
+
+
 def _python() -> _Resting:
     """``int position; uint32 key[624]`` behind the head of the object, where the interpreter is CPython."""
     memory = None
     if sys.implementation.name == "cpython":
         *key, position = random.getstate()[1]
         expected = np.array([position, *key], dtype=np.uint32).tobytes()
-        memory = _memory(id(random._inst) + object.__basicsize__, expected)
+        memory = _memory(id(random._inst) + object.__basicsize__, expected, 0)
     return _Resting(memory, random.getstate, random.setstate, lambda state: state[2] is not None)
-
-
-def _numpy() -> _Resting:
-    return _numpy_with(_bit_generator())
 
 
 @lru_cache(maxsize=1)
@@ -192,17 +192,19 @@ def _numpy_with(generator: Any) -> _Resting:
     if type(generator) is np.random.MT19937:
         state = generator.state["state"]
         expected = state["key"].astype(np.uint32).tobytes() + np.int32(state["pos"]).tobytes()
-        memory = _memory(generator.ctypes.state_address, expected)
-    return _Resting(
-        memory, partial(np.random.get_state, legacy=False), np.random.set_state, lambda state: bool(state["has_gauss"])
-    )
+        memory = _memory(generator.ctypes.state_address, expected, len(expected) - _WINDOW)
+    read = partial(np.random.get_state, legacy=False)
+    return _Resting(memory, read, np.random.set_state, lambda state: bool(state["has_gauss"]))
+
+
+_of_python = _python()
 
 
 def restore_snapshot(generators: tuple[Any, ...]) -> None:
     """Restore what :func:`snapshot` returned."""
     python, numpy, cpu, of_devices = generators
-    _python().restore(python)
-    _numpy().restore(numpy)
+    _of_python.restore(python)
+    _numpy_with(_bit_generator()).restore(numpy)
     torch.set_rng_state(cpu)
     if of_devices:
         devices.set_generator_states(of_devices)

@@ -294,16 +294,16 @@ class DataSource:
 
     def _read(self, batches: Iterator[Any]) -> list[Any]:
         """The batches of one iteration; a stop may end the wait for them, where all ranks learn of it."""
-        self._read_last = []
+        self._read_last = read = list[Any]()
         if self._waiting is None:
-            self._read_last += islice(batches, self.steps)
-            return self._read_last
+            read += islice(batches, self.steps)
+            return read
         try:
             self._waiting.waiting_for_data = True
-            self._read_last += islice(batches, self.steps)  # keeps those before a stop
+            read += islice(batches, self.steps)  # keeps those before a stop
         finally:
             self._waiting.waiting_for_data = False
-        return self._read_last
+        return read
 
     def put_back(self) -> None:
         """Undo the fetch of the group in hand: it comes again, with what was drawn for it."""

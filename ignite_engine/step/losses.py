@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import Any, Protocol
 
 import torch
@@ -78,10 +79,12 @@ def parts(result: Any) -> tuple[Tensor, Mapping[str, Tensor] | None]:
 
 def weighted(values: Sequence[Tensor], scales: Sequence[float]) -> Tensor:
     """The sum of ``values * scales``, shape ``()``; a value of scale zero is left out, as it may be NaN."""
-    counted = [value * scale for value, scale in zip(values, scales, strict=True) if scale]
-    if len(counted) == 1:
-        return counted[0]
-    return torch.stack(counted).sum() if counted else torch.zeros_like(values[0])
+    if 0.0 in scales:
+        values, scales = [*compress(values, scales)] or [torch.zeros_like(values[0])], [*filter(None, scales)] or [1.0]
+    if scales.count(scales[0]) < len(scales):
+        return torch.stack([value * scale for value, scale in zip(values, scales, strict=True)]).sum()
+    total = values[0] if len(values) == 1 else torch.stack([*values]).sum()
+    return total if scales[0] == 1.0 else total * scales[0]
 
 
 def names_of(extras: Sequence[Mapping[str, Tensor]], micro_batches: int) -> list[str]:

@@ -56,12 +56,12 @@ class Group(list[Any]):
         Raises:
             ValueError: a weight is negative or not finite, or their sum is not.
         """
-        ranks, weights, total = mesh.data_size(), self.weights, self.total_weight
         if weight_fn is None:
             real = len(self) - self.padding
-            weights = [1.0] * real + [0.0] * self.padding
-            total = self.total or max(real, 1) * ranks
-        elif weights is None:
+            scale = mesh.data_size() / self.total if self.total else 1.0 / max(real, 1)
+            return [scale] * real + [0.0] * self.padding
+        ranks, weights, total = mesh.data_size(), self.weights, self.total_weight
+        if weights is None:
             weights = [check_weight(weight_fn(batch)) for batch in self.real] + [0.0] * self.padding
             total = sum(row[0] for row in mesh.by_data_rank(agreement.gather_floats([sum(weights)])))
         return scales_of(weights, total, ranks)
