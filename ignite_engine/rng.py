@@ -6,9 +6,9 @@ import ctypes
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,19 +38,29 @@ def capture() -> dict[str, Any]:
         Plain numbers and tensors, loadable with ``weights_only=True``. Reads the generators of accelerators only if
         this process has used one; on CUDA that copy is 16 bytes a device.
     """
-    return plain(snapshot())
+    ((version, internal, gauss), numpy), cpu, of_devices = snapshot()
+    python = version, torch.from_numpy(np.array(internal, dtype=np.int64)), gauss
+    return {"python": python, "numpy": tree_map(_plain, numpy), "torch": cpu, **of_devices}
 
 
 def snapshot() -> tuple[Any, ...]:
-    """As :func:`capture`, faster and in a form that cannot be saved; :func:`plain` makes one that can."""
-    return _of_python.state(), _numpy_with(_bit_generator()).state(), torch.get_rng_state(), devices.generator_states()
+    """As :func:`capture`, faster and in a form that cannot be saved."""
+    place = _place()
+    if place is None or place != _known[0]:
+        _note((random.getstate(), np.random.get_state(legacy=False)), place)
+    return _known[1], torch.get_rng_state(), devices.generator_states()
 
 
-def plain(generators: tuple[Any, ...]) -> dict[str, Any]:
-    """What :func:`capture` would have returned where :func:`snapshot` was called."""
-    (version, internal, gauss), numpy, cpu, of_devices = generators
-    python = version, torch.from_numpy(np.array(internal, dtype=np.int64)), gauss
-    return {"python": python, "numpy": tree_map(_plain, numpy), "torch": cpu, **of_devices}
+def restore_snapshot(generators: tuple[Any, ...]) -> None:
+    """Restore what :func:`snapshot` returned."""
+    host, cpu, of_devices = generators
+    if not host_is_at(generators):
+        random.setstate(host[0])
+        np.random.set_state(host[1])
+        _note(host, _place())
+    torch.set_rng_state(cpu)
+    if of_devices:
+        devices.set_generator_states(of_devices)
 
 
 def restore(state: dict[str, Any]) -> None:
@@ -66,8 +76,8 @@ def restore(state: dict[str, Any]) -> None:
             f"np.random.set_bit_generator(np.random.{before}()) before the run."
         )
     version, internal, gauss = state["python"]
-    numpy = tree_map(_of_numpy, state["numpy"])
-    restore_snapshot(((version, tuple(internal.tolist()), gauss), numpy, state["torch"], state))
+    host = (version, tuple(internal.tolist()), gauss), tree_map(_of_numpy, state["numpy"])
+    restore_snapshot((host, state["torch"], state))
 
 
 @contextmanager
@@ -80,33 +90,13 @@ def isolated() -> Iterator[None]:
         restore_snapshot(outside)
 
 
-def undisturbed(function: Callable[[tuple[Any, ...]], T]) -> T:
-    """What ``function`` returns, with the generators restored afterwards even if a signal handler raises at any point.
-
-    A stop may interrupt a fetch anywhere, so also while the generators are restored, or between the end of a ``with``
-    body and the first line of its ``__exit__``; and at that stop the generators are saved.
-
-    Args:
-        function: of the :func:`snapshot` that is restored.
-    """
-    outside = snapshot()
-    try:
-        return function(outside)
-    finally:
-        try:
-            restore_snapshot(outside)
-        except BaseException:
-            restore_snapshot(outside)
-            raise
-
-
 def host_is_at(generators: tuple[Any, ...]) -> bool:
     """Whether the generators of Python and NumPy are known to be where they were at this :func:`snapshot`.
 
     Where it is false of one that was just made, nothing can be known.
     """
-    python, numpy, *_ = generators
-    return _of_python.is_at(python) and _numpy_with(_bit_generator()).is_at(numpy)
+    place = _place()
+    return place is not None and place == _known[0] and generators[0] is _known[1]
 
 
 # behind NumPy's global functions: MT19937, unless the user has set another one (NumPy 1.24 brought both functions)
@@ -125,89 +115,56 @@ def _of_numpy(value: Any) -> Any:
     return value.numpy().view(f"u{value.element_size()}") if isinstance(value, torch.Tensor) else value
 
 
-class _Resting:
-    """One of the host's generators with the state that was read or set last, which is read again only if it has moved.
+# To read both states takes 40 us, to look where the generators are 1: each number drawn moves them, but for the second
+# half of a pair of normal numbers, which is kept elsewhere.
+_known: tuple[bytes | None, Any] = (None, None)
+"""Where both were when their states were read or set last, and these states; None: the place does not tell."""
 
-    Args:
-        memory: what changes with each number drawn, but for the second half of a pair of normal numbers, which is kept
-            elsewhere; None: it is not known, so each state is read. A look takes 0.1 µs, to read a state 10 to 30.
-        has_half: whether in a state such a half is still to be drawn, which will be without a move.
-    """
 
-    def __init__(
-        self,
-        memory: Any,
-        read: Callable[[], Any],
-        write: Callable[[Any], None],
-        has_half: Callable[[Any], bool],
-    ) -> None:
-        self._memory, self._read, self._write, self._has_half = memory, read, write, has_half
-        self._state: Any = None
-        self._place: bytes | None = None
+def _note(host: tuple[Any, Any], place: bytes | None) -> None:
+    """At this place the generators of Python and NumPy are in these states."""
+    global _known  # of this process, as the generators are
+    has_half = host[0][2] is not None or host[1]["has_gauss"]
+    _known = (None if has_half else place, host)
 
-    def state(self) -> Any:
-        if not self.is_at(self._state):
-            self._note(self._read())
-        return self._state
 
-    def restore(self, state: Any) -> None:
-        """Set what :meth:`state` returned."""
-        if not self.is_at(state):
-            self._write(state)
-            self._note(state)
-
-    def is_at(self, state: Any) -> bool:
-        """Whether it is known to be in this state, which :meth:`state` returned."""
-        return state is self._state and self._place is not None and self._place == self._memory.raw
-
-    def _note(self, state: Any) -> None:
-        self._state, self._place = state, None if self._memory is None or self._has_half(state) else self._memory.raw
+def _place() -> bytes | None:
+    """Where the generators of Python and NumPy are; None: it cannot be seen."""
+    numpy = _of_numpys(_bit_generator())
+    return None if _of_python is None or numpy is None else bytes(_of_python.raw + numpy.raw)
 
 
 _WINDOW = 36
 """Bytes of the position and eight words beside it."""
 
 
-def _memory(address: int, expected: bytes, start: int) -> Any:
-    """A window on the bytes at an address, or None where they are others than expected."""
+def _window(address: int, expected: bytes, start: int) -> Any:
+    """On the bytes at an address; None where they are others than expected."""
     if (ctypes.c_char * len(expected)).from_address(address).raw != expected:
         return None
     return (ctypes.c_char * _WINDOW).from_address(address + start)
 
 
-def _python() -> _Resting:
+def _window_on_pythons() -> Any:
     """``int position; uint32 key[624]`` behind the head of the object, where the interpreter is CPython."""
-    memory = None
-    if sys.implementation.name == "cpython":
-        *key, position = random.getstate()[1]
-        expected = np.array([position, *key], dtype=np.uint32).tobytes()
-        memory = _memory(id(random._inst) + object.__basicsize__, expected, 0)
-    return _Resting(memory, random.getstate, random.setstate, lambda state: state[2] is not None)
+    if sys.implementation.name != "cpython":
+        return None
+    *key, position = random.getstate()[1]
+    expected = np.array([position, *key], dtype=np.uint32).tobytes()
+    return _window(id(random._inst) + object.__basicsize__, expected, 0)
 
 
 @lru_cache(maxsize=1)
-def _numpy_with(generator: Any) -> _Resting:
-    """``uint32 key[624]; int position`` at the address that NumPy publishes; nothing of other kinds of generators."""
-    memory = None
-    if type(generator) is np.random.MT19937:
-        state = generator.state["state"]
-        expected = state["key"].astype(np.uint32).tobytes() + np.int32(state["pos"]).tobytes()
-        memory = _memory(generator.ctypes.state_address, expected, len(expected) - _WINDOW)
-    read = partial(np.random.get_state, legacy=False)
-    return _Resting(memory, read, np.random.set_state, lambda state: bool(state["has_gauss"]))
+def _of_numpys(generator: Any) -> Any:
+    """``uint32 key[624]; int position`` at the address that NumPy publishes; None of other kinds of generators."""
+    if type(generator) is not np.random.MT19937:
+        return None
+    state = generator.state["state"]
+    expected = state["key"].astype(np.uint32).tobytes() + np.int32(state["pos"]).tobytes()
+    return _window(generator.ctypes.state_address, expected, len(expected) - _WINDOW)
 
 
-_of_python = _python()
-
-
-def restore_snapshot(generators: tuple[Any, ...]) -> None:
-    """Restore what :func:`snapshot` returned."""
-    python, numpy, cpu, of_devices = generators
-    _of_python.restore(python)
-    _numpy_with(_bit_generator()).restore(numpy)
-    torch.set_rng_state(cpu)
-    if of_devices:
-        devices.set_generator_states(of_devices)
+_of_python = _window_on_pythons()
 
 
 def derived(state: dict[str, Any], *keys: int) -> dict[str, Any]:
@@ -241,8 +198,6 @@ def mix_next(value: int, number: int) -> int:
 
 def mix_each(value: int, numbers: Sequence[int]) -> list[int]:
     """:func:`mix_next` of each number; of many in 0.1 µs each."""
-    if len(numbers) < 16:
-        return [mix_next(value, number) for number in numbers]
     mixed = np.array(numbers, dtype=np.int64).view(np.uint64)
     mixed += (value + 0x9E3779B97F4A7C15) & _MASK
     mixed ^= mixed >> 30

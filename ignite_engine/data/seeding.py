@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -47,26 +46,31 @@ class SeededDataset(Dataset[Any]):
 
     def __getitems__(self, keys: Sequence[Key]) -> Any:
         """The batch of these samples, all of one pass."""
-        return rng.undisturbed(partial(self._batch, keys))
-
-    def _batch(self, keys: Sequence[Key], outside: tuple[Any, ...]) -> Any:
-        if self._draws is None:
-            watch = _Watch()
-            batch = self._read(keys, watch)
-            watch.look()
-            self._draws = watch.moved
-            return batch
-        if not self._draws and rng.host_is_at(outside):
+        outside = rng.snapshot()
+        try:
+            if self._draws is None:
+                watch = _Watch()
+                batch = self._read(keys, watch)
+                watch.look()
+                self._draws = watch.moved
+                return batch
+            if not self._draws and rng.host_is_at(outside):
+                try:
+                    batch = self._read(keys, torch.default_generator.manual_seed)
+                except Exception:  # perhaps of the wrong numbers
+                    if rng.host_is_at(outside):
+                        raise
+                else:
+                    if rng.host_is_at(outside):
+                        return batch
+                self._draws = True
+            return self._read(keys, rng.seed_host)
+        finally:
             try:
-                batch = self._read(keys, torch.default_generator.manual_seed)
-            except Exception:  # perhaps of the wrong numbers
-                if rng.host_is_at(outside):
-                    raise
-            else:
-                if rng.host_is_at(outside):
-                    return batch
-            self._draws = True
-        return self._read(keys, rng.seed_host)
+                rng.restore_snapshot(outside)
+            except BaseException:  # a signal's, as it may come anywhere; where it stops the run they are saved
+                rng.restore_snapshot(outside)
+                raise
 
     def _read(self, keys: Sequence[Key], seed: Seed) -> Any:
         (pass_number, *_), indices = zip(*keys)
