@@ -28,7 +28,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from benchmarks.background_saves import COPY, OURS, background
-from benchmarks.checkpoint_format import read_safetensors, write_safetensors
 from benchmarks.goals import Goal, print_goals
 from benchmarks.machine import installed, machine
 from benchmarks.ratios import ratio_of_medians
@@ -50,7 +49,7 @@ Prepare = Callable[[Path], Callable[[], object]]
 
 
 def saves(training: Training) -> dict[str, Prepare]:
-    """By name. DCP, safetensors and ours end with their files on the disk; torch.save, Lightning and Accelerate do not
+    """By name. DCP and ours end with their files on the disk; torch.save, Lightning and Accelerate do not
     wait for it.
     """
     model, optimizer = training.model, training.optimizer
@@ -87,7 +86,6 @@ def saves(training: Training) -> dict[str, Prepare]:
     found: dict[str, Prepare] = {
         SAVE: plain,
         SAVE_SYNCED: synced,
-        "safetensors, fsync": lambda folder: lambda: write_safetensors(folder, training.state()),
         "DCP": distributed,
         "ours": ours,
         "Ignite Checkpoint": ignite,
@@ -165,10 +163,6 @@ def restores(training: Training) -> dict[str, tuple[str, Prepare]]:
     return {
         LOAD: (SAVE_SYNCED, load(mmap=False)),
         "torch.load, mmap": (SAVE_SYNCED, load(mmap=True)),
-        "safetensors": (
-            "safetensors, fsync",
-            lambda folder: lambda: training.load(read_safetensors(folder, {}), strings=True),
-        ),
         "DCP": ("DCP", distributed),
         "ours": ("ours", ours),
     }

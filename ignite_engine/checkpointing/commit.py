@@ -34,7 +34,7 @@ from ignite_engine.checkpointing.manifest import (
     plain_config,
     plain_metrics,
 )
-from ignite_engine.checkpointing.part_file import write_parts
+from ignite_engine.checkpointing.pack import write_pack
 from ignite_engine.checkpointing.ranks import Ranks
 from ignite_engine.checkpointing.retention import superseded
 from ignite_engine.checkpointing.threads import in_threads
@@ -125,7 +125,7 @@ class Commit:
             self._contents = contents = contents_of(self._ranks.rank)
             files = contents.files
             records = in_threads(
-                lambda name: write_parts(temporary / name, files[name], contents.tensors.get(name)),
+                lambda name: write_pack(temporary / name, files[name]),
                 *(files, contents.writers),
             )
             return _Written(

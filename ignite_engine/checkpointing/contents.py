@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ignite_engine.checkpointing import nested
 from ignite_engine.checkpointing.layout import RANK_FILE, SHARED_FILE, rank_file, shared_file
 from ignite_engine.checkpointing.manifest import Manifest
-from ignite_engine.checkpointing.part_file import is_finite, load_plain
+from ignite_engine.checkpointing.pack import map_pack
 from ignite_engine.checkpointing.plain_data import TensorLeaf, tensors_of
 from ignite_engine.checkpointing.shard_files import ShardFiles, shards_file
 from ignite_engine.checkpointing.shards import Shards, is_placeholder, is_sharded, split
@@ -27,8 +30,6 @@ class Contents:
 
     files: Mapping[str, Parts]
     """By name: plain data by part."""
-    tensors: Mapping[str, Sequence[TensorLeaf]] = field(default_factory=dict)
-    """All in a file, by its name, where they are known."""
     environment: Mapping[str, Any] = field(default_factory=dict)
     """Added to the manifest's."""
     missing: Mapping[str, int] = field(default_factory=dict)
@@ -62,18 +63,31 @@ def contents_of(
     for part, state in shared.items() if rank == 0 else ():
         files.setdefault(names[part], {})[part] = state
     files |= {rank_file(rank): dict(local), shards_file(rank): shards.of_parts}
-    found: dict[str, list[TensorLeaf]] = {rank_file(rank): own}
-    for leaf in tensors:
-        found.setdefault(names[leaf.part], []).append(leaf)
     return Contents(
         # rank 0 has a file of pieces wherever something is sharded, which tells a reader so
         {name: parts for name, parts in files.items() if parts or (name == shards_file(0) and shards.layout)},
-        {name: found.get(name, []) for name in files if name != shards_file(rank)},
         {"sharding": list(shards.layout)},
         shards.missing(rank),
         all(map(is_finite, values)),
         writers,
     )
+
+
+def is_finite(value: Tensor) -> bool:
+    """Whether a floating point tensor is finite; of a sharded one, this rank's piece. Reads it once, without a copy."""
+    value = value.detach()
+    if hasattr(value, "to_local"):
+        value = value.to_local()
+    if value.layout != torch.strided:
+        value = value.coalesce().values() if value.layout == torch.sparse_coo else value.values()
+    if value.numel() == 0 or not (value.is_floating_point() or value.is_complex()):
+        return True
+    if value.is_complex():
+        value = torch.view_as_real(value.resolve_conj())
+    if value.element_size() == 1:
+        value = value.float()  # the 8-bit formats have no aminmax
+    smallest, largest = torch.aminmax(value)
+    return bool(torch.isfinite(smallest)) and bool(torch.isfinite(largest))
 
 
 def _file_of_parts(parts: Parts, tensors: Sequence[TensorLeaf], writers: int) -> dict[str, str]:
@@ -137,4 +151,4 @@ def check_whole(checkpoint: Path, manifest: Manifest) -> None:
     shards = ShardFiles(checkpoint, manifest, lambda name: None)
     for name in manifest.files if shards.names else ():
         if SHARED_FILE.fullmatch(name) or RANK_FILE.fullmatch(name):
-            shards.join(load_plain(checkpoint / name, None, mmap=True))
+            shards.join(map_pack(checkpoint / name))

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ignite_engine.checkpointing.filesystem import replace_file
-from ignite_engine.checkpointing.memories import memory_of
 from ignite_engine.checkpointing.part_names import averages
 from ignite_engine.checkpointing.shards import whole
 from ignite_engine.checkpointing.weights_source import Source, model_part, safetensors_torch
@@ -65,8 +64,9 @@ def _safetensors(weights: dict[str, Any], about: dict[str, str]) -> bytes:
     seen: set[int] = set()
     apart: dict[str, Tensor] = {}
     for name, value in weights.items():  # no two of a file may share memory, as tied weights do
-        apart[name] = value.clone() if memory_of(value) in seen else value.contiguous()
-        seen.add(memory_of(value))
+        memory = value.untyped_storage().data_ptr()
+        apart[name] = value.clone() if memory in seen else value.contiguous()
+        seen.add(memory)
     try:
         data: bytes = writer.save(apart, metadata={"format": "pt", **about})
     except Exception as error:  # of the Rust library

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
+import numpy as np
 from blake3 import blake3
 
 from ignite_engine.checkpointing.lock import InUse, lock
@@ -46,6 +47,15 @@ class FileRecord:
     def algorithm(self) -> str:
         return self.hash.partition(":")[0]
 
+    def problem(self, name: str, found: FileRecord) -> str | None:
+        """In words, how a file of this name differs from its record; None if it does not."""
+        if found.bytes != self.bytes:
+            return f"{name} has {found.bytes} bytes, the manifest says {self.bytes}"
+        if found.hash != self.hash:
+            digest, said = (record.hash.partition(":")[2][:12] for record in (found, self))
+            return f"{name} has changed: {self.algorithm.upper()} {digest}, the manifest says {said}"
+        return None
+
 
 def new_hash(algorithm: str) -> Any:
     """An object with ``update`` and ``hexdigest``; ``algorithm`` is one of :data:`HASHES`."""
@@ -55,8 +65,8 @@ def new_hash(algorithm: str) -> Any:
 class HashingFile(io.RawIOBase):
     """A new file that is hashed while it is written, so that it need not be read again.
 
-    After a failed write it swallows what follows and keeps the error in ``error``: the zip writer of torch answers a
-    write error with one of its own that hides the reason.
+    After a failed write it swallows what follows and keeps the error in ``error``: who writes may answer a write error
+    with one of its own that hides the reason.
     """
 
     def __init__(self, path: Path) -> None:
@@ -163,6 +173,23 @@ def hash_file(file: IO[bytes], algorithm: str = DEFAULT_HASH) -> FileRecord:
         digest.update(buffer[:count])
         size += count
     return FileRecord(size, f"{algorithm}:{digest.hexdigest()}")
+
+
+def read_into(file: IO[bytes], into: np.ndarray[Any, Any], offset: int) -> None:
+    """Fill bytes with those of a file from ``offset`` on.
+
+    Raises:
+        OSError: with the path.
+    """
+    left = into.data
+    while len(left):
+        try:
+            received = os.preadv(file.fileno(), [left], offset)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, file.name) from error
+        if received == 0:
+            raise OSError(errno.EIO, "It has become shorter while it was read", file.name)
+        left, offset = left[received:], offset + received
 
 
 def make_directory(path: Path) -> None:

@@ -30,15 +30,15 @@ _LEFTOVER = re.compile(rf"(?P<prefix>{re.escape(_TEMPORARY)}|{re.escape(_TRASH)}
 
 def rank_file(rank: int) -> str:
     """Name of the file with the parts of one rank."""
-    return f"rank_{rank}.pt"
+    return f"rank_{rank}.safetensors"
 
 
 def shared_file(number: int) -> str:
     """Name of a file with parts that the ranks share; there are several where several writers were asked for."""
-    return f"shared_{number}.pt" if number else "shared.pt"
+    return f"shared_{number}.safetensors" if number else "shared.safetensors"
 
 
-RANK_FILE, SHARED_FILE = re.compile(r"rank_\d+\.pt"), re.compile(r"shared(_\d+)?\.pt")
+RANK_FILE, SHARED_FILE = re.compile(r"rank_\d+\.safetensors"), re.compile(r"shared(_\d+)?\.safetensors")
 
 
 def checkpoint_name(iteration: int) -> str:

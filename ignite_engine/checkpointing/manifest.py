@@ -20,8 +20,8 @@ import torch
 from ignite_engine.checkpointing.filesystem import HASHES, FileRecord, open_regular
 from ignite_engine.errors import CheckpointError, one_line
 
-FORMAT_VERSION = 6
-OLDEST_READABLE_VERSION = 6
+FORMAT_VERSION = 7
+OLDEST_READABLE_VERSION = 7
 MANIFEST_NAME = "manifest.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 

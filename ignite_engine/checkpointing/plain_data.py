@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from ignite_engine.checkpointing.nested import MAX_DEPTH, Path, TooDeep, dotted
 from ignite_engine.errors import CheckpointError
 
-# What torch.load(weights_only=True) gives back as it was, tried on torch 2.13.
+# What a pack (``pack.py``) gives back as it was.
 _LEAVES = (
     type(None), bool, int, float, complex, str, bytes, bytearray,
     torch.Size, torch.dtype, torch.device, Tensor, torch.nn.Parameter,
@@ -35,7 +35,7 @@ class TensorLeaf(NamedTuple):
 
 
 def tensors_of(parts: Mapping[str, Any], other: Callable[[Any], bool] | None = None) -> list[TensorLeaf]:
-    """All tensors in named parts, in order, if ``torch.load(weights_only=True)`` could load the parts.
+    """All tensors in named parts, in order, if a checkpoint can hold the parts.
 
     Args:
         other: tensors for which it holds are found, too, whatever their type.
@@ -79,7 +79,7 @@ def _visit(part: str, path: Path, value: Any, other: Callable[[Any], bool] | Non
 
 
 def refuse_what_cannot_be_loaded(parts: Mapping[str, Any]) -> None:
-    """Check that ``weights_only=True`` can load these parts, before anything is written.
+    """Check that a checkpoint can hold these parts, before anything is written.
 
     Raises:
         CheckpointError: names the first value that is not plain data, by its path in the parts.

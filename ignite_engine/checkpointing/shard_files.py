@@ -1,4 +1,4 @@
-"""The files ``shards_N.pt`` of a checkpoint: an index of all pieces, whose values are read when they are needed."""
+"""The files ``shards_N.safetensors`` of a checkpoint: an index of the pieces, which are read when needed."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor
 from ignite_engine.checkpointing import nested
 from ignite_engine.checkpointing.filesystem import signature
 from ignite_engine.checkpointing.manifest import Manifest
-from ignite_engine.checkpointing.part_file import load_plain
+from ignite_engine.checkpointing.pack import map_pack
 from ignite_engine.checkpointing.shards import Piece, Region, join
 from ignite_engine.errors import CheckpointError
 
 _Key = tuple[str, nested.Path]
-_SHARDS_FILE = re.compile(r"shards_\d+\.pt")
+_SHARDS_FILE = re.compile(r"shards_\d+\.safetensors")
 
 
 def shards_file(rank: int) -> str:
     """Name of the file with the pieces of sharded tensors that one rank wrote."""
-    return f"shards_{rank}.pt"
+    return f"shards_{rank}.safetensors"
 
 
 class ShardFiles:
@@ -60,7 +60,7 @@ class ShardFiles:
             if status is None or status[1] != self._manifest.files[name].bytes:
                 self._verify(name)  # which says what is wrong
             try:
-                pieces = load_plain(self._checkpoint / name, None, mmap=True)
+                pieces = map_pack(self._checkpoint / name)
                 for key, region, values in _pieces_of(pieces):
                     index.setdefault(key, []).append(Piece(region, values, partial(self._verify, name)))
             except Exception as error:

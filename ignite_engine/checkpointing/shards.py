@@ -1,8 +1,8 @@
 """Tensors that are sharded over ranks (DTensor): each rank writes its pieces, and whoever loads reads what it needs.
 
 In the file that the ranks share a sharded tensor is a tensor on the meta device, of the whole shape and without values.
-The values are in the files ``shards_N.pt``: by part and path the offset of rank N's piece, and the piece. A piece that
-several ranks hold (replicas of HSDP, parameters that tensor parallelism does not split) is written once.
+The values are in the files ``shards_N.safetensors``: by part and path the offset of rank N's piece, and the piece. A
+piece that several ranks hold (replicas of HSDP, parameters that tensor parallelism does not split) is written once.
 """
 
 from __future__ import annotations

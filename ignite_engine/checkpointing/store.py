@@ -17,7 +17,7 @@ from ignite_engine.checkpointing.commit import Commit
 from ignite_engine.checkpointing.contents import Contents, contents_of, joined
 from ignite_engine.checkpointing.in_use import LOOKS, in_use, one_writer, unused
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Facts, Manifest, plain_metrics, read_manifest
-from ignite_engine.checkpointing.part_file import read_parts
+from ignite_engine.checkpointing.pack import read_parts
 from ignite_engine.checkpointing.ranks import Ranks
 from ignite_engine.checkpointing.retention import CheckpointInfo, Retention, of_one_run, ranked
 from ignite_engine.checkpointing.shards import Shards
@@ -201,7 +201,7 @@ class CheckpointStore:
         Args:
             path: a committed checkpoint, of this store or another.
             rank: whose local parts.
-            mmap: see ``part_file.read_parts``; for looking into large files, not for training.
+            mmap: see ``pack.map_pack``; for looking into large files, not for training.
             whole: tensors that are sharded over ranks are read whole; False: they are
                 :class:`~ignite_engine.checkpointing.shards.Sharded`, read when they are needed.
             shared: False: the shared parts are not read, and are empty.
@@ -218,7 +218,7 @@ class CheckpointStore:
             parts = None if mmap else self._verification.take_parts(path / name, record)
             if parts is None:
                 verified = self._verification.is_sound(path / name, record)
-                parts = read_parts(path / name, record, verified=verified, mmap=mmap)
+                parts = read_parts(path / name, record, verified=verified, mapped=mmap)
             (local if name == names.rank_file(rank) else merged).update(parts)
 
         def problem(name: str) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 from ignite_engine.checkpointing.contents import check_whole
 from ignite_engine.checkpointing.filesystem import FileRecord, Signature, hash_file, open_regular, signature
 from ignite_engine.checkpointing.manifest import Manifest, read_manifest
-from ignite_engine.checkpointing.part_file import compare, plain_data_problem, read_verified
+from ignite_engine.checkpointing.pack import map_pack, read_pack
 from ignite_engine.checkpointing.threads import in_threads
 from ignite_engine.errors import CheckpointError, one_line
 
@@ -114,12 +114,15 @@ class Verification:
         try:
             with open_regular(path) as file:
                 if keep:
-                    problem, parts = read_verified(path, file, record)
-                    if parts is not None:
-                        self._parts[path, record] = status, parts
+                    found = read_pack(path, file, record)
+                    problem = found if isinstance(found, str) else None
+                    if not isinstance(found, str):
+                        self._parts[path, record] = status, found
                 else:
-                    problem = compare(path.name, hash_file(file, record.algorithm), record) or plain_data_problem(path)
-        except CheckpointError as error:  # not plain data
+                    problem = record.problem(path.name, hash_file(file, record.algorithm))
+                    if problem is None:
+                        map_pack(path)
+        except CheckpointError as error:  # it is no pack
             problem = one_line(error).rstrip(".")
         except OSError as error:
             return f"{path.name} cannot be read: {one_line(error)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,6 @@ import torch
 from ignite_engine.checkpointing.in_use import read_chosen
 from ignite_engine.checkpointing.manifest import Manifest
 from ignite_engine.checkpointing.naming import Which, find_source, rule_of, split_name
-from ignite_engine.checkpointing.part_file import load_plain
 from ignite_engine.checkpointing.store import CheckpointStore
 from ignite_engine.errors import CheckpointError, one_line
 
@@ -132,7 +132,16 @@ def _read_weights(path: Path) -> dict[str, Any]:
             return dict(reader.load_file(path))
         except Exception as error:  # of the Rust library
             raise CheckpointError(f"{path} is not a safetensors file: {one_line(error)}.") from error
-    weights = load_plain(path, None, mmap=False)
-    if not weights or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+    try:
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {one_line(error)}.") from error
+    except Exception as error:  # torch raises pickle, zip and runtime errors of many types here
+        named = re.search(r"(?:GLOBAL |Unsupported (?:global|class|operand)[: ]+)([\w.]+)", str(error))
+        reason = f"it refers to {named.group(1)}" if named else one_line(error)
+        raise CheckpointError(
+            f"{path} is not plain data ({reason}): it was not loaded and nothing in it was executed."
+        ) from error
+    if not isinstance(weights, dict) or not weights or not all(map(torch.is_tensor, weights.values())):
         raise CheckpointError(f"{path} does not hold a plain state_dict: expected a mapping of names to tensors.")
     return weights

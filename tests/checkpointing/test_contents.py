@@ -73,7 +73,7 @@ def test_plain_data_comes_back_with_the_same_bits_and_types(tmp_path, mmap):
     assert bits(loaded.local["own"][0]) == bits(TENSORS["nan"])
 
 
-def test_tensors_that_share_memory_share_it_again_and_a_view_is_alone(tmp_path):
+def test_tensors_that_are_one_are_one_again_and_a_view_is_alone(tmp_path):
     whole, flat = torch.randn(1000, 1000), torch.randn(6)
     model = {"loss": whole[0, 0], "row": whole[3:4], "column": whole[:, 1], "a": flat, "tied": flat}
     path = CheckpointStore(tmp_path).save({"model": model, "halves": [flat[:2], flat[2:]]}, {}, iteration=1, epoch=0)
@@ -82,7 +82,7 @@ def test_tensors_that_share_memory_share_it_again_and_a_view_is_alone(tmp_path):
     assert all(torch.equal(loaded["model"][name], value) for name, value in model.items())
     assert loaded["model"]["a"].data_ptr() == loaded["model"]["tied"].data_ptr()
     loaded["model"]["a"].add_(1)
-    assert torch.equal(torch.cat(loaded["halves"]), flat + 1)
+    assert torch.equal(torch.cat(loaded["halves"]), flat)
 
 
 @pytest.mark.parametrize("writers", [1, 3])

@@ -1,6 +1,7 @@
 """Damaged, forged and hostile checkpoints: the one before is taken, the reason is said, nothing in them is executed."""
 
 import hashlib
+import io
 import os
 import pickle
 import shutil
@@ -30,7 +31,7 @@ from tests.kit.refusals import refuses
 from tests.kit.tiny import linear
 from tests.kit.tiny import weights as weights_of
 
-OUTSIDE = ("../iteration_00000001/shared.pt", "/etc/passwd", "..", "", "a/b.pt", "shared.pt\n", "a\\b", ".hidden")
+OUTSIDE = ("../iteration_00000001/x", "/etc/passwd", "..", "", "a/b", "shared.safetensors\n", "a\\b", ".hidden")
 RECORD = {"bytes": 3, "hash": "blake3:" + "0" * 64}
 
 
@@ -175,7 +176,7 @@ class Hostile:
 
 def zip_with_code(file, proof):
     torch.save({"model": {"weight": torch.ones(2)}, "payload": Hostile(proof)}, file)
-    return lambda: torch.load(file, weights_only=False)
+    return lambda: torch.load(io.BytesIO(file.read_bytes()), weights_only=False)
 
 
 def plain_pickle_with_code(file, proof):

@@ -271,7 +271,11 @@ def test_a_run_that_one_rank_cannot_resume_is_resumed_on_none(tmp_path):
     attached(tmp_path)[0].run(numbers_loader(), max_iters=2)
     path = tmp_path / "iteration_00000002"
     files = manifest_of(path)["files"]
-    forge(path, files={**files, "rank_1.pt": {"bytes": 3, "hash": next(iter(files.values()))["hash"]}}, world_size=2)
+    forge(
+        path,
+        files={**files, "rank_1.safetensors": {"bytes": 3, "hash": next(iter(files.values()))["hash"]}},
+        world_size=2,
+    )
     assert file_of(path, "rank_0").exists()
     first, second = ranks(2, resumed_where_a_file_is_gone, tmp_path)
     assert first == second and first[0][0] == "CheckpointError" and first[1] == 0

@@ -59,7 +59,7 @@ def path(run, iteration):
     return run / "checkpoints" / f"iteration_{iteration:08d}"
 
 
-def flip(run, iteration, name="shared.pt"):
+def flip(run, iteration, name="shared.safetensors"):
     file = path(run, iteration) / name
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -90,9 +90,9 @@ def test_list_tells_what_is_labelled_unhealthy_or_not_exact(tmp_path, say):
 def test_verify_names_the_damaged_file_and_ends_with_1(run, say):
     valid = [f"iteration_{iteration:08d}  valid" for iteration in (4, 8, 12)]
     assert say("verify", run) == (0, valid)
-    flip(run, 8, "rank_0.pt")
+    flip(run, 8, "rank_0.safetensors")
     code, lines = say("verify", run / "checkpoints")
-    assert code == 1 and lines[::2] == valid[::2] and "damaged: rank_0.pt" in lines[1]
+    assert code == 1 and lines[::2] == valid[::2] and "damaged: rank_0.safetensors" in lines[1]
     assert say("verify", path(run, 4)) == (0, valid[:1])
     (path(run, 4) / "manifest.json").unlink()
     code, lines = say("verify", path(run, 4))
@@ -230,7 +230,7 @@ def damaged(change):
 
 
 def pull_what_is_half_there(folder):
-    (folder / "mirror" / "iteration_00000012" / "rank_0.pt").write_bytes(b"half")
+    (folder / "mirror" / "iteration_00000012" / "rank_0.safetensors").write_bytes(b"half")
     command("checkpoints", "pull", f"file://{folder / 'mirror'}", folder / "here")
 
 
@@ -266,8 +266,8 @@ CALLS = [
     ("two folders", of_a_run("list", "run", "more"), "'more' list"),
     ("action", of_a_run("lst", "run"), "'lst'"),
     ("no action", of_a_run(), "required action"),
-    ("half a file", damaged(pull_what_is_half_there), "not fetched rank_0.pt 4 bytes"),
-    ("damaged", damaged(push_what_has_changed), "shared.pt"),
+    ("half a file", damaged(pull_what_is_half_there), "not fetched rank_0.safetensors 4 bytes"),
+    ("damaged", damaged(push_what_has_changed), "shared.safetensors"),
 ]
 test_refusals = refusals([(name, call, CommandRefused, words) for name, call, words in CALLS])
 

@@ -217,7 +217,11 @@ def test_a_torn_one_is_refused_and_named_and_the_next_valid_one_is_taken(tmp_pat
 
     assert loads == [(1, {0: ("iteration_00000001", 0)}), (7, {0: ("iteration_00000005", 6)})]
     text = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
-    for words in ("iteration_00000002: shared.pt", "iteration_00000003: its weights are not finite", "4 unexpected"):
+    for words in (
+        "iteration_00000002: shared.safetensors",
+        "iteration_00000003: its weights are not finite",
+        "4 unexpected",
+    ):
         assert sum(words in line for line in text) == 1, (words, text)
 
 
@@ -233,7 +237,7 @@ def test_a_copy_that_is_not_complete_yet_is_taken_when_it_is(tmp_path):
         shutil.copy(path / "manifest.json", source / path.name)
 
     at_iteration(trainer, 2, copy_manifest)
-    at_iteration(trainer, 4, lambda: shutil.copy(path / "shared.pt", source / path.name))
+    at_iteration(trainer, 4, lambda: shutil.copy(path / "shared.safetensors", source / path.name))
     trainer.run(numbers_loader(), max_iters=6)
 
     assert iterations_of(loads) == [1, 5]

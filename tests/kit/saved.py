@@ -27,5 +27,5 @@ def parts(folder, iteration=None):
 
 def damage(folder, iteration=None):
     """Cut off the last byte of its weights."""
-    path = checkpoint(folder, iteration) / "shared.pt"
+    path = checkpoint(folder, iteration) / "shared.safetensors"
     path.write_bytes(path.read_bytes()[:-1])

@@ -73,7 +73,7 @@ def train(rank, source, stock, folder, stop_at=None, comes=None):
 def stock(tmp_path):
     for iteration, *model in ((5, 0.3, 7), (10, 0.5), (20, 0.7), (30, 0.75)):
         publish(tmp_path / "stock" / f"iteration_{iteration:08}", iteration, *model)
-    torn = tmp_path / "stock" / "iteration_00000020" / "iteration_00000020" / "shared.pt"
+    torn = tmp_path / "stock" / "iteration_00000020" / "iteration_00000020" / "shared.safetensors"
     torn.write_bytes(torn.read_bytes()[:100])
     return tmp_path / "stock"
 
@@ -94,7 +94,9 @@ def test_both_ranks_load_newer_weights_alike_refuse_unfit_ones_and_resume_to_the
         assert torch.equal(whole[1], resumed[1]) and torch.equal(whole[1], found[0][0][1])
     (_, _, refused, report), (_, _, none, _) = (whole for whole, *_ in found)
     assert none == [] and any("outside of the run" in each for each in report)
-    for line, words in zip(refused, ("iteration_00000005 3.weight", "iteration_00000020 shared.pt"), strict=True):
+    for line, words in zip(
+        refused, ("iteration_00000005 3.weight", "iteration_00000020 shared.safetensors"), strict=True
+    ):
         assert all(word in line for word in words.split()), line
     assert sorted(each.name for each in folder.glob("iteration_*")) == [f"iteration_{each:08}" for each in (6, 12, 15)]
 

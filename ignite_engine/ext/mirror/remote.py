@@ -13,7 +13,6 @@ from ignite_engine.checkpointing import filesystem
 from ignite_engine.checkpointing.filesystem import FileRecord, new_hash, open_regular
 from ignite_engine.checkpointing.layout import named_iteration
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME, parse_manifest
-from ignite_engine.checkpointing.part_file import compare
 from ignite_engine.checkpointing.retention import CheckpointInfo
 from ignite_engine.errors import CheckpointError, one_line
 
@@ -127,7 +126,7 @@ class Remote:
             found = filesystem.write_file(target, copy)
         except FileNotFoundError:
             raise Torn(f"{name} is missing") from None
-        if problem := compare(name, found, record):
+        if problem := record.problem(name, found):
             raise Torn(problem)
 
     def delete(self, checkpoint: str) -> None:

@@ -12,11 +12,13 @@ from typing import Any
 from ignite_engine.checkpointing.filesystem import FileRecord
 from ignite_engine.checkpointing.layout import MEMORY_TOKEN
 from ignite_engine.checkpointing.manifest import Manifest
+from ignite_engine.checkpointing.pack import Pack
+from ignite_engine.checkpointing.plain_data import tensors_of
 from ignite_engine.checkpointing.retention import CheckpointInfo
+from ignite_engine.checkpointing.shards import is_placeholder
 from ignite_engine.checkpointing.store import Checkpoints, Loaded, Newest
 from ignite_engine.errors import CheckpointError, one_line
 from ignite_engine.ext.recovery import slots
-from ignite_engine.ext.recovery.packing import Packed
 from ignite_engine.ext.recovery.pieces import PIECES, joined, with_pieces_apart
 from ignite_engine.ext.recovery.slots import Boundary, Folder, Header, Slot
 from ignite_engine.ranks import agreement
@@ -293,16 +295,17 @@ class Memory:
             run_id=run_id,
             settings=self._settings,
         )
-        packed = Packed({**facts, "shared": list(shared)}, {**shared, **local})
-        self._write(header, packed)
+        parts = {**shared, **local}
+        tensors_of(parts, is_placeholder)  # which refuses what cannot be held
+        self._write(header, Pack([{**facts, "shared": list(shared)}, parts]))
 
-    def _write(self, header: Header, packed: Packed) -> None:
+    def _write(self, header: Header, pack: Pack) -> None:
         assert self._folder is not None
         own = self._folder.of(header.rank)
         older, newer = own[header.number % 2], own[1 - header.number % 2]
-        older.write(header, packed)
+        older.write(header, pack)
         if not newer.path.exists():  # that there is room for both is known from the first copy on
-            newer.reserve(packed.bytes)
+            newer.reserve(pack.bytes)
 
     def end(self, *, keep: bool = False) -> None:
         """The run is over.

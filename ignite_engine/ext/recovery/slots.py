@@ -30,8 +30,8 @@ from blake3 import blake3
 
 from ignite_engine.checkpointing import filesystem
 from ignite_engine.checkpointing.layout import MEMORY_TOKEN
-from ignite_engine.errors import CheckpointError
-from ignite_engine.ext.recovery.packing import Packed, unpack
+from ignite_engine.checkpointing.pack import Pack, unpacked
+from ignite_engine.errors import CheckpointError, one_line
 
 ROOT = Path("/dev/shm")
 _MAGIC = b"ignite-engine memory 1\n"
@@ -95,19 +95,19 @@ class Slot:
         self.path = path
         self._room: memoryview | None = None
 
-    def write(self, header: Header, packed: Packed) -> None:
+    def write(self, header: Header, pack: Pack) -> None:
         """Replace what it holds.
 
         Raises:
             OSError: there is no room; the slot is then invalid.
         """
-        size = _HEADER_BYTES + _up_to_whole_rows(packed.bytes)
+        size = _HEADER_BYTES + _up_to_whole_rows(pack.bytes)
         if self._room is None or len(self._room) < size:
-            self.reserve(packed.bytes)
+            self.reserve(pack.bytes)
         assert self._room is not None
         self._room[:_HEADER_BYTES] = bytes(_HEADER_BYTES)
         content = self._room[_HEADER_BYTES:size]
-        packed.write(content)
+        pack.write(content)
         complete = replace(header, size=len(content), checksum=_checksum(content)).to_bytes()
         self._room[: len(complete)] = complete
         os.utime(self.path)  # which writing to its memory does not do
@@ -141,7 +141,11 @@ class Slot:
             content = None if room is None or header is None else room[_HEADER_BYTES : _HEADER_BYTES + header.size]
             if header is None or content is None or not _is_sound(content, header):
                 raise CheckpointError(f"{self.path} is torn or damaged.")
-            return header, *unpack(content, in_place=in_place)
+            try:
+                facts, parts = unpacked(content, in_place=in_place)
+            except Exception as error:  # of any type
+                raise CheckpointError(f"{self.path} does not hold a state: {one_line(error)}.") from error
+            return header, facts, parts
 
     def close(self) -> None:
         """Let go of its memory."""

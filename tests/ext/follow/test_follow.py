@@ -139,12 +139,12 @@ def test_what_somebody_has_written_into_its_file_is_left_out_and_a_damaged_check
     its_own, log = trained(tmp_path), tmp_path / "follow" / "metrics.jsonl"
     log.parent.mkdir()
     log.write_text('[1]\n{"iteration": [2], "checkpoint": {}}\n{"iteration": 4, "checkpoint": {}}\n{"iterat')
-    (tmp_path / "checkpoints" / "iteration_00000004" / "shared.pt").write_bytes(b"nothing")
+    (tmp_path / "checkpoints" / "iteration_00000004" / "shared.safetensors").write_bytes(b"nothing")
     assert dict(read_run(tmp_path).series["val/loss"]) == its_own
     with caplog.at_level(logging.WARNING):
         assert list(followed(tmp_path)) == [6, 2] == list(in_log(tmp_path))[::-1]
     (line,) = [record.getMessage() for record in caplog.records if "is not evaluated" in record.getMessage()]
-    assert "iteration_00000004" in line and "shared.pt" in line
+    assert "iteration_00000004" in line and "shared.safetensors" in line
 
 
 # -------------------------------------------------------------------------------------------- beside a real run

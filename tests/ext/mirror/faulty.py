@@ -8,7 +8,7 @@ class Faulty(LocalFileSystem):
     """Files of a directory.
 
     Attributes:
-        seen: operations on files of checkpoints, as ``("write", "iteration_00000002/shared.pt")``.
+        seen: operations on files of checkpoints, as ``("write", "iteration_00000002/shared.safetensors")``.
         fault: called with each before it is done; may raise, wait, or end the process.
     """
 

@@ -21,7 +21,7 @@ from tests.kit.processes import wait_until
 from tests.kit.refusals import command, refusals
 from tests.kit.tiny import trainer_of, weights
 
-SHARED, RANK, MANIFEST = "shared.pt", "rank_0.pt", "manifest.json"
+SHARED, RANK, MANIFEST = "shared.safetensors", "rank_0.safetensors", "manifest.json"
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def test_an_empty_folder_and_a_mirror_that_cannot_be_read_is_refused_and_then_go
 
 def all_damaged(folder):
     train(folder / "run", str(folder / "mirror"))
-    for path in (folder / "mirror").glob("*/shared.pt"):
+    for path in (folder / "mirror").glob("*/shared.safetensors"):
         flip(path)
     train(folder / "here", str(folder / "mirror"))
 

@@ -58,7 +58,10 @@ def busy(operation, name):
 def test_the_manifest_is_the_last_file_to_come_and_the_first_to_go(tmp_path, store, mirror):
     train(tmp_path / "run", mirror, 4, keep_last=1, attach=uploaded_first(tmp_path))
 
-    first, second = ([f"iteration_0000000{n}/{f}" for f in ("shared.pt", "rank_0.pt", "manifest.json")] for n in (2, 4))
+    first, second = (
+        [f"iteration_0000000{n}/{f}" for f in ("shared.safetensors", "rank_0.safetensors", "manifest.json")]
+        for n in (2, 4)
+    )
     assert list(dict.fromkeys(writes(store))) == [*first, *second]
     removed = writes(store, "remove")
     assert removed[0] == first[-1] and sorted(removed) == sorted(first)
@@ -105,7 +108,7 @@ def test_training_does_not_wait_for_a_slow_store_and_the_newest_comes_next(tmp_p
     train(tmp_path / "run", mirror, 8, attach=attach, keep_last=1)
 
     assert names == ["iteration_00000002", "iteration_00000006"], "what is being uploaded stays"
-    assert "iteration_00000004/shared.pt" not in writes(store)
+    assert "iteration_00000004/shared.safetensors" not in writes(store)
     assert there(tmp_path / "mirror") == there(tmp_path / "run") == [8]
 
 
@@ -113,7 +116,7 @@ def test_what_is_there_is_replaced_by_the_same_iteration_and_what_a_kill_has_lef
     place = tmp_path / "mirror"
     for name in ("iteration_00000004", "iteration_00000001"):
         (place / name).mkdir(parents=True)
-        (place / name / "shared.pt").write_bytes(b"half")
+        (place / name / "shared.safetensors").write_bytes(b"half")
     train(tmp_path / "run", str(place), 4)
     assert sorted(path.name for path in place.iterdir()) == ["iteration_00000002", "iteration_00000004"]
     train(tmp_path / "other", None, 4, lr=0.2)
@@ -129,13 +132,13 @@ def test_checkpoints_of_another_run_stay(tmp_path, store, mirror):
 
 def test_a_damaged_file_here_is_not_uploaded_as_a_checkpoint(tmp_path, store, mirror, caplog):
     def damage(operation, name):
-        path = tmp_path / "run" / "iteration_00000002" / "shared.pt"
+        path = tmp_path / "run" / "iteration_00000002" / "shared.safetensors"
         if path.exists():
             path.write_bytes(path.read_bytes()[:-8] + bytes(8))
 
     store.fault = damage
     train(tmp_path / "run", mirror, 2)
-    assert there(tmp_path / "mirror") == [] and "shared.pt is not what was saved" in caplog.text
+    assert there(tmp_path / "mirror") == [] and "shared.safetensors is not what was saved" in caplog.text
 
 
 @pytest.mark.row("M1")

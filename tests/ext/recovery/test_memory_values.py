@@ -8,8 +8,7 @@ import torch
 from ignite.engine import Events
 from torch import nn
 
-from ignite_engine.errors import CheckpointError
-from ignite_engine.ext.recovery.packing import unpack
+from ignite_engine.checkpointing.pack import unpacked
 from ignite_engine.handlers import Checkpoint
 from tests.ext.recovery.runs import KILLED, forget
 from tests.kit.faults import kill_this_process
@@ -95,7 +94,7 @@ def test_each_value_comes_back_as_from_disk(tmp_path):
     compacted = {"strided", "expanded", "conjugate", "negative bit"}  # whose memory is another one
     for name in VALUES.keys() - compacted:
         assert found["memory"][name] == described(VALUES[name]), name
-    assert found["memory"]["tied: shared"] == [0, 0, 0, 0] and found["memory"]["a small memory"] == 12
+    assert found["memory"]["tied: shared"] == [0, 0, 2, 3] and found["memory"]["a small memory"] == 12
 
 
 class Dangerous:
@@ -106,5 +105,5 @@ class Dangerous:
 @pytest.mark.parametrize("content", [pickle.dumps(({}, Dangerous())), pickle.dumps(({}, eval)), b"no pickle", b""])
 def test_nothing_in_memory_is_executed(content):
     room = memoryview(bytearray(len(content).to_bytes(8, "little") + content + bytes(64)))
-    with pytest.raises(CheckpointError):
-        unpack(room)
+    with pytest.raises((ValueError, KeyError)):
+        unpacked(room)

@@ -71,7 +71,7 @@ def test_forgery_is_found_where_its_segment_is_drawn(forge, forged, tmp_path):
 
 @pytest.mark.row("L3")
 def test_damaged_checkpoint_is_named(forged):
-    with (checkpoint(forged / "checkpoints", 20) / "shared.pt").open("r+b") as file:
+    with (checkpoint(forged / "checkpoints", 20) / "shared.safetensors").open("r+b") as file:
         file.seek(2000)
         file.write(b"\0\1\2\3")
     found = {(part.first, part.last): text for part, text in audit(forged, segments=4).found.items()}

@@ -134,7 +134,7 @@ def test_each_save_and_the_resume_say_bytes_and_seconds(tmp_path, caplog, backgr
 
     trainer, times, lines = run(4)
     paths = [saved.checkpoint(tmp_path, iteration) for iteration in (2, 4)]
-    size = sum(each.stat().st_size for each in paths[1].glob("*.pt"))
+    size = sum(each.stat().st_size for each in paths[1].glob("*.safetensors"))
     assert (times.saves, times.saved.bytes, times.loaded) == (2, size, None)
     assert times.waited_s > 0 and times.saved.seconds == trainer.state.save_seconds
     assert [line.partition(": ")[0] for line in lines] == [f"Saved {path}" for path in paths]
