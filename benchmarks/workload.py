@@ -113,13 +113,10 @@ class Training:
     def bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(self.state()))
 
-    def load(self, state: dict[str, Any], *, strings: bool = False) -> None:
-        """As a script does. ``strings``: the optimizer's keys are strings, as in JSON."""
-        optimizer = state["optimizer"]
-        if strings:
-            optimizer = optimizer | {"state": {int(key): each for key, each in optimizer["state"].items()}}
+    def load(self, state: dict[str, Any]) -> None:
+        """As a script does."""
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(optimizer)
+        self.optimizer.load_state_dict(state["optimizer"])
 
     def forget(self) -> None:
         """Other numbers everywhere, in memory of its own: an optimizer keeps the tensors that it loads."""
