@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ignite_engine.checkpointing import nested
 from ignite_engine.checkpointing.layout import RANK_FILE, SHARED_FILE, rank_file, shared_file
+from ignite_engine.checkpointing.made_of_tensors import is_made_of_tensors, taken_apart
 from ignite_engine.checkpointing.manifest import Manifest
 from ignite_engine.checkpointing.pack import map_pack
 from ignite_engine.checkpointing.plain_data import TensorLeaf, tensors_of
@@ -75,6 +76,8 @@ def contents_of(
 
 def is_finite(value: Tensor) -> bool:
     """Whether a floating point tensor is finite; of a sharded one, this rank's piece. Reads it once, without a copy."""
+    if is_made_of_tensors(value):
+        return all(map(is_finite, taken_apart(value)[0].values()))
     value = value.detach()
     if hasattr(value, "to_local"):
         value = value.to_local()

@@ -31,6 +31,7 @@ from ignite_engine.checkpointing.filesystem import (
     read_into,
     write_file,
 )
+from ignite_engine.checkpointing.made_of_tensors import is_made_of_tensors, known_class, put_together, taken_apart
 from ignite_engine.errors import CheckpointError, one_line
 
 _NAMES = {
@@ -53,7 +54,7 @@ _NAMES = {
 }
 """What safetensors calls them; of another type the bytes are stored."""
 _OF_NAMES = {name: dtype for dtype, name in _NAMES.items()}
-_KIND, _TREE, _METADATA = "~", "~tree", "__metadata__"
+_KIND, _TREE, _METADATA, _SUBCLASS = "~", "~tree", "__metadata__", "subclass"
 _LARGEST_TREE = 1 << 20
 """A larger one is stored as a tensor: safetensors refuses a header above 100 MB."""
 _COMPONENTS: dict[torch.layout, tuple[str, ...]] = {
@@ -135,9 +136,15 @@ class Pack:
         return {_KIND: kind.__name__, "of": of}
 
     def _encoded_tensor(self, value: Tensor, path: tuple[Any, ...]) -> dict[str, Any]:
+        if is_made_of_tensors(value):
+            tensors, context = taken_apart(value)
+            of = {_SUBCLASS: f"{type(value).__module__}:{type(value).__qualname__}", "tensors": tensors}
+            return {_KIND: "subclass", "of": self._encoded(of | {"context": context, **_size_of(value)}, path)}
         about: dict[str, Any] = {_KIND: "tensor"}
         if type(value) is torch.nn.Parameter:
             about["is_parameter"] = True
+        elif type(value) is not Tensor:  # such as MONAI's: what it holds beside its numbers is not saved
+            value = value.as_subclass(Tensor)
         if value.requires_grad:
             about["requires_grad"], value = True, value.detach()
         if value.is_quantized or not (value.layout is torch.strided or value.layout in _COMPONENTS):
@@ -233,6 +240,8 @@ class _Decoder:
                 return torch.nn.Parameter(tensor, requires_grad)
             return tensor.requires_grad_(requires_grad)
         of = value["of"]
+        if kind == "subclass":
+            return _of_its_class(self.decoded(of))
         if kind in _MAPPINGS:
             mapping = _MAPPINGS[kind]({self.decoded(key): self.decoded(child) for key, child in of})
             if "metadata" in value:
@@ -265,9 +274,25 @@ class _Decoder:
         first, second, *rest = self.decoded(value["of"])
         layout = {str(known): known for known in _COMPONENTS}[value["layout"]]
         if not rest:
-            return torch.sparse_coo_tensor(first, second, value["shape"], is_coalesced=value["is_coalesced"])
+            is_coalesced = value["is_coalesced"]
+            return torch.sparse_coo_tensor(
+                first, second, value["shape"], is_coalesced=is_coalesced, check_invariants=True
+            )
         (values,) = rest
-        return torch.sparse_compressed_tensor(first, second, values, value["shape"], layout=layout)
+        return torch.sparse_compressed_tensor(
+            first, second, values, value["shape"], layout=layout, check_invariants=True
+        )
+
+
+def _of_its_class(of: dict[str, Any]) -> Any:
+    """The tensor, or what it is made of where nothing has imported its class."""
+    kind = known_class(of[_SUBCLASS])
+    like = torch.empty_strided(of["shape"], of["stride"], device="meta")
+    return of if kind is None else put_together(kind, of["tensors"], of["context"], like)
+
+
+def _size_of(value: Tensor) -> dict[str, Any]:
+    return {"shape": tuple(value.shape), "stride": tuple(value.stride())}
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from ignite_engine.checkpointing.made_of_tensors import is_made_of_tensors, taken_apart
 from ignite_engine.checkpointing.nested import MAX_DEPTH, Path, TooDeep, dotted
 from ignite_engine.errors import CheckpointError
 
@@ -63,7 +64,11 @@ def _visit(part: str, path: Path, value: Any, other: Callable[[Any], bool] | Non
     elif kind in _SEQUENCES:
         children = enumerate(value)
     else:
-        if (is_other := other is not None and other(value)) or (kind in _TENSORS and not value.is_meta):
+        if is_made_of_tensors(value):
+            found.append(TensorLeaf(part, path, value))
+            _visit(part, path, taken_apart(value), other, [])
+            return
+        if (is_other := other is not None and other(value)) or (_is_tensor(value) and not value.is_meta):
             found.append(TensorLeaf(part, path, value))
         if not is_other and (problem := _problem(value)):
             inside = "".join(f"[{key!r}]" for key in path)
@@ -87,6 +92,11 @@ def refuse_what_cannot_be_loaded(parts: Mapping[str, Any]) -> None:
     tensors_of(parts)
 
 
+def _is_tensor(value: Any) -> bool:
+    """A sharded one is none."""
+    return isinstance(value, Tensor) and not hasattr(value, "device_mesh")
+
+
 def _is_key(key: Any) -> bool:
     return type(key) in _LEAF_TYPES or (type(key) is tuple and all(map(_is_key, key)))
 
@@ -99,7 +109,7 @@ def _problem(value: Any) -> str | None:
     if kind in _MAPPINGS:
         key = type(next(key for key in value if not _is_key(key)))
         what = f"a {kind.__qualname__} with a key of type {key.__module__}.{key.__qualname__}"
-    elif kind not in _LEAF_TYPES:
+    elif kind not in _LEAF_TYPES and not _is_tensor(value):
         what = f"a {kind.__module__}.{kind.__qualname__}"
     elif isinstance(value, Tensor) and value.is_meta:
         return "a tensor on the meta device, which has no values to save: give it some before training."

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ignite_engine import devices
+from ignite_engine.checkpointing.made_of_tensors import is_made_of_tensors, rebuilt_of
 from ignite_engine.checkpointing.nested import rebuilt
 from ignite_engine.checkpointing.threads import in_threads
 
@@ -52,6 +53,8 @@ class Snapshot:
             event.synchronize()
 
     def _copy(self, value: Any) -> Any:
+        if is_made_of_tensors(value):
+            return rebuilt_of(value, self._copy)
         if isinstance(value, Tensor):
             return self._buffer_for(value.detach())
         return value.copy() if isinstance(value, bytearray) else value

@@ -37,7 +37,7 @@ def scalar(value: Tensor) -> Tensor:
     is_fresh = value.requires_grad and not value.is_leaf and not value._is_view()
     value = value.detach()
     if type(value) is not Tensor:
-        value = whole(value)
+        value = whole(value).as_subclass(Tensor)
     if value.dim():
         value = value.reshape(())
     if not value.is_floating_point():

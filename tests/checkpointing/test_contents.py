@@ -85,6 +85,63 @@ def test_tensors_that_are_one_are_one_again_and_a_view_is_alone(tmp_path):
     assert torch.equal(torch.cat(loaded["halves"]), flat)
 
 
+class Scaled(torch.Tensor):
+    """Made of two tensors, as torchao's states of optimizers are."""
+
+    @staticmethod
+    def __new__(cls, codes, scale, unit):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes, scale, unit):
+        self.codes, self.scale, self.unit = codes, scale, unit
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], [self.unit]
+
+    @classmethod
+    def __tensor_unflatten__(cls, tensors, context, outer_size, outer_stride):
+        return cls(tensors["codes"], tensors["scale"], *context)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(str(function))  # nothing but its parts may be asked for
+
+
+class Described(torch.Tensor):
+    """A plain tensor with something beside it, as MONAI's are."""
+
+
+@pytest.mark.parametrize("place", [{}, {"background": True}, {"memory": 1}], ids=["waited for", "background", "memory"])
+def test_subclasses_of_tensors_come_back(tmp_path, place):
+    class Kept:
+        state = {
+            "scaled": Scaled(torch.arange(5, dtype=torch.int8), torch.tensor(0.5), 3),
+            "described": torch.ones(2).as_subclass(Described),
+        }
+
+        def state_dict(self):
+            return self.state
+
+        def load_state_dict(self, state):
+            self.state = state
+
+    def made(kept):
+        trainer, checkpoint = attached(tmp_path, **place)
+        trainer.register("kept", kept)
+        return trainer, checkpoint
+
+    trainer, _ = made(Kept())
+    trainer.run(numbers_loader(), max_iters=2)
+    trainer, checkpoint = made(kept := Kept())
+    kept.state = None
+    checkpoint.resume()
+    scaled = kept.state["scaled"]
+    assert (
+        type(scaled) is Scaled and scaled.codes.tolist() == [0, 1, 2, 3, 4] and (scaled.scale, scaled.unit) == (0.5, 3)
+    )
+    assert kept.state["described"].tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("writers", [1, 3])
 def test_the_manifest_says_all_of_it(tmp_path, writers):
     store = CheckpointStore(tmp_path)
