@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import itertools
 import pickle
-import struct
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -23,7 +22,6 @@ from ignite_engine.errors import PeerFailed, one_line
 from ignite_engine.ranks.exchange import Exchange
 
 T = TypeVar("T")
-_NUMBERS, _OBJECT = b"n", b"o"
 
 STORES: Any = dist  # they are documented, but not exported for type checkers
 
@@ -115,11 +113,11 @@ def forget_groups() -> None:
 atexit.register(forget_groups)  # however this process was launched: a group that outlives the interpreter aborts it
 
 
-def _exchange(kind: bytes, own: bytes) -> list[bytes]:
+def _exchange(kind: int | None, own: T) -> list[T]:
     """What every rank says, by rank, where there are several.
 
     Args:
-        kind: the same on every rank: one byte.
+        kind: the same on every rank: how many numbers they exchange, or None for an object.
 
     Raises:
         DistNetworkError: a rank has said something else.
@@ -127,15 +125,13 @@ def _exchange(kind: bytes, own: bytes) -> list[bytes]:
     groups = _own_groups()
     if "exchange" not in groups:
         groups["exchange"] = Exchange(rank(), world_size(), _broadcast_by_gloo, timeout().total_seconds())
-    said: list[bytes] = groups["exchange"](kind + own)
-    size = len(own) if kind == _NUMBERS else None
-    others = [peer for peer, each in enumerate(said) if each[:1] != kind or size not in (None, len(each) - 1)]
-    if others:
+    said: list[tuple[int | None, T]] = [pickle.loads(each) for each in groups["exchange"](pickle.dumps((kind, own)))]
+    if others := [peer for peer, (its_kind, _) in enumerate(said) if its_kind != kind]:
         raise dist.DistNetworkError(
             f"The exchange of rank {rank()} met another one{on_ranks(others)}: the ranks went different ways, such "
             "as where an error of one was caught, or a call for all ranks was made on some."
         )
-    return [each[1:] for each in said]
+    return [each for _, each in said]
 
 
 def _broadcast_by_gloo(value: T) -> T:
@@ -148,8 +144,7 @@ def gather_floats(values: Sequence[float]) -> list[list[float]]:
     """Every rank's ``values`` (the same count everywhere), by rank; float64 throughout."""
     if world_size() == 1:
         return [list(values)]
-    row = struct.Struct(f"!{len(values)}d")
-    return [list(row.unpack(said)) for said in _exchange(_NUMBERS, row.pack(*values))]
+    return _exchange(len(values), [float(value) for value in values])
 
 
 def mean_of(column: Sequence[float]) -> float:
@@ -167,7 +162,7 @@ def gather_objects(value: T) -> list[T]:
     """Every rank's picklable ``value``, by rank."""
     if world_size() == 1:
         return [value]
-    return [pickle.loads(said) for said in _exchange(_OBJECT, pickle.dumps(value))]
+    return _exchange(None, value)
 
 
 def first_difference(values: Mapping[str, Any]) -> str | None:

@@ -40,15 +40,14 @@ def _take_device_of_module(wrapped: DistributedDataParallel) -> None:
 
 def _settle(wrapped: DistributedDataParallel) -> None:
     _settled.add(wrapped)
-    module = wrapped.module
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    parameters = [parameter for parameter in wrapped.module.parameters() if parameter.requires_grad]
     before = [parameter.grad for parameter in parameters]
-    wrapped.module = _Zeros(module, parameters)
     try:
         with torch.enable_grad():
-            wrapped.forward().backward()  # the next forward rebuilds
+            loss = _zero(wrapped.module, parameters)
+            wrapped.reducer.prepare_for_backward([])  # as the end of a forward does; the next one rebuilds
+            loss.backward()
     finally:
-        wrapped.module = module
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
 
@@ -65,30 +64,20 @@ def _keeps_its_buckets(wrapped: DistributedDataParallel) -> bool:
     return unused or dist.get_world_size(wrapped.process_group) < 3
 
 
-class _Zeros(nn.Module):
-    """In the place of ``module``: a loss of zero in which every parameter has a part.
+def _zero(module: nn.Module, parameters: Sequence[Tensor]) -> Tensor:
+    """A loss in which every parameter has a part.
 
     Backward reaches the last parameter first, as it does in most models.
     """
-
-    def __init__(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._parameters_of = parameters
-        self._sparse = [
-            layer.weight
-            for layer in module.modules()
-            if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
-        ]
-        self.named_buffers = module.named_buffers  # type: ignore[method-assign]  # which DDP shares before each forward
-
-    def forward(self) -> Tensor:
-        total = torch.zeros((), device=self._parameters_of[0].device)
-        for parameter in self._parameters_of:
-            if any(parameter is sparse for sparse in self._sparse):
-                first = torch.zeros(1, dtype=torch.long, device=parameter.device)
-                part = nn.functional.embedding(first, parameter, sparse=True)
-            else:
-                part = parameter.reshape(-1)[:1]
-            part = part.abs() if part.is_complex() else part
-            total = total.to(parameter.device) + part.sum() * 0
-        return total
+    embeddings = [layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)]
+    sparse = {id(layer.weight) for layer in embeddings if layer.sparse}
+    total = torch.zeros((), device=parameters[0].device)
+    for parameter in parameters:
+        if id(parameter) in sparse:
+            first = torch.zeros(1, dtype=torch.long, device=parameter.device)
+            part = nn.functional.embedding(first, parameter, sparse=True)
+        else:
+            part = parameter.reshape(-1)[:1]
+        part = part.abs() if part.is_complex() else part
+        total = total.to(parameter.device) + part.sum() * 0
+    return total

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -28,18 +27,15 @@ DATA_DIMS = ("data", "dp", "replicate", "shard", "dp_replicate", "dp_shard")
 TENSOR_DIMS = ("tensor", "tp")
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Groups are torch's to keep: one that outlives the default group aborts the process at its exit."""
+# by the default group, which a mesh must not outlive
+_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, list[list[int]]] = weakref.WeakKeyDictionary()
 
-    world: weakref.ref[Any]
-    sharing: list[list[int]]
+
+def _sharing() -> list[list[int]]:
     """For each data rank the ranks that share its data."""
-    group: weakref.ref[Any] | None
-    """One rank of each data rank, this one among them; None: all ranks."""
-
-
-_declared: _Layout | None = None
+    world = agreement.world_size()
+    declared = _meshes.get(dist.group.WORLD) if world > 1 and dist.group.WORLD is not None else None
+    return declared or [[rank] for rank in range(world)]
 
 
 @overload
@@ -68,9 +64,8 @@ def use_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
     Raises:
         ValueError: a dimension has no name or an unknown one, or ranks are missing.
     """
-    global _declared
     if mesh is None:
-        _declared = None
+        _meshes.clear()
         return None
     names = tuple(mesh.mesh_dim_names or ())
     unknown = [name for name in names if name not in DATA_DIMS + TENSOR_DIMS]
@@ -88,63 +83,54 @@ def use_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
         )
     order = sorted(range(len(names)), key=lambda dim: names[dim] in TENSOR_DIMS)
     together = math.prod(size for name, size in zip(names, mesh.mesh.shape, strict=True) if name in TENSOR_DIMS)
-    sharing = mesh.mesh.permute(order).reshape(-1, together)
-    group = None
-    if together > 1:
-        of_data = [name for name in names if name in DATA_DIMS]
-        one = mesh.get_group(of_data[0]) if len(of_data) == 1 else None
-        group = weakref.ref(one or dist.new_subgroups_by_enumeration(sharing.T.tolist())[0])
-    _declared = _Layout(weakref.ref(dist.group.WORLD), sharing.tolist(), group)
+    assert dist.group.WORLD is not None
+    _meshes[dist.group.WORLD] = mesh.mesh.permute(order).reshape(-1, together).tolist()
     return mesh
 
 
 def data_rank() -> int:
     """This process's place among the data-parallel ranks; the rank where no mesh is declared."""
     rank = agreement.rank()
-    layout = _layout()
-    return rank if layout is None else next(row for row, ranks in enumerate(layout.sharing) if rank in ranks)
+    return next(row for row, ranks in enumerate(_sharing()) if rank in ranks)
 
 
 def data_size() -> int:
     """How many ranks have data of their own; the world size where no mesh is declared."""
-    layout = _layout()
-    return agreement.world_size() if layout is None else len(layout.sharing)
+    return len(_sharing())
 
 
 def by_data_rank(values: Sequence[T]) -> list[T]:
     """One value per data rank, from one value per rank: its first rank's."""
-    layout = _layout()
-    return list(values) if layout is None else [values[ranks[0]] for ranks in layout.sharing]
+    return [values[ranks[0]] for ranks in _sharing()]
 
 
 @contextmanager
 def metrics_reduce(ranks: Sequence[int] | None = None) -> Iterator[None]:
     """Within it ``ignite.distributed`` counts, sums and gathers as metrics need it: over the data-parallel ranks.
 
-    It gathers tensors of different lengths, too, as an order without padding gives them to the ranks. Its ``broadcast``
-    stays one over all ranks, from rank 0, whose metrics have the values of its data-parallel group. Within another one
-    it changes nothing.
+    It gathers tensors of different lengths, too, as an order without padding gives them to the ranks. Within
+    another one it changes nothing. A collective of all ranks.
 
     Args:
-        ranks: of which alone it is, ``broadcast`` included, because the others have nothing to reduce: a metric raises
-            there before it reduces. A collective of all ranks. None: all.
+        ranks: of which alone it is, because the others have nothing to reduce: a metric raises there before it reduces.
+            None: all.
     """
     if _instead.get():
         yield
         return
-    layout = _layout()
-    group = None if layout is None or layout.group is None else layout.group()
     idist.get_world_size()  # Ignite's first look at a process group is a collective of all ranks
-    if some := ranks is not None and len(ranks) < agreement.world_size():
-        rows = [[rank] for rank in range(agreement.world_size())] if layout is None else layout.sharing
-        group = agreement.subgroup([[rank for rank in column if rank in ranks] for column in zip(*rows, strict=True)])
+    columns = [[rank for rank in column if ranks is None or rank in ranks] for column in zip(*_sharing(), strict=True)]
+    group = None if columns == [[*range(agreement.world_size())]] else agreement.subgroup(columns)
     functions: dict[str, Any] = {"all_gather": partial(_gather, group)}
     if group is not None:
-        functions |= {"get_rank": partial(dist.get_rank, group), "get_world_size": partial(dist.get_world_size, group)}
+        of_group: dict[str, Any] = {
+            "get_rank": dist.get_rank,
+            "get_world_size": dist.get_world_size,
+            "broadcast": _broadcast,
+        }
+        functions |= {name: partial(function, group) for name, function in of_group.items()}
         for name in ("all_reduce", "all_gather_tensors_with_shapes"):
             functions[name] = partial(getattr(idist.utils, name), group=group)
-        if some:
-            functions["broadcast"] = partial(_broadcast, group)
     with _calling(functions):
         yield
 
@@ -205,9 +191,3 @@ def waits_for_peers(model: nn.Module) -> bool:
 def is_sharded(module: nn.Module) -> bool:
     """Whether FSDP2 shards it; ``replicate()`` sets when it reduces, too, and leaves it whole."""
     return all(hasattr(module, mark) for mark in ("set_requires_gradient_sync", "reshard"))
-
-
-def _layout() -> _Layout | None:
-    if _declared is None or not dist.is_initialized() or _declared.world() is not dist.group.WORLD:
-        return None
-    return _declared
