@@ -9,7 +9,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,10 +23,9 @@ from ignite_engine.checkpointing import (
     Snapshot,
     filesystem,
 )
-from ignite_engine.checkpointing.contents import without_shards
 from ignite_engine.checkpointing.layout import MEMORY_TOKEN
 from ignite_engine.checkpointing.manifest import Facts
-from ignite_engine.checkpointing.shards import Shards
+from ignite_engine.checkpointing.shards import Shards, without_shards
 from ignite_engine.errors import one_line
 from ignite_engine.events import TrainingEvents
 from ignite_engine.handlers.checkpoint.times import Times, Transfer
@@ -272,8 +270,8 @@ class Saver:
         if not background:
             return shared, local, None, facts  # the store takes it out
         shared, local, shards = without_shards(shared, local)
-        shared, local, pieces = self._snapshot.take((shared, local, shards.of_parts))
-        return shared, local, replace(shards, of_parts=pieces), facts
+        shared, local = self._snapshot.take((shared, local))
+        return shared, local, shards, facts
 
     def parts(self, trainer: Trainer) -> tuple[Mapping[str, Any], Mapping[str, Any], dict[str, list[str]]]:
         """What a checkpoint of this step boundary holds: shared parts, this rank's own; and names that are left out."""

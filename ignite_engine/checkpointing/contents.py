@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,20 @@ import torch
 from torch import Tensor
 
 from ignite_engine.checkpointing import nested
+from ignite_engine.checkpointing.filesystem import signature
 from ignite_engine.checkpointing.layout import RANK_FILE, SHARED_FILE, rank_file, shared_file
 from ignite_engine.checkpointing.made_of_tensors import is_made_of_tensors, taken_apart
 from ignite_engine.checkpointing.manifest import Manifest
 from ignite_engine.checkpointing.pack import map_pack
 from ignite_engine.checkpointing.plain_data import TensorLeaf, tensors_of
-from ignite_engine.checkpointing.shard_files import ShardFiles, shards_file
-from ignite_engine.checkpointing.shards import Shards, is_placeholder, is_sharded, split
+from ignite_engine.checkpointing.shards import PIECES, Piece, Shards, add_pieces, is_placeholder, join, without_shards
 from ignite_engine.checkpointing.shards import whole as read_whole
+from ignite_engine.errors import CheckpointError
 
 Problem = Callable[[str], str | None]
 """Verifies a file of a checkpoint: what is wrong with it, as the rest of a sentence, or None."""
 Parts = Mapping[str, Any]
+_Pieces = dict[tuple[str, nested.Path], list[Piece]]
 
 
 @dataclass(frozen=True)
@@ -58,17 +61,17 @@ def contents_of(
         shared, local, shards = without_shards(shared, local)
     tensors, own = tensors_of(shared, is_placeholder), tensors_of(local, is_placeholder)
     values = [leaf.value for leaf in (*tensors, *own) if leaf.part in weights and not leaf.value.is_meta]
-    values += [values for part in weights for _, values in shards.of_parts.get(part, {}).values()]
+    pieces = local.get(PIECES, {})
+    values += [values for part in weights for _, values in pieces.get(part, {}).values()]
     names = _file_of_parts(shared, tensors, writers)
     files: dict[str, dict[str, Any]] = {}
     for part, state in shared.items() if rank == 0 else ():
         files.setdefault(names[part], {})[part] = state
-    files |= {rank_file(rank): dict(local), shards_file(rank): shards.of_parts}
+    files[rank_file(rank)] = dict(local)
     return Contents(
-        # rank 0 has a file of pieces wherever something is sharded, which tells a reader so
-        {name: parts for name, parts in files.items() if parts or (name == shards_file(0) and shards.layout)},
+        {name: parts for name, parts in files.items() if parts},
         {"sharding": list(shards.layout)},
-        shards.missing(rank),
+        shards.missing(rank, pieces),
         all(map(is_finite, values)),
         writers,
     )
@@ -107,40 +110,25 @@ def _file_of_parts(parts: Parts, tensors: Sequence[TensorLeaf], writers: int) ->
     return names
 
 
-def without_shards(shared: Parts, local: Parts) -> tuple[Parts, Parts, Shards]:
-    """Parts with placeholders for the sharded tensors, and what was taken out of them.
-
-    Raises:
-        CheckpointError: a value cannot be saved; names it.
-    """
-    taken, shards = split([*tensors_of(shared, is_sharded), *tensors_of(local, is_sharded)])
-    return nested.replaced(shared, taken), nested.replaced(local, taken), shards
-
-
 def joined(
-    checkpoint: Path,
-    manifest: Manifest,
-    problem: Problem,
-    shared: dict[str, Any] | None,
-    local: dict[str, Any],
-    *,
-    whole: bool = True,
+    checkpoint: Path, manifest: Manifest, problem: Problem, shared: Parts, local: Parts, *, whole: bool = True
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parts as they are in their files, with the tensors that are in others.
+    """Parts as they are in their files, with the tensors whose pieces are in those of all ranks.
 
     Args:
-        shared: None: not read; empty in the result.
         whole: read sharded tensors whole; False: they are ``Sharded``.
 
     Raises:
         CheckpointError: one line; a file is damaged, or does not hold what it must.
     """
-    shards = ShardFiles(checkpoint, manifest, problem)
-    found = [shared or {}, local]
-    if shards.names:
-        found = [shards.join(parts) for parts in found]
-        if whole:
-            found = [nested.rebuilt(parts, read_whole) for parts in found]
+    pieces = _pieces_in(checkpoint, manifest, problem)
+    found = []
+    for parts in (shared, local):
+        own = {name: part for name, part in parts.items() if name != PIECES}
+        if pieces is not None:
+            own = _join(checkpoint, own, pieces)
+            own = nested.rebuilt(own, read_whole) if whole else own
+        found.append(own)
     return found[0], found[1]
 
 
@@ -151,7 +139,44 @@ def check_whole(checkpoint: Path, manifest: Manifest) -> None:
         CheckpointError: one line; they do not.
         OSError: a file cannot be read.
     """
-    shards = ShardFiles(checkpoint, manifest, lambda name: None)
-    for name in manifest.files if shards.names else ():
+    pieces = _pieces_in(checkpoint, manifest, lambda name: None)
+    for name in manifest.files if pieces is not None else ():
         if SHARED_FILE.fullmatch(name) or RANK_FILE.fullmatch(name):
-            shards.join(map_pack(checkpoint / name))
+            parts = map_pack(checkpoint / name)
+            parts.pop(PIECES, None)
+            _join(checkpoint, parts, pieces or {})
+
+
+def _join(checkpoint: Path, parts: Parts, pieces: _Pieces) -> dict[str, Any]:
+    try:
+        return join(parts, pieces)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint} is damaged: {error}.") from None
+
+
+def _pieces_in(checkpoint: Path, manifest: Manifest, problem: Problem) -> _Pieces | None:
+    """The pieces of all ranks, whose values are read when they are needed; None: nothing is sharded.
+
+    A file is verified before a value of it is used.
+    """
+    names = [name for name, parts in manifest.parts.items() if PIECES in parts and name in manifest.files]
+    verified = set[str]()
+
+    def verify(name: str) -> None:
+        if name not in verified and (found := problem(name)):
+            raise CheckpointError(f"{checkpoint} is damaged: {found}.")
+        verified.add(name)
+
+    pieces: _Pieces = {}
+    for name in names:
+        status = signature(checkpoint / name)
+        if status is None or status[1] != manifest.files[name].bytes:
+            verify(name)  # which says what is wrong
+        try:
+            add_pieces(pieces, map_pack(checkpoint / name)[PIECES], partial(verify, name))
+        except Exception as error:
+            verify(name)  # if it is damaged, that is the reason
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{checkpoint} is damaged: {name} does not hold pieces of tensors.") from error
+    return pieces if names else None

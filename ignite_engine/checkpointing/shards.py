@@ -1,8 +1,8 @@
 """Tensors that are sharded over ranks (DTensor): each rank writes its pieces, and whoever loads reads what it needs.
 
 In the file that the ranks share a sharded tensor is a tensor on the meta device, of the whole shape and without values.
-The values are in the files ``shards_N.safetensors``: by part and path the offset of rank N's piece, and the piece. A
-piece that several ranks hold (replicas of HSDP, parameters that tensor parallelism does not split) is written once.
+The values are in a part of each rank (:data:`PIECES`): by part and path the offset of its piece, and the piece. A piece
+that several ranks hold (replicas of HSDP, parameters that tensor parallelism does not split) is written once.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ignite_engine.checkpointing.nested import Path, dotted, rebuilt_with_paths, walk
-from ignite_engine.checkpointing.plain_data import TensorLeaf
+from ignite_engine.checkpointing.nested import Path, dotted, rebuilt_with_paths, replaced, walk
+from ignite_engine.checkpointing.plain_data import tensors_of
 from ignite_engine.errors import CheckpointError
 
 Shape = tuple[int, ...]
 _Pieces = dict[Path, tuple[list[int], Tensor]]
 """By path: the offset of a piece in the whole tensor, and its values."""
 _PiecesOfParts = dict[str, _Pieces]
+PIECES = "pieces of sharded tensors"
+"""The part of a rank that holds them."""
 
 
 class Region(NamedTuple):
@@ -50,18 +52,16 @@ class Region(NamedTuple):
 class Shards:
     """What is sharded in the state of a rank."""
 
-    of_parts: _PiecesOfParts = field(default_factory=dict)
-    """What this rank writes, by part: plain data."""
     layout: tuple[str, ...] = ()
     """How: mesh and placements, such as ``2 x 2 (Replicate, Shard(0))``; empty: nothing is sharded."""
     numbers: Mapping[str, int] = field(default_factory=dict)
     """How many numbers the sharded tensors of each part have, over all ranks."""
 
-    def missing(self, rank: int) -> dict[str, int]:
+    def missing(self, rank: int, pieces: Mapping[str, _Pieces]) -> dict[str, int]:
         """A count for each part, whose sum over all ranks is zero if their pieces cover each tensor exactly once."""
         count = Counter(self.numbers if rank == 0 else ())
-        for part, pieces in self.of_parts.items():
-            count[part] -= sum(values.numel() for _, values in pieces.values())
+        for part, of_part in pieces.items():
+            count[part] -= sum(values.numel() for _, values in of_part.values())
         return dict(count)
 
 
@@ -90,6 +90,10 @@ class Piece(NamedTuple):
     region: Region
     values: Tensor
     verify: Callable[[], None]
+
+
+_Found = dict[tuple[str, Path], list[Piece]]
+"""Pieces by the part and the path of their tensor."""
 
 
 def is_sharded(value: Any) -> bool:
@@ -154,15 +158,17 @@ def _splits(placements: Sequence[Any], index: int, mesh_shape: Sequence[int]) ->
     )
 
 
-def split(tensors: Iterable[TensorLeaf]) -> tuple[dict[tuple[str, Path], Tensor], Shards]:
-    """Take the sharded ones among tensors out of their states.
+def without_shards(
+    shared: Mapping[str, Any], local: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Mapping[str, Any], Shards]:
+    """Parts with a placeholder for each sharded tensor; what this rank writes of them is a part of its own.
 
-    Returns:
-        A placeholder for each of them, by part and path; and what this rank writes of them. The pieces are no copies.
+    The pieces are no copies.
 
     Raises:
-        CheckpointError: one cannot be saved; names it and why.
+        CheckpointError: a value cannot be saved; names it and why.
     """
+    tensors = [*tensors_of(shared, is_sharded), *tensors_of(local, is_sharded)]
     placeholders: dict[tuple[str, Path], Tensor] = {}
     of_parts: _PiecesOfParts = {}
     numbers: Counter[str] = Counter()
@@ -172,7 +178,10 @@ def split(tensors: Iterable[TensorLeaf]) -> tuple[dict[tuple[str, Path], Tensor]
             of_parts.setdefault(part, {})[path] = piece
         numbers[part] += value.numel()
         placeholders[part, path] = torch.empty(value.shape, dtype=value.dtype, device="meta")
-    return placeholders, Shards(of_parts, layout_of(leaf.value for leaf in sharded), numbers)
+    shared, local = replaced(shared, placeholders), replaced(local, placeholders)
+    if sharded:
+        local[PIECES] = of_parts
+    return shared, local, Shards(layout_of(leaf.value for leaf in sharded), numbers)
 
 
 def _piece_of(part: str, path: Path, value: Any) -> tuple[list[int], Tensor] | None:
@@ -206,12 +215,20 @@ def is_placeholder(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_meta
 
 
-def join(parts: Mapping[str, Any], pieces: Callable[[str, Path], Sequence[Piece]]) -> dict[str, Any]:
+def add_pieces(found: _Found, of_parts: _PiecesOfParts, verify: Callable[[], None]) -> None:
+    """Add what one rank has written, the part :data:`PIECES`."""
+    for part, pieces in of_parts.items():
+        for path, (offset, values) in pieces.items():
+            region = Region(tuple(offset), tuple(values.shape))
+            found.setdefault((part, path), []).append(Piece(region, values, verify))
+
+
+def join(parts: Mapping[str, Any], pieces: _Found) -> dict[str, Any]:
     """The parts with a :class:`Sharded` in the place of each placeholder.
 
     Args:
-        parts: as :func:`split` left them.
-        pieces: of the tensor at this path of this part, from all ranks.
+        parts: as :func:`without_shards` left them.
+        pieces: from all ranks.
 
     Raises:
         ValueError: pieces of a tensor are missing, or overlap; names it.
@@ -221,7 +238,7 @@ def join(parts: Mapping[str, Any], pieces: Callable[[str, Path], Sequence[Piece]
         if not is_placeholder(value):
             return value
         found = value.as_subclass(Sharded)
-        found.pieces = pieces(part, path)
+        found.pieces = pieces.get((part, path), [])
         _check_whole(f"{part} {dotted(path)}", tuple(value.shape), [piece.region for piece in found.pieces])
         return found
 

@@ -160,9 +160,9 @@ def killed_save(rank, folder, victim, at):
 
 
 POINTS = [
-    (0, ("write", "/shards_0.")),
-    (1, ("open", "/shards_1.")),
-    (1, ("fsync", "/shards_1.")),
+    (0, ("write", "/rank_0.")),
+    (1, ("open", "/rank_1.")),
+    (1, ("fsync", "/rank_1.")),
     (0, ("fsync", "/manifest.json")),
     (0, ("rename", "iteration_00000200")),
 ]

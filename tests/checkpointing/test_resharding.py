@@ -126,9 +126,9 @@ PIECES = {"plain": 0, "fsdp": 2, "tp": 2, "hsdp": 2, "tp+fsdp": 4}
 @pytest.mark.parametrize(("name", "count"), tiered(list(PIECES.items())))
 def test_each_piece_is_written_once(whole, name, count):
     """Of replicas (HSDP), and of what tensor parallel ranks do not split, one rank's."""
-    files = manifest_of(whole(name)[0] / "iteration_00000002")["files"]
-    written = sorted(each.partition(".")[0] for each in files if each.startswith("shards"))
-    assert written == [f"shards_{rank}" for rank in range(count)]
+    checkpoint = whole(name)[0] / "iteration_00000002"
+    with_pieces = [file for file in checkpoint.glob("rank_*") if any("pieces" in key for key in load_file(file))]
+    assert sorted(file.stem for file in with_pieces) == [f"rank_{rank}" for rank in range(count)]
 
 
 def of_part(part, answer):
@@ -260,18 +260,18 @@ def test_what_cannot_be_saved_is_refused_with_its_name_before_it_is_trained(tmp_
 
 
 def of_a_file(damage):
-    return lambda checkpoint: DAMAGES[damage](file_of(checkpoint, "shards_1"))
+    return lambda checkpoint: DAMAGES[damage](file_of(checkpoint, "rank_1"))
 
 
 def of_another(checkpoint):
     """From another iteration."""
     other = checkpoint.with_name("iteration_00000002")
-    shutil.copy(file_of(other, "shards_1"), file_of(checkpoint, "shards_1"))
+    shutil.copy(file_of(other, "rank_1"), file_of(checkpoint, "rank_1"))
 
 
 def forget(checkpoint):
     """As if a rank had not taken part, with a manifest that is right in itself."""
-    gone = file_of(checkpoint, "shards_1")
+    gone = file_of(checkpoint, "rank_1")
     gone.unlink()
     files = manifest_of(checkpoint)["files"]
     forge(checkpoint, files={name: record for name, record in files.items() if name != gone.name})
@@ -279,7 +279,7 @@ def forget(checkpoint):
 
 def twice_the_same(checkpoint):
     """One rank's pieces in the place of the other's, with a manifest that is right in itself."""
-    first, second = (file_of(checkpoint, f"shards_{rank}") for rank in range(2))
+    first, second = (file_of(checkpoint, f"rank_{rank}") for rank in range(2))
     shutil.copy(first, second)
     files = manifest_of(checkpoint)["files"]
     forge(checkpoint, files={**files, second.name: files[first.name]})
@@ -287,17 +287,17 @@ def twice_the_same(checkpoint):
 
 def not_pieces(checkpoint):
     """A file of another kind, with a manifest that is right in itself."""
-    file = file_of(checkpoint, "shards_1")
-    shutil.copy(file_of(checkpoint, "rank_0"), file)
+    file = file_of(checkpoint, "rank_1")
+    shutil.copy(file_of(checkpoint, "shared"), file)
     forge(checkpoint, files={**manifest_of(checkpoint)["files"], file.name: record_of(file)})
 
 
 CASES = {
-    **{damage: (of_a_file(damage), "shards_1") for damage in DAMAGES},
-    "of another iteration": (of_another, "shards_1"),
+    **{damage: (of_a_file(damage), "rank_1") for damage in DAMAGES},
+    "of another iteration": (of_another, "rank_1"),
     "a rank is forgotten": (forget, "not whole"),
     "one twice": (twice_the_same, "not whole overlap"),
-    "no pieces": (not_pieces, "shards_1"),
+    "no pieces": (not_pieces, "rank_1"),
 }
 
 

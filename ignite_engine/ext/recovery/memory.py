@@ -15,11 +15,10 @@ from ignite_engine.checkpointing.manifest import Manifest
 from ignite_engine.checkpointing.pack import Pack
 from ignite_engine.checkpointing.plain_data import tensors_of
 from ignite_engine.checkpointing.retention import CheckpointInfo
-from ignite_engine.checkpointing.shards import is_placeholder
+from ignite_engine.checkpointing.shards import PIECES, add_pieces, is_placeholder, join, without_shards
 from ignite_engine.checkpointing.store import Checkpoints, Loaded, Newest
 from ignite_engine.errors import CheckpointError, one_line
 from ignite_engine.ext.recovery import slots
-from ignite_engine.ext.recovery.pieces import PIECES, joined, with_pieces_apart
 from ignite_engine.ext.recovery.slots import Boundary, Folder, Header, Slot
 from ignite_engine.ranks import agreement
 
@@ -178,12 +177,12 @@ class Memory:
     def _read(self, path: Path, needed: _Needed) -> tuple[Copy | None, str | None]:
         """The copy, or why it cannot be loaded."""
         local: dict[int, Mapping[str, Any]] = {}
-        pieces: list[Mapping[str, Any]] = []
+        pieces: Any = {}
         of_shared: tuple[Header, dict[str, Any], Mapping[str, Any]] | None = None
         try:
             for slot, whole in needed:
                 header, facts, parts = slot.read(in_place=not whole)
-                pieces.append(parts.pop(PIECES, {}))
+                add_pieces(pieces, parts.pop(PIECES, {}), lambda: None)
                 names = facts.pop("shared")
                 if whole and header.has_shared:
                     of_shared = header, facts, {name: parts.pop(name) for name in names}
@@ -192,8 +191,8 @@ class Memory:
             assert of_shared is not None
             header, facts, shared = of_shared
             if header.is_sharded:
-                shared, local = joined(shared, pieces), {rank: joined(parts, pieces) for rank, parts in local.items()}
-        except CheckpointError as error:
+                shared, local = join(shared, pieces), {rank: join(parts, pieces) for rank, parts in local.items()}
+        except (CheckpointError, ValueError) as error:
             return None, one_line(error).rstrip(".")
         return Copy(path, header, facts, shared, local), None
 
@@ -281,7 +280,7 @@ class Memory:
         if self._writes_shared and self._number == self._resumed + 2:  # all ranks have made the first
             self._drop_absent(self._folder)
         if self._is_sharded:
-            shared, local = with_pieces_apart(shared, local)
+            shared, local, _ = without_shards(shared, local)
         shared = shared if self._writes_shared else {}
         rank = agreement.rank()
         header = Header(
