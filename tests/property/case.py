@@ -396,6 +396,7 @@ def settled_ranks(case):
             **{name: getattr(Case, name) for name in ("non_finite", "grouping")},
             data="list of batches" if case.data == "unknown length, drawn" else case.data,
         )
-    if "batchnorm" in case.layers or "frozen" in case.layers:
+    case = settled_resume(case)
+    if "batchnorm" in case.layers or "frozen" in case.layers:  # after the handlers that need them have added them
         case = case.but(samples=case.ranks * case.batch_size * (2 + case.samples % 2))
-    return settled_resume(case)
+    return case
