@@ -422,7 +422,7 @@ class Checkpoint:
         self._name(reasons)
         source = trainer.progress.source
         # what makes the samples of a window is known in an open one
-        if self._found is not None and (source is None or source.present is not None):
+        if self._found is not None and (source is None or source.is_open):
             loading.name_unknown(trainer.registry, self._found, reasons)
             self._named.update(trainer.registry.resumed_otherwise)
             self._found = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ignite_engine.data.read_errors import split
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _ERROR, _STOP = 1, 2
 
 
-def group(source: DataSource, read: Callable[[], list[Any]]) -> Group | None:
+def group(source: DataSource, batches: Iterator[Any]) -> Group | None:
     """The next group of which some rank has a batch, None if there is none; a collective.
 
     The ranks exchange what each has fetched: how many batches it has, what they weigh, and whether it failed or was
@@ -26,7 +26,7 @@ def group(source: DataSource, read: Callable[[], list[Any]]) -> Group | None:
     its last one, which weighs nothing; one that has none takes a peer's.
 
     Args:
-        read: the batches of this rank, with errors in the place of those that cannot be read.
+        batches: of this rank, with errors in the place of those that cannot be read.
 
     Raises:
         Exception: what this rank's data raised.
@@ -35,7 +35,7 @@ def group(source: DataSource, read: Callable[[], list[Any]]) -> Group | None:
     """
     group = Group()
     while True:
-        own, weights, rows = _exchanged(source, read, group)
+        own, weights, rows = _exchanged(source, batches, group)
         longest, places = (int(max(row[column] for row in rows)) for column in (0, 3))
         group.places += places
         if longest or not places:
@@ -57,14 +57,14 @@ def group(source: DataSource, read: Callable[[], list[Any]]) -> Group | None:
 
 
 def _exchanged(
-    source: DataSource, read: Callable[[], list[Any]], group: Group
+    source: DataSource, batches: Iterator[Any], group: Group
 ) -> tuple[list[Any], list[float], list[list[float]]]:
     """This rank's batches and their weights; of each rank how many it has, what is wrong, their weight, how many were
     due. What cannot be read is counted in ``group``."""
     places, own, unread, weights = list[Any](), list[Any](), list[Exception](), list[float]()
     flags, error = 0, None
     try:
-        places = read()
+        places = source.read(batches, source.steps)
         own, unread = split(places)
         if source.weigh is not None:
             weights = [check_weight(source.weigh(batch)) for batch in own]

@@ -17,18 +17,15 @@ class Place(NamedTuple):
     skipped: int = 0
     """Samples at the start of the pass that another number of ranks consumed; batches are counted after them."""
     held: Mapping[str, Any] = MappingProxyType({})
-    """What belongs to it beside its numbers, of a loader that is not at its place itself (:data:`HELD`)."""
+    """What belongs to it beside its numbers, of a loader that is not at its place itself:
+
+    - ``loader``: its own state, with ``generators``, those of its own random number generators
+    - ``samplers``: states of the samplers of data without one, where the pass began
+    - ``exhausted``: this rank has no batch left, a peer has
+    - ``between_passes``: the pass before has ended, and this one is not open yet; ``loader`` is the state at that end
+    """
 
     @property
     def is_within(self) -> bool:
         """Some of the pass is consumed."""
         return self.batch > 0 or self.skipped > 0
-
-
-HELD = {
-    "loader": "The loader's own state.",
-    "generators": "States of the loader's own random number generators (``own_state.generators_of``).",
-    "samplers": "States of the samplers of data without one, where the pass began.",
-    "exhausted": "This rank has no batch left, a peer has.",
-    "between_passes": "The pass before has ended, and this one is not open yet; ``loader`` is the state at that end.",
-}

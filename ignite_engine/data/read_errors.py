@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from ignite_engine.errors import PeerFailed, one_line
-from ignite_engine.ranks import agreement
+from ignite_engine.ranks import agreement, mesh
 from ignite_engine.step.micro_batches import Group
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,16 @@ class ReadErrors:
 
     def __init__(self, limit: int, state: Any) -> None:
         self.limit, self._state = limit, state
+
+    def check_ranks(self) -> None:
+        """Raises:
+        ValueError: ranks share their data, and might read something else.
+        """
+        if mesh.data_size() < agreement.world_size():
+            raise ValueError(
+                f"max_read_errors={self.limit} could leave a batch out on one rank of a tensor-parallel group and not "
+                "on another one: use max_read_errors=0 with tensor parallelism."
+            )
 
     def leave_out(self, group: Group, errors: Sequence[Exception], *, found: int, empty: bool) -> None:
         """Note in ``group`` what of it is left out; where a rank could not read all of it, a collective.

@@ -45,6 +45,8 @@ class Replayed:
         """The loader's, of the present pass."""
         self._began_with: Mapping[str, Any] | None = None
         """The state in which its samplers were where the present pass began, from which it is read again."""
+        self.dealing: Dealing | None = None
+        """Whole batches are dealt out to the ranks; those of a place are counted over all of them."""
         self._told: int | None = None
         """The pass of which the data was told last."""
 
@@ -102,7 +104,7 @@ class Replayed:
             self.fetched = group
 
     def state(self) -> Mapping[str, Any]:
-        """What a place holds of the loader as it is now (``place.HELD``)."""
+        """What a place holds of the loader as it is now (``Place.held``)."""
         if self._began_with is not None:
             return self._began_with
         states = [sampler.state_dict() for sampler in self._samplers()]
@@ -146,8 +148,6 @@ class Indexed(Replayed):
         super().__init__(data, marks=marks)
         self.sampler: ResumableSampler = data.sampler
         self.draws = False
-        self.dealing: Dealing | None = None
-        """Whole batches are dealt out to the ranks; those of a place are counted over all of them."""
 
     @property
     def inexact(self) -> str | None:

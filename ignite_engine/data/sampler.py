@@ -32,6 +32,10 @@ class Dealing:
     first: int
     end: int
 
+    def own(self, batches: int) -> int:
+        """How many of the next ``batches`` of a cycle are this rank's."""
+        return len(range(self.first, min(self.end, batches)))
+
 
 class ResumableSampler(Sampler[Key]):
     """One global order per (seed, pass), sharded over the ranks by position, without padding.

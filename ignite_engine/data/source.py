@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
 from ignite_engine import rng
-from ignite_engine.data import agreed
+from ignite_engine.data import agreed, shares
 from ignite_engine.data.fingerprint import fingerprint
 from ignite_engine.data.own_state import Stateful, keeps_state
-from ignite_engine.data.place import HELD, Place
+from ignite_engine.data.place import Place
 from ignite_engine.data.read_errors import ReadErrors
 from ignite_engine.data.readers import Indexed, Replayed
-from ignite_engine.data.sampler import ResumableSampler
+from ignite_engine.data.sampler import Dealing, ResumableSampler
 from ignite_engine.errors import StateMismatch, StopRequested, leave_out
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.step.micro_batches import Group, WeightFn
@@ -42,104 +42,36 @@ class Waiting(Protocol):
         """Whether this rank is to stop."""
 
 
-class BetweenPasses(Protocol):
-    """What a source that ends epochs asks of the run between two of its passes; each call may end or pause the run."""
-
-    @property
-    def epoch_iteration(self) -> int:
-        """Iterations of the epoch under way."""
-
-    def fire(self, event: Any) -> None:
-        """Run the handlers of an event."""
-
-    def boundary(self, *, last: bool = False) -> None:
-        """A step boundary."""
-
-    def fetch(self) -> Group | None:
-        """The first group of the pass that begins, None if it has none."""
-
-    def end_run(self) -> None:
-        """There is no epoch any more, and the one that was begun is none."""
-
-
 class EndsEpochs(Protocol):
-    """A source whose epochs are several passes, and that says which is the last."""
+    """A source whose epochs are several passes, and that says which is the last; ``run`` is the ``engine/feed.py``."""
 
     def run_begins(self) -> None:
         """The position at which a run begins is set."""
 
-    def group_fetched(self, run: BetweenPasses) -> None:
+    def group_fetched(self, run: Any) -> None:
         """GET_BATCH_COMPLETED has come."""
 
-    def first_of_next_pass(self, run: BetweenPasses) -> Group | None:
+    def first_of_next_pass(self, run: Any) -> Group | None:
         """The next group where a pass has no more, None at the end of the epoch."""
 
     def epoch_ended(self) -> None:
         """The epoch is over."""
 
 
-class Source(Protocol):
-    """What a Trainer iterates: a :class:`DataSource`, or what an :class:`OwnSource` makes."""
-
-    data: Any
-
-    @property
-    def place(self) -> Place: ...
-    @property
-    def present(self) -> DataSource | None:
-        """Over what is iterated now."""
-
-    @property
-    def ends_epochs(self) -> EndsEpochs | None:
-        """Itself, if it does; else the run counts them."""
-
-    @property
-    def iterations(self) -> int | None: ...
-    @property
-    def inexact(self) -> str | None: ...
-    @property
-    def changed(self) -> str | None: ...
-    def __iter__(self) -> Iterator[Group]:
-        """The groups of the present pass from the place on. A collective."""
-
-    def begin_after(self, place: Place) -> None: ...
-    def consumed(self, group: Group) -> None: ...
-    def put_back(self) -> None: ...
-    def next_pass(self) -> None: ...
-    def abandon(self) -> None: ...
-    def freeze(self) -> None: ...
-    def close(self) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load(self, state: dict[str, Any]) -> None:
-        """Continue at a saved place; what one rank refuses is raised on all. A collective."""
-
-
 class OwnSource(ABC):
-    """Data that is more than one pass: it makes a source of its own, and cannot be iterated without."""
+    """Data that is more than one pass and says itself how long an epoch is: it makes a source of its own."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Any]: ...
 
     @abstractmethod
-    def make_source(
-        self, source_of: Callable[[Any], DataSource], state: Any, stops: Callable[[], bool], *, shares: bool
-    ) -> Source:
+    def make_source(self, state: Any, **how: Any) -> DataSource:
         """Args:
-            source_of: makes the source over a loader.
             state: of the run.
-            stops: whether this rank is to stop while it waits for data.
-            shares: the ranks share out the micro-batches of an iteration.
+            how: arguments of a :class:`DataSource`.
 
         Raises:
-            ValueError: it cannot be shared out.
-        """
-
-    @abstractmethod
-    def check_epoch_length(self, epoch_length: int | None) -> None:
-        """Refuse a length of epochs that contradicts it.
-
-        Raises:
-            ValueError: it does.
+            ValueError: it cannot be read so.
         """
 
     @property
@@ -148,20 +80,16 @@ class OwnSource(ABC):
         """What is the same on every rank."""
 
 
-class _BeforeFetch(NamedTuple):
-    """What a fetch of a group has changed, as it was."""
-
-    held: Mapping[str, Any]
-    generators: Any
-    """Of :func:`rng.snapshot`."""
-
-
 class DataSource:
     """What a Trainer iterates: one pass over ``data`` per ``iter()``, in groups, counted by what was consumed.
 
     Args:
         data: a loader or any iterable of batches.
         accumulation_steps: batches in a group; None: one.
+        global_micro_batches: batches in a group of all ranks, of one order, of which each rank reads a share
+            (``data/shares.py``); then ``accumulation_steps`` is None.
+        may_be_empty: yield an empty group where the tail of a pass has nothing for this rank. Otherwise it is a batch
+            that weighs nothing: a wrapped model's peers wait for one.
         weigh: weight of a batch, which ranks exchange; None: none.
         waiting: its ``waiting_for_data`` is set where a signal may end a wait; None: a signal ends none.
         read_errors: batches that cannot be read are left out; None: they raise.
@@ -170,48 +98,66 @@ class DataSource:
 
     Ranks exchange the lengths of sized loaders when a pass starts; nothing more is needed where they are equal.
     Otherwise, and where groups are weighed or batches may be left out, they agree on each group (``data/agreed.py``).
+
+    Raises:
+        ValueError: ranks that share their data might read something else, or cannot share it out.
     """
 
-    ends_epochs = None
+    ends_epochs: EndsEpochs | None = None
+    """Itself, if it does; else the run counts them."""
+    is_open = True
+    """It is known what is read."""
 
     def __init__(
         self,
         data: Any,
-        accumulation_steps: int | None,
+        accumulation_steps: int | None = None,
         *,
+        global_micro_batches: int | None = None,
+        may_be_empty: bool = False,
         weigh: WeightFn | None = None,
         waiting: Waiting | None = None,
         read_errors: ReadErrors | None = None,
     ) -> None:
-        self.data, self.reader = data, reader_of(data, marks=read_errors is not None)
-        self.steps, self.weigh, self.read_errors = accumulation_steps or 1, weigh, read_errors
+        if read_errors is not None:
+            read_errors.check_ranks()
+        self.steps, self.weigh, self.read_errors = accumulation_steps or global_micro_batches or 1, weigh, read_errors
+        self.may_be_empty, self._micro_batches, self._given_waiting = may_be_empty, global_micro_batches, waiting
         self.place = Place()
+        self.changed: str | None = None
+        """What is other than where the place was saved, as a sentence."""
+        self._read_last: list[Any] = []
+        """The batches of this rank that were read last."""
+        self.set_data(data)
+
+    def set_data(self, data: Any) -> None:
+        """Read ``data`` from now on."""
+        self.data, self.reader = data, reader_of(data, marks=self.read_errors is not None)
         self.batches: int | None = None
         """Batches in one pass on the longest rank; None: unknown, or the data is not read by index."""
         self._said: int | None = None
-        self.changed: str | None = None
-        """What is other than where the place was saved, as a sentence."""
         self._exchanges = False
         """The ranks agree on each group: they may have other numbers of batches, or groups are weighed."""
-        self._given_waiting = waiting
         self._waiting: Waiting | None = None
-        self._read_last: list[Any] = []
-        """The batches of this rank that were read last."""
-        self._before: _BeforeFetch | None = None
         self._opened_with: Any = None
         """The random numbers before the pass was opened, until its first fetch."""
         # as it is before it is read, as in a process that resumes
+        self._before: tuple[Mapping[str, Any], Any] | None = None
+        """What the fetch of the group in hand has changed, as it was: of the place, and :func:`rng.snapshot`."""
         self.fingerprint = fingerprint(data.dataset) if isinstance(data, DataLoader) else None
         """Of the dataset; None: it is not known what it holds."""
-
-    @property
-    def present(self) -> DataSource:
-        return self
+        if self._micro_batches is not None:
+            shares.deal(self.reader, self._micro_batches)
 
     @property
     def sampler(self) -> ResumableSampler | None:
         """The sampler of a ``loader()``, whose order is a function of seed and pass; None for other data."""
         return self.reader.sampler if isinstance(self.reader, Indexed) else None
+
+    @property
+    def dealing(self) -> Dealing | None:
+        """How the micro-batches of all ranks are shared out; None: each rank has data of its own."""
+        return self.reader.dealing
 
     @property
     def inexact(self) -> str | None:
@@ -233,9 +179,12 @@ class DataSource:
         self._said = max(lengths) if min(lengths) >= 0 else None
         self.batches = self._said if by_index else None
         differ = self.batches is None or len(set(lengths)) > 1
-        alone, told = agreement.world_size() == 1, self.weigh is not None or self.read_errors is not None
+        alone = agreement.world_size() == 1
+        told = (self.weigh is not None and self.dealing is None) or self.read_errors is not None
         self._exchanges = not alone and (differ or told)
         self._waiting = self._given_waiting if alone or self._exchanges else None  # else a peer would not learn of it
+        if self.dealing is not None and (self._exchanges or not (self.batches or self.place.skipped)):
+            shares.refuse(self)
 
     def begin_after(self, place: Place) -> None:
         """Begin with the pass after ``place``, which is one in other data: the same order would be the same samples."""
@@ -264,43 +213,43 @@ class DataSource:
         return self.reader.open(place)
 
     def _groups(self, batches: Iterator[Any]) -> Iterator[Group]:
-        while (group := self._fetch(batches)) is not None:
+        """The groups to the end of the pass; the place is before each until it is consumed."""
+        while True:
+            if self.reader.draws:
+                held, opened_with = self._held(), self._opened_with
+                # a pass that is not begun is opened again, but by a loader that has it in its state
+                begins = opened_with is not None and "loader" not in held
+                self._before = held, opened_with if begins else rng.snapshot()
+            self._opened_with = None
+            try:
+                group = self._next(batches)
+            except StopRequested:
+                self.put_back()
+                raise
+            if group is None:
+                self._before = None
+                return
             yield group
-
-    def _fetch(self, batches: Iterator[Any]) -> Group | None:
-        """The next group, None at the end of the pass; the place is before it until it is consumed."""
-        if self.reader.draws:
-            held, opened_with = self._held(), self._opened_with
-            # a pass that is not begun is opened again, but by a loader that has it in its state
-            begins = opened_with is not None and "loader" not in held
-            self._before = _BeforeFetch(held, opened_with if begins else rng.snapshot())
-        self._opened_with = None
-        try:
-            group = self._next(batches)
-        except StopRequested:
-            self.put_back()
-            raise
-        if group is None:
-            self._before = None
-        return group
 
     def _next(self, batches: Iterator[Any]) -> Group | None:
         """The next group that has a batch; what of the pass cannot be read before it is counted in it."""
         if self._exchanges or self.read_errors is not None:
-            return agreed.group(self, lambda: self._read(batches))
-        group = Group(self._read(batches))
+            return agreed.group(self, batches)
+        if self.dealing is not None:
+            return shares.group(self, self.dealing, batches)
+        group = Group(self.read(batches, self.steps))
         group.places = len(group)
         return group or None
 
-    def _read(self, batches: Iterator[Any]) -> list[Any]:
+    def read(self, batches: Iterator[Any], count: int) -> list[Any]:
         """The batches of one iteration; a stop may end the wait for them, where all ranks learn of it."""
         self._read_last = read = list[Any]()
         if self._waiting is None:
-            read += islice(batches, self.steps)
+            read += islice(batches, count)
             return read
         try:
             self._waiting.waiting_for_data = True
-            read += islice(batches, self.steps)  # keeps those before a stop
+            read += islice(batches, count)  # keeps those before a stop
         finally:
             self._waiting.waiting_for_data = False
         return read
@@ -309,13 +258,10 @@ class DataSource:
         """Undo the fetch of the group in hand: it comes again, with what was drawn for it."""
         before, self._before = self._before, None
         if before is not None:
-            rng.restore_snapshot(before.generators)
+            held, generators = before
+            rng.restore_snapshot(generators)
             self.reader.put_back(self._read_last)
-            self.place = self.place._replace(held=before.held)
-
-    def own_batches(self, batches: int) -> int:
-        """How many of the next ``batches`` are this rank's."""
-        return batches
+            self.place = self.place._replace(held=held)
 
     def consumed(self, group: Group) -> None:
         """It is trained on, or given up."""
@@ -350,7 +296,7 @@ class DataSource:
     def _held(self) -> Mapping[str, Any]:
         """What belongs to the place beside its numbers, as a checkpoint holds it."""
         if self._before is not None:
-            return self._before.held
+            return self._before[0]
         held = self.place.held
         return held if "loader" in held else {**self.reader.state(), **held}  # else the pass is not open
 
@@ -369,10 +315,13 @@ class DataSource:
         }
         if self.fingerprint is not None:
             state["fingerprint"] = self.fingerprint
-        return {**state, **self.reader.order(place), **held, "steps": self.steps}
+        return {**state, **self.reader.order(place), "held": held, "steps": self.steps}
 
     def load(self, state: dict[str, Any]) -> None:
+        """Continue at a saved place; what one rank refuses is raised on all. A collective."""
         agreement.together(lambda: self.load_state_dict(state))
+        if self.place.skipped:
+            self.agree_lengths()  # of the rest of the pass
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved place.
@@ -386,9 +335,9 @@ class DataSource:
                 f"The checkpoint was made with Windows as data: give run() the same, or leave the position out with "
                 f"{leave_out('data')}."
             )
-        place, held = self._place_of(state), {name: state[name] for name in HELD if name in state}
+        place, held = self._place_of(state), state.get("held", {})
         if state.get("ranks", mesh.data_size()) != mesh.data_size():
-            held["exhausted"] = False
+            held = {**held, "exhausted": False}
         self.place = place._replace(held=held)
         if None not in (self.fingerprint, saved := state.get("fingerprint")) and saved != self.fingerprint:
             self._note_changed("The data is not that of the checkpoint: the run continues at its place in other data.")
@@ -407,7 +356,7 @@ class DataSource:
         dealt, is_ordered = False, False
         if isinstance(self.reader, Indexed) and "seed" in state:
             self._check_order(self.reader, state)
-            dealt, is_ordered = self.reader.dealing is not None, True
+            dealt, is_ordered = self.dealing is not None, True
         if before == ranks and not dealt:
             return place
         if is_ordered and place.batch:

@@ -11,11 +11,12 @@ from itertools import islice, repeat
 from typing import Any
 
 from ignite_engine import rng
+from ignite_engine.data.loader import resumable
 from ignite_engine.data.read_errors import ReadErrors
-from ignite_engine.data.shares import source_of
-from ignite_engine.data.source import DataSource, EndsEpochs, OwnSource, Source, Waiting
+from ignite_engine.data.source import DataSource, EndsEpochs, OwnSource, Waiting
 from ignite_engine.engine.grouping import Grouping
 from ignite_engine.engine.position import EpochIs, Plan, Position, is_done, limit_reached
+from ignite_engine.ranks import mesh
 from ignite_engine.state import TrainingState
 from ignite_engine.step.micro_batches import Group
 from ignite_engine.update.base import BaseUpdate
@@ -45,7 +46,7 @@ class Progress:
         self._may_be_empty, self._weigh, self._waiting = may_be_empty, weigh, waiting
         self.max_read_errors = max_read_errors
         self.grouping = grouping
-        self.source: Source | None = None
+        self.source: DataSource | None = None
         self.user_data: Any = None
         """The user's own object behind :attr:`source`."""
         self.epoch_is = EpochIs.A_LENGTH
@@ -91,7 +92,7 @@ class Progress:
         state = self.state
         return Plan(state.max_epochs, state.max_iters, state.epoch_length, self.epoch_is)
 
-    def begin(self, source: Source | None, data: Any, plan: Plan, position: Position) -> None:
+    def begin(self, source: DataSource | None, data: Any, plan: Plan, position: Position) -> None:
         """A run begins at ``position``: assigns all of it, and cannot fail."""
         state = self.state
         self.source, self.user_data, self.failed = source, data, False
@@ -112,36 +113,28 @@ class Progress:
         """The source, where it says which passes make an epoch."""
         return None if self.source is None else self.source.ends_epochs
 
-    @property
-    def _present(self) -> DataSource | None:
-        """Over what is iterated now."""
-        return None if self.source is None else self.source.present
-
     # -- data ---------------------------------------------------------------------------------------------------------
 
-    def new_source(self, data: Any) -> Source:
-        """A source over the user's data. A collective; data of a kind of its own may be one where a place is loaded."""
+    def new_source(self, data: Any) -> DataSource:
+        """A source over the user's data. A collective."""
+        how: dict[str, Any] = {
+            "accumulation_steps": self.grouping.accumulation_steps,
+            "global_micro_batches": self.grouping.global_micro_batches,
+            "may_be_empty": self._may_be_empty,
+            "weigh": self._weigh,
+            "waiting": self._waiting,
+            "read_errors": ReadErrors(self.max_read_errors, self.state) if self.max_read_errors else None,
+        }
         if isinstance(data, OwnSource):
-            stops = (lambda: False) if self._waiting is None else self._waiting.stops_waiting
-            shares = self.grouping.global_micro_batches is not None
-            return data.make_source(self._source_of, self.state, stops, shares=shares)
-        source = self._source_of(data)
+            return data.make_source(self.state, **how)
+        # a sampler of torch's would be drawn alike on each rank
+        source = DataSource(resumable(data, any_sampler=mesh.data_size() > 1), **how)
         try:
             source.agree_lengths()
         except BaseException:
             source.close()  # the loader is the user's again
             raise
         return source
-
-    def _source_of(self, data: Any) -> DataSource:
-        return source_of(
-            data,
-            *(self.grouping.accumulation_steps, self.grouping.global_micro_batches),
-            may_be_empty=self._may_be_empty,
-            weigh=self._weigh,
-            waiting=self._waiting,
-            read_errors=ReadErrors(self.max_read_errors, self.state) if self.max_read_errors else None,
-        )
 
     def iterations_of(self, data: Any) -> int | None:
         """Iterations of a pass over ``data``, None if unknown; reads nothing. A collective."""
@@ -233,13 +226,14 @@ class Progress:
 
     def samples_of_group(self) -> list[int] | None:
         """Dataset indices of this rank's group in hand, or of the next one; None if not of a ``loader()``'s data."""
-        source = self._present
+        source = self.source
         if source is None or source.sampler is None:
             return None
         batches = source.steps if self.group is None else self.group.places
         size, order = source.data.batch_size, copy(source.sampler)
         order.start = source.place.batch * size
-        return [index for _, index in islice(order, source.own_batches(batches) * size)]
+        own = batches if source.dealing is None else source.dealing.own(batches)
+        return [index for _, index in islice(order, own * size)]
 
     def group_consumed(self) -> None:
         """The update of the group is done."""

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from ignite_engine import rng
 from ignite_engine.data.place import Place
-from ignite_engine.data.source import DataSource, OwnSource, Source
+from ignite_engine.data.source import DataSource, OwnSource
 from ignite_engine.engine.position import EpochIs, Plan, Position, regrouped
 from ignite_engine.engine.progress import Progress
 from ignite_engine.errors import is_whole
@@ -91,14 +91,17 @@ def begin(
         StateMismatch: the loaded position is one in other data.
     """
     start, position, max_epochs, max_iters = _decide(arguments, state, progress, resume)
-    if isinstance(arguments.data, OwnSource):
-        arguments.data.check_epoch_length(arguments.epoch_length)
+    if isinstance(arguments.data, OwnSource) and arguments.epoch_length is not None:
+        kind = type(arguments.data).__name__
+        raise ValueError(
+            f"{kind}(per_epoch=...) sets the length of an epoch, got epoch_length={arguments.epoch_length}."
+        )
     grouping = progress.grouping
     # a new source may begin a stream again, and draw random numbers for its loaders
     random_numbers = rng.capture() if start is Start.CONTINUED and position.data is not None else None
     source = None if arguments.data is None else progress.new_source(arguments.data)
     try:
-        if isinstance(source, DataSource) and (number := _pass_number(progress, position)):
+        if source is not None and (number := _pass_number(progress, position)):
             source.place = Place(number)
             source.agree_lengths()  # a pass may have another length than the first
         plan = _plan(arguments, state, progress, source, start, max_epochs, max_iters)
@@ -113,7 +116,7 @@ def begin(
         # as Ignite after its load_state_dict()
         position = replace(position, epoch_iteration=state.iteration % plan.epoch_length)
     saved_with = resume.saved_grouping if start is Start.RESUMED else grouping
-    if isinstance(source, DataSource) and (saved_with != grouping or source.place.skipped):
+    if source is not None and (saved_with != grouping or source.place.skipped):
         position = _regrouped(position, plan, source)
 
     # nothing below raises
@@ -218,7 +221,7 @@ def _plan(
     arguments: RunArguments,
     state: TrainingState,
     progress: Progress,
-    source: Source | None,
+    source: DataSource | None,
     start: Start,
     max_epochs: int | None,
     max_iters: int | None,
@@ -247,7 +250,7 @@ def _plan(
     if given is not None or source is None:
         epoch_is = EpochIs.A_LENGTH
     else:
-        epoch_is = EpochIs.A_PASS if isinstance(source, DataSource) and source.batches is not None else EpochIs.MEASURED
+        epoch_is = EpochIs.MEASURED if source.batches is None else EpochIs.A_PASS
     return Plan(max_epochs, max_iters, length, epoch_is)
 
 
@@ -261,7 +264,7 @@ def _pass_number(progress: Progress, position: Position) -> int:
     return before.pass_number + int(before.batch > 0)
 
 
-def _move_to(source: Source, start: Start, progress: Progress, position: Position, *, is_same: bool) -> Position:
+def _move_to(source: DataSource, start: Start, progress: Progress, position: Position, *, is_same: bool) -> Position:
     """Move a new source to the place at which the run begins; a fresh one is at the beginning of pass 0.
 
     Args:
@@ -273,14 +276,12 @@ def _move_to(source: Source, start: Start, progress: Progress, position: Positio
     before = progress.source
     if start is Start.RESUMED and position.data:
         source.load(dict(position.data))
-        if isinstance(source, DataSource) and source.place.skipped:
-            source.agree_lengths()  # of the rest of the pass
     elif start is Start.CONTINUED and before is not None:
         if position.data is None:
             source.begin_after(before.place)
-        elif is_same or source.data is before.data:
+        elif is_same:
             source.load(_without_fingerprints(position.data))  # what it holds may have changed since
-            if isinstance(source.data, Iterator) and isinstance(source, DataSource) and isinstance(before, DataSource):
+            if isinstance(source.data, Iterator):
                 source.reader.fetched = before.reader.fetched or ()
         else:
             source.begin_after(before.place)

@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ignite_engine.data.sampler import ResumableSampler
-from ignite_engine.data.source import DataSource
 from ignite_engine.states.model_and_optimizer import weights_of
 from ignite_engine.trainer import Trainer
 
@@ -46,9 +44,9 @@ class Iteration:
 
 def samples_of(trainer: Trainer) -> list[list[int]] | None:
     """Within an iteration, before it is consumed: the indices of this rank's samples by micro-batch; None: unknown."""
-    source = None if trainer.progress.source is None else trainer.progress.source.present
-    sampler = source.sampler if isinstance(source, DataSource) else None
-    if source is None or not isinstance(sampler, ResumableSampler) or trainer.progress.max_read_errors:
+    source = trainer.progress.source
+    sampler = None if source is None else source.sampler
+    if source is None or sampler is None or trainer.progress.max_read_errors:
         return None
     count = len(trainer.state.group.real)
     size: int = source.data.batch_size

@@ -1,18 +1,18 @@
-"""What a Trainer iterates over windows: one window after the other, each by a source of its own."""
+"""What a Trainer iterates over windows: each is a pass over data of its own."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ignite.engine import Events
 
 from ignite_engine import rng
+from ignite_engine.data.loader import resumable
 from ignite_engine.data.place import Place
-from ignite_engine.data.source import BetweenPasses, DataSource
+from ignite_engine.data.source import DataSource
 from ignite_engine.errors import StateMismatch, StopRequested, leave_out
 from ignite_engine.events import TrainingEvents
 from ignite_engine.ext.windows.window_reader import WindowReader
@@ -25,209 +25,161 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class WindowPlace:
-    """Where a source is in the windows of its stream."""
-
-    number: int = 0
-    """Windows before the open one, or the one that comes next: its pass."""
-    of_epoch: int = 0
-    """Windows begun in this epoch."""
-    updates: int = 0
-    """Updates in the open window."""
-    begun: bool = False
-    """The open window has had its WINDOW_STARTED."""
-
-
-class WindowedSource:
-    """What a Trainer iterates over windows: one window per ``iter()``, each by a source of its own.
+class WindowedSource(DataSource):
+    """What a Trainer iterates over windows: ``place.pass_number`` counts those that were open.
 
     Args:
-        source_of: makes the source over a window's loader.
         state: of the run; its windows are counted here.
-        stops: of a :class:`WindowReader`.
+        how: of a :class:`DataSource`.
     """
 
-    iterations = None
-    """They are not known for a pass."""
-
-    def __init__(
-        self, windows: Windows, source_of: Callable[[Any], DataSource], state: Any, stops: Callable[[], bool]
-    ) -> None:
-        self.data, self._state = windows, state
-        self.reader = WindowReader(windows, stops)
-        self._source_of = source_of
-        self.present: DataSource | None = None
-        """Over the window that is open."""
-        self.at = WindowPlace()
-        self._opened_with: Any = None
-        """The random numbers before the open window was opened."""
+    def __init__(self, windows: Windows, state: Any, **how: Any) -> None:
+        super().__init__((), **how)
+        self._state = state
+        waiting = how.get("waiting")
+        self.stream = WindowReader(windows, *([] if waiting is None else [waiting.stops_waiting]))
+        self._before_window: Any = None
+        """The random numbers before the open window was opened; None: none is open."""
         self.order_seed: int | None = None
         """Of the random order of the plain DataLoaders of the open window; None: they have none."""
-        self._changed: str | None = None
+        self._begun, self._of_epoch, self._updates = False, 0, 0
+        """Whether the open window has had its WINDOW_STARTED, windows begun in this epoch, updates in the open one."""
         self._inexact: str | None = None
+
+    @property
+    def is_open(self) -> bool:  # type: ignore[override]  # of a pass it always is
+        """A window is."""
+        return self._before_window is not None
+
+    @property
+    def ends_epochs(self) -> WindowedSource:  # type: ignore[override]
+        return self
 
     @property
     def name(self) -> Any:
         """Of the open window; None where none is, and where this rank has none."""
-        return None if self.present is None else self.reader.name
+        return self.stream.name if self.is_open else None
 
     @property
-    def ends_epochs(self) -> WindowedSource:
-        return self
-
-    @property
-    def changed(self) -> str | None:
-        """What is other than where the place was saved, as a sentence."""
-        return self._changed or (None if self.present is None else self.present.changed)
-
-    @property
-    def place(self) -> Place:
-        """In the open window; ``pass_number`` counts windows."""
-        return Place(pass_number=self.at.number) if self.present is None else self.present.place
-
-    @property
-    def epoch_is_over(self) -> bool:
-        """The epoch has its windows, or the stream has no more."""
-        return self.reader.over or (self.data.per_epoch is not None and self.at.of_epoch >= self.data.per_epoch)
+    def iterations(self) -> None:
+        """They are not known for a pass."""
 
     @property
     def inexact(self) -> str | None:
         """Why a resumed run would not see the same bits, None if it would; of its windows once one was opened."""
-        return self.reader.inexact or self._inexact
-
-    def begin_after(self, place: Place) -> None:
-        """Begin with the pass after ``place``, which is one in other data."""
-        self.at = WindowPlace(place.pass_number + int(place.batch > 0))
+        return self.stream.inexact or self._inexact
 
     # -- a window -----------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Group]:
         """The rest of the open window, or the next one, which is taken by the first ``next``: a stop may end that."""
-        if self.present is None:
-            return self._next_window()
-        limit = self.data.max_updates
-        return islice(self.present, None if limit is None else max(limit - self.at.updates, 0))
+        return self._limited() if self.is_open else self._next_window()
+
+    def _limited(self) -> Iterator[Group]:
+        limit = self.stream.windows.max_updates
+        return islice(super().__iter__(), None if limit is None else max(limit - self._updates, 0))
 
     def _next_window(self) -> Iterator[Group]:
-        if self.reader.take():
+        if self.stream.take():
             try:
-                yield from islice(self._open(rng.capture()), self.data.max_updates)
+                self._open_window(rng.capture())
+                yield from self._limited()
             except StopRequested:
                 self.put_back()
                 raise
 
-    def _open(self, generators: Any) -> DataSource:
+    def _open_window(self, generators: Any) -> None:
         """Open the window that the reader has taken. A collective.
 
         Args:
             generators: the random numbers before it.
         """
-        self._opened_with = generators
-        loader, self.order_seed = self.data.loader_and_seed(self.reader.name)
-        self.present = self._source_of(loader)
-        self.present.place = Place(pass_number=self.at.number)
-        self._inexact = self._inexact or self.present.inexact
-        self.present.agree_lengths()
-        return self.present
+        self._before_window = generators
+        loader, self.order_seed = self.stream.windows.loader_and_seed(self.stream.name)
+        self.set_data(resumable(loader, any_sampler=mesh.data_size() > 1))
+        self._inexact = self._inexact or super().inexact
+        self.agree_lengths()
+
+    def agree_lengths(self) -> None:
+        if self.is_open:
+            super().agree_lengths()
 
     def run_begins(self) -> None:
         """Of the windows that have begun all are completed but the one that is open."""
-        open_now = self.at.begun
-        self._state.windows_completed = self._state.windows - int(open_now)
-        self._state.window = self.name if open_now else None
+        self._state.windows_completed = self._state.windows - int(self._begun)
+        self._state.window = self.name if self._begun else None
 
-    def group_fetched(self, run: BetweenPasses) -> None:
+    def group_fetched(self, run: Any) -> None:
         """The first one of a window: it counts, and WINDOW_STARTED comes."""
-        if not self.at.begun:
-            self.at = replace(self.at, begun=True, of_epoch=self.at.of_epoch + 1)
+        if not self._begun:
+            self._begun, self._of_epoch = True, self._of_epoch + 1
             self._state.windows += 1
             self._state.window = self.name
             run.fire(TrainingEvents.WINDOW_STARTED)
 
-    def first_of_next_pass(self, run: BetweenPasses) -> Group | None:
+    def first_of_next_pass(self, run: Any) -> Group | None:
         """The first group of the next window that has one, None at the end of the epoch."""
-        begun_again = False
+        stream, state, begun_again = self.stream, self._state, False
         while True:
-            if begun := self.at.begun:
+            if begun := self._begun:
                 run.fire(TrainingEvents.WINDOW_COMPLETED)
             self.next_pass()
-            if self.epoch_is_over and not run.epoch_iteration and not begun_again:
-                begun_again = self.reader.begin_again()  # the epoch before has ended with the sequence
-            if self.epoch_is_over:
-                if self.reader.over:
+            is_full = self._of_epoch == stream.windows.per_epoch
+            if stream.over and not is_full and not run.epoch_iteration and not begun_again:
+                begun_again = stream.begin_again()  # the epoch before has ended with the sequence
+            if stream.over or is_full:
+                if stream.over:
                     run.fire(Events.DATALOADER_STOP_ITERATION)
                 if not run.epoch_iteration:
-                    if not self._state.windows and agreement.rank() == 0:
+                    if not state.windows and agreement.rank() == 0:
                         logger.warning(
-                            "No window with a batch came from %r: the run ends without an update.", self.data.stream
+                            "No window with a batch came from %r: the run ends without an update.",
+                            stream.windows.stream,
                         )
                     run.end_run()
                 return None
             if begun:
                 run.boundary()
             if (group := run.fetch()) is not None:
-                return group
+                return group  # type: ignore[no-any-return]
 
     def consumed(self, group: Group) -> None:
-        """A group of the open window is trained on, or given up."""
-        assert self.present is not None, "it was fetched from it"
-        self.present.consumed(group)
-        self.at = replace(self.at, updates=self.at.updates + int(not group.is_lost))
+        super().consumed(group)
+        self._updates += int(not group.is_lost)
 
     def put_back(self) -> None:
         """Undo the fetch of the group in hand; the window of which it is the first is taken again with it."""
-        if self.present is not None and self.present.place.is_within:
-            self.present.put_back()
+        if self.is_open and self.place.is_within:
+            super().put_back()
             return
-        if self._opened_with is not None:
-            rng.restore(self._opened_with)
-        if self.at.begun:
-            self.at = replace(self.at, begun=False, of_epoch=self.at.of_epoch - 1)
+        if self.is_open:
+            rng.restore(self._before_window)
+        if self._begun:
+            self._of_epoch -= 1
             self._state.windows -= 1
-        self._leave_window()
-
-    def _leave_window(self) -> None:
-        self.close()
-        self.present = self._opened_with = None
-        self._state.window, self._state.windows_completed = None, self._state.windows
+        self._leave_window(self.place.pass_number)
 
     def next_pass(self) -> None:
         """The open window is trained on, or was empty."""
-        self._changed = self.changed  # a resumed run of later windows is as little that of the checkpoint
-        self.at = WindowPlace(self.at.number + int(self.present is not None), self.at.of_epoch)
-        self._leave_window()
-        self.reader.done()
+        self._leave_window(self.place.pass_number + int(self.is_open))
+        self.stream.done()
+
+    def _leave_window(self, number: int) -> None:
+        self.close()
+        self.set_data(())
+        self.place, self._before_window, self._begun, self._updates = Place(number), None, False, 0
+        self._state.window, self._state.windows_completed = None, self._state.windows
 
     def epoch_ended(self) -> None:
         """The epoch is over: in the next one the stream is asked again, and a sequence at its end begins again."""
-        self.at = replace(self.at, of_epoch=0)
-        self.reader.over = False
-
-    def abandon(self) -> None:
-        """End the workers of the open window at once."""
-        if self.present is not None:
-            self.present.abandon()
-
-    def freeze(self) -> None:
-        """Keep the place in the open window, whatever becomes of its loader."""
-        if self.present is not None:
-            self.present.freeze()
-
-    def close(self) -> None:
-        """The run is over: end the workers of the open window."""
-        if self.present is not None:
-            self.present.close()
+        self._of_epoch, self.stream.over = 0, False
 
     # -- in checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the stream, and that in the open window."""
-        own = self.reader.state_dict() | asdict(self.at)
-        if self.present is None:
-            return {"windows": own, "window": None, "ranks": mesh.data_size()}
-        window = self.present.state_dict() | {"opened_with": self._opened_with}
-        return {"windows": own, "window": window, "ranks": mesh.data_size()}
+        """The place in the open window, and that in the stream."""
+        own = {"before": self._before_window, "begun": self._begun, "of_epoch": self._of_epoch}
+        return super().state_dict() | {"windows": self.stream.state_dict() | own | {"updates": self._updates}}
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue at a saved place; opens the window that was open. A collective.
@@ -240,18 +192,18 @@ class WindowedSource:
                 "The checkpoint was made with data that is not a Windows object: give run() the same, or leave the "
                 f"position out with {leave_out('data')}."
             )
-        own, ranks = state["windows"], mesh.data_size()
-        if state["ranks"] != ranks and not self.data.shared:
-            self._changed = (
+        own, ranks = state.pop("windows"), mesh.data_size()
+        if state["ranks"] != ranks and not self.stream.windows.shared:
+            self.changed = (
                 f"The data position was saved on {state['ranks']} ranks, resumed on {ranks}: each continues with its "
                 "own windows, some may come twice or never."
             )
-        self.reader.load_state_dict(own, begun=own["begun"])
-        self.at = WindowPlace(**{name: own[name] for name in asdict(self.at)})
-        if (saved := state["window"]) is not None:
+            state["ranks"] = ranks
+        self.stream.load_state_dict(own, begun=own["begun"])
+        self._begun, self._of_epoch, self._updates = own["begun"], own["of_epoch"], own["updates"]
+        if own["before"] is not None:
+            self.place = Place(state["pass"] - int(state["ended"]))
             with rng.isolated():  # what it draws was drawn then
-                rng.restore(saved["opened_with"])
-                window = self._open(saved["opened_with"])
-            window.load(saved | ({} if self.data.shared else {"ranks": ranks}))
-            if window.place.skipped:
-                window.agree_lengths()
+                rng.restore(own["before"])
+                self._open_window(own["before"])
+        super().load(state)

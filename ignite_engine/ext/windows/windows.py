@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from ignite_engine.data.loader import resumable, seed_of_order
 from ignite_engine.data.sampler import ResumableSampler
-from ignite_engine.data.source import DataSource, OwnSource, Source
+from ignite_engine.data.source import DataSource, OwnSource
 from ignite_engine.data.workers import begin_pass, end_workers
 from ignite_engine.errors import EmptyData, check_type, is_number, is_whole
 from ignite_engine.ext.windows.streams import Files, WindowStream, begun, single, text_of
@@ -92,20 +92,14 @@ class Windows(OwnSource):
                 "evaluation streams of their own, or evaluate Windows.again at WINDOW_STARTED."
             )
 
-    def make_source(
-        self, source_of: Callable[[Any], DataSource], state: Any, stops: Callable[[], bool], *, shares: bool
-    ) -> Source:
-        if shares and not self.shared and mesh.data_size() > 1:
+    def make_source(self, state: Any, **how: Any) -> DataSource:
+        if how["global_micro_batches"] is not None and not self.shared and mesh.data_size() > 1:
             raise ValueError(
                 "global_micro_batches deals one order of samples out to the ranks, and Windows(shared=False) gives "
                 "each rank samples of its own: use shared windows, or accumulation_steps."
             )
-        self._source = WindowedSource(self, source_of, state, stops)
+        self._source = WindowedSource(self, state, **how)
         return self._source
-
-    def check_epoch_length(self, epoch_length: int | None) -> None:
-        if epoch_length is not None:
-            raise ValueError(f"Windows(per_epoch=...) sets the length of an epoch, got epoch_length={epoch_length}.")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -140,7 +134,7 @@ class Windows(OwnSource):
         Raises:
             RuntimeError: none is trained on now.
         """
-        if self._source is None or self._source.present is None:
+        if self._source is None or not self._source.is_open:
             raise RuntimeError(
                 "No window is open: use Windows.again from TrainingEvents.WINDOW_STARTED to WINDOW_COMPLETED."
             )
