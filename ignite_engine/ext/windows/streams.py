@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from copy import copy
 from itertools import chain, islice
 from numbers import Integral
@@ -110,36 +110,27 @@ class Files:
         return f"Files({str(self.directory)!r}, {self.pattern!r})"
 
 
-class ListedWindows:
-    """A sequence of windows; an epoch after its end begins it again."""
+class CountedWindows:
+    """A sequence or an iterable, of which is saved how many were taken.
 
-    def __init__(self, names: Sequence[Any]) -> None:
-        self.names, self.taken = names, 0
+    A sequence is read on from any place, and an epoch after its end begins it again. Of an iterable a resumed run takes
+    the windows that were consumed again, and drops them.
+    """
 
-    def next_window(self) -> Any:
-        if self.taken >= len(self.names):
-            raise StopIteration
-        self.taken += 1
-        if (name := self.names[self.taken - 1]) is None:
-            raise ValueError(f"Window {self.taken - 1} of the sequence is None: leave it out of the sequence.")
-        return name
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"taken": self.taken}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.taken = state["taken"]
-
-
-class ReplayedStream:
-    """An iterable without a state: a resumed run takes the windows that were consumed again, and drops them."""
-
-    def __init__(self, given: Iterable[Any]) -> None:
-        self._names, self._taken = iter(given), 0
+    def __init__(self, given: Any) -> None:
+        self.is_sequence = is_sequence(given)
+        self._given, self._taken = given if self.is_sequence else iter(given), 0
         self._last: Any = None
 
     def next_window(self) -> Any:
-        self._last = next(self._names)
+        if not self.is_sequence:
+            self._last = next(self._given)
+        elif self._taken >= len(self._given):
+            raise StopIteration
+        elif (name := self._given[self._taken]) is None:
+            raise ValueError(f"Window {self._taken} of the sequence is None: leave it out of the sequence.")
+        else:
+            self._last = name
         self._taken += 1
         return self._last
 
@@ -147,49 +138,61 @@ class ReplayedStream:
         return {"taken": self._taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        ahead = state["taken"] - self._taken
-        if ahead == -1:
-            self._names = chain([self._last], self._names)
-        elif ahead < 0:
+        ahead = 0 if self.is_sequence else state["taken"] - self._taken
+        if ahead < -1:
             raise StateMismatch(
                 f"The stream of windows is {-ahead} windows further than the checkpoint and cannot go back: give "
                 "Windows a sequence, or a stream with a state_dict."
             )
+        if ahead == -1:
+            self._given = chain([self._last], self._given)
         elif ahead:
             logger.warning("The stream of windows keeps no state: %d windows are taken again.", ahead)
-            self._names = islice(self._names, ahead, None)
+            self._given = islice(self._given, ahead, None)
         self._taken = state["taken"]
 
 
-class SingleStream:
-    """A stream that is not begun a second time: at any time it has one consumer."""
+class Beginnings:
+    """What a user has given, at its beginning for each who reads it.
 
-    def __init__(self, stream: WindowStream) -> None:
-        self._stream, self._initial = stream, stream.state_dict()
-        self.consumer: object = None
+    Of what cannot be begun a second time beside the first, an iterator or a stream of the user's own, it is one stream,
+    which at any time has one reader.
+    """
 
-    def begun_by(self, consumer: object) -> WindowStream:
-        """The stream, at its beginning where it can go back; from now on it is this consumer's."""
-        self.consumer = consumer
-        if not isinstance(self._stream, ReplayedStream):
-            self._stream.load_state_dict(self._initial)
-        return self._stream
+    def __init__(self, given: Any) -> None:
+        self._given, self._reader = given, None
+        self._single: WindowStream | None = None
+        self._initial: dict[str, Any] | None = None
+        """Its state, if it can go back there."""
+        if isinstance(given, WindowStream) and not isinstance(given, Files):
+            self._single, self._initial = given, given.state_dict()
+        elif not is_sequence(given) and not isinstance(given, Files) and iter(given) is given:
+            self._single = CountedWindows(given)
 
+    def begun_by(self, reader: Any) -> WindowStream:
+        """The stream at its beginning; from now on it is this reader's."""
+        if isinstance(self._given, Files):
+            files = copy(self._given)
+            files.load_state_dict({"last": ""})
+            return files
+        if self._single is None:
+            return CountedWindows(self._given)
+        self._reader = reader
+        if self._initial is not None:
+            self._single.load_state_dict(self._initial)
+        return self._single
 
-def single(given: Any) -> SingleStream | None:
-    """What the user has given, where it cannot be begun a second time beside the first."""
-    if isinstance(given, WindowStream):
-        return None if isinstance(given, Files) else SingleStream(given)
-    return None if is_sequence(given) or iter(given) is not given else SingleStream(ReplayedStream(given))
+    def check_belongs_to(self, reader: Any) -> None:
+        """Refuse that two take windows from one stream.
 
-
-def begun(given: Any) -> WindowStream:
-    """A new stream, at its beginning, over what the user has given."""
-    if isinstance(given, Files):
-        files = copy(given)
-        files.load_state_dict({"last": ""})
-        return files
-    return ListedWindows(given) if is_sequence(given) else ReplayedStream(given)
+        Raises:
+            ValueError: another one has begun it since ``reader`` did.
+        """
+        if self._single is not None and self._reader is not reader:
+            raise ValueError(
+                f"Two read the windows of {self._given!r}, and each would miss those of the other: give training and "
+                "evaluation streams of their own, or evaluate Windows.again at WINDOW_STARTED."
+            )
 
 
 def is_sequence(stream: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ignite_engine.data.readers import length_of
 from ignite_engine.errors import StateMismatch, StopRequested, leave_out
-from ignite_engine.ext.windows.streams import Files, ListedWindows, ReplayedStream, text_of
+from ignite_engine.ext.windows.streams import CountedWindows, Files, text_of
 from ignite_engine.ranks import agreement
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class WindowReader:
 
     def reset(self) -> None:
         """Start at the beginning of the stream."""
-        self._stream = self.windows.begun_by(self)
+        self._stream = self.windows.beginnings.begun_by(self)
         self._before = self._stream.state_dict()
         """Before the window that was taken last."""
         self.name: Any = None
@@ -46,7 +46,7 @@ class WindowReader:
     @property
     def inexact(self) -> str | None:
         """Why a resumed run would not see the same windows."""
-        replays = type(self._stream) is ReplayedStream
+        replays = isinstance(self._stream, CountedWindows) and not self._stream.is_sequence
         return "the stream of windows keeps no state: it is read again" if replays else None
 
     def take(self) -> bool:
@@ -60,28 +60,27 @@ class WindowReader:
             ValueError: another reader has begun the stream since.
             Exception: of the stream, on every rank.
         """
-        self.windows.check_belongs_to(self)
-        looks = not self.windows.shared or agreement.rank() == 0
-        until, ended = time.monotonic() + self._wait_s, not looks
+        self.windows.beginnings.check_belongs_to(self)
+        shared, until, ended = self.windows.shared, time.monotonic() + self._wait_s, False
+        looks = not shared or agreement.rank() == 0
 
         def own() -> tuple[bool, bool, bool, Any]:
             """Whether this rank has a window, waits for one, is to stop; and the window, of a shared stream."""
             nonlocal ended
-            if self.name is None and not ended:
+            if looks and self.name is None and not ended:
                 self._before = self._stream.state_dict()
                 ended = self._look()
-            has = self.name is not None and looks
-            waits = not has and not ended and time.monotonic() < until
-            return has, waits, self._stops(), self.name if self.windows.shared and has else None
+            has = looks and self.name is not None
+            waits = looks and not has and not ended and time.monotonic() < until
+            return has, waits, self._stops(), self.name if shared and has else None
 
-        while True:
-            rows = agreement.agreed(own)
-            if not any(waits for _, waits, _, _ in rows):
-                break
+        rows = agreement.agreed(own)
+        while any(waits for _, waits, _, _ in rows):
             if any(stops for _, _, stops, _ in rows):
                 raise StopRequested
             time.sleep(self.windows.poll_s)
-        if self.windows.shared:
+            rows = agreement.agreed(own)
+        if shared:
             self.name = rows[0][3]
         self.over = not any(has for has, _, _, _ in rows)
         return not self.over
@@ -118,8 +117,8 @@ class WindowReader:
         """Begin a sequence again that is at its end; whether one did so on some rank. A collective."""
         if not self.over:
             return False
-        if begins := isinstance(self._stream, ListedWindows):
-            self._stream.taken = 0
+        if begins := isinstance(self._stream, CountedWindows) and self._stream.is_sequence:
+            self._stream.load_state_dict({"taken": 0})
         self.over = not any(agreement.gather_objects(begins))
         return not self.over
 

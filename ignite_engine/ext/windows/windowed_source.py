@@ -36,12 +36,9 @@ class WindowedSource(DataSource):
     def __init__(self, windows: Windows, state: Any, **how: Any) -> None:
         super().__init__((), **how)
         self._state = state
-        waiting = how.get("waiting")
-        self.stream = WindowReader(windows, *([] if waiting is None else [waiting.stops_waiting]))
+        self.stream = WindowReader(windows, how["waiting"].stops_waiting)
         self._before_window: Any = None
         """The random numbers before the open window was opened; None: none is open."""
-        self.order_seed: int | None = None
-        """Of the random order of the plain DataLoaders of the open window; None: they have none."""
         self._begun, self._of_epoch, self._updates = False, 0, 0
         """Whether the open window has had its WINDOW_STARTED, windows begun in this epoch, updates in the open one."""
         self._inexact: str | None = None
@@ -95,8 +92,7 @@ class WindowedSource(DataSource):
             generators: the random numbers before it.
         """
         self._before_window = generators
-        loader, self.order_seed = self.stream.windows.loader_and_seed(self.stream.name)
-        self.set_data(resumable(loader, any_sampler=mesh.data_size() > 1))
+        self.set_data(resumable(self.stream.windows.loader_of(self.stream.name), any_sampler=mesh.data_size() > 1))
         self._inexact = self._inexact or super().inexact
         self.agree_lengths()
 

@@ -16,7 +16,7 @@ from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.data.source import DataSource, OwnSource
 from ignite_engine.data.workers import begin_pass, end_workers
 from ignite_engine.errors import EmptyData, check_type, is_number, is_whole
-from ignite_engine.ext.windows.streams import Files, WindowStream, begun, single, text_of
+from ignite_engine.ext.windows.streams import Beginnings, Files, WindowStream, text_of
 from ignite_engine.ext.windows.windowed_source import WindowedSource
 from ignite_engine.ranks import agreement, mesh
 
@@ -72,25 +72,9 @@ class Windows(OwnSource):
         self.stream, self.open, self.shared = stream, open, shared
         self.per_epoch, self.max_updates = per_epoch, max_updates
         self.wait_s, self.poll_s = wait_s, poll_s
-        self._single = single(stream)
+        self.beginnings = Beginnings(stream)
         self._source: WindowedSource | None = None
         """Of the run that trains on them."""
-
-    def begun_by(self, reader: object) -> WindowStream:
-        """The stream at its beginning: a new one, if that can be; otherwise ``reader`` takes it from others."""
-        return begun(self.stream) if self._single is None else self._single.begun_by(reader)
-
-    def check_belongs_to(self, reader: object) -> None:
-        """Refuse that two take windows from one stream.
-
-        Raises:
-            ValueError: another one has begun it since ``reader`` did.
-        """
-        if self._single is not None and self._single.consumer is not reader:
-            raise ValueError(
-                f"Two read the windows of {self.stream!r}, and each would miss those of the other: give training and "
-                "evaluation streams of their own, or evaluate Windows.again at WINDOW_STARTED."
-            )
 
     def make_source(self, state: Any, **how: Any) -> DataSource:
         if how["global_micro_batches"] is not None and not self.shared and mesh.data_size() > 1:
@@ -138,7 +122,7 @@ class Windows(OwnSource):
             raise RuntimeError(
                 "No window is open: use Windows.again from TrainingEvents.WINDOW_STARTED to WINDOW_COMPLETED."
             )
-        return self._made_of(self._opened(self.present), self._source.order_seed)
+        return self._made_of(self._opened(self.present), 0)
 
     def whole(self) -> Iterator[Any]:
         """The batches of all windows, one after the other: ``Evaluation(evaluator, windows.whole)`` evaluates
@@ -149,7 +133,7 @@ class Windows(OwnSource):
         """
 
         def names_of_all() -> list[Any]:
-            stream, names = self.begun_by(self), list[Any]()
+            stream, names = self.beginnings.begun_by(self), list[Any]()
             with suppress(StopIteration):
                 while (name := stream.next_window()) is not None:
                     names.append(name)
@@ -158,10 +142,9 @@ class Windows(OwnSource):
         return self._batches_of(agreement.on_rank_0(names_of_all) if self.shared else agreement.together(names_of_all))
 
     def _batches_of(self, names: Iterable[Any]) -> Iterator[Any]:
-        for number, name in enumerate(names):
+        for name in names:
             # without a collective: each rank comes to a window when it has evaluated the one before
-            together = self.shared and agreement.world_size() > 1
-            data = self._made_of(self._opened(name), number if together else None)
+            data = self._made_of(self._opened(name), 0)
             iterator = begin_pass(data)
             try:
                 yield from iterator
@@ -169,13 +152,7 @@ class Windows(OwnSource):
                 end_workers(iterator, data)
 
     def loader_of(self, name: Any) -> Any:
-        """As :meth:`loader_and_seed`, without the seed."""
-        return self.loader_and_seed(name)[0]
-
-    def loader_and_seed(self, name: Any) -> tuple[Any, int | None]:
         """The loader of a window; where it has no sample, or there is no window (None), an empty tuple.
-
-        With it the seed of its order, on which the ranks have agreed; None: it has none that is random and plain.
 
         A collective: a rank may have none where its peers have a ``DataLoader`` whose order they agree on.
 
@@ -189,9 +166,9 @@ class Windows(OwnSource):
             return seed_of_order(data[0], seed=0)
 
         seeds = agreement.agreed(open_here)
-        shared = next((seed for seed in seeds if seed is not None), None)
-        seed = shared if self.shared else seeds[agreement.rank()]
-        return self._made_of(data[0], seed), seed
+        if self.shared:
+            return self._made_of(data[0], next((seed for seed in seeds if seed is not None), 0))
+        return self._made_of(data[0], seeds[agreement.rank()] or 0)
 
     def _opened(self, name: Any) -> Any:
         if name is None:
@@ -209,8 +186,8 @@ class Windows(OwnSource):
         check_type("the window's data", data, is_data, "an iterable of batches, or None")
         return data
 
-    def _made_of(self, data: Any, seed: int | None) -> Any:
-        data = resumable(data, seed=0, agree=lambda own: own if seed is None else seed)
+    def _made_of(self, data: Any, seed: int) -> Any:
+        data = resumable(data, seed=0, agree=lambda own: seed)
         if not self.shared and isinstance(sampler := getattr(data, "sampler", None), ResumableSampler):
             sampler.rank, sampler.world_size = 0, 1  # the window is this rank's alone: none of it is for its peers
         return data
