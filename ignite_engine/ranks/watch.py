@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -86,55 +86,45 @@ class Row:
     said_at: float = 0.0
 
 
-class Rows:
-    """What a rank has read of others, and whom it says to have failed.
+def verdict(
+    rows: Mapping[int, Row],
+    silent_s: Mapping[int, float],
+    ended: Collection[int],
+    broken_s: float | None,
+    limit_s: float,
+) -> Failure | None:
+    """Who has failed of the ranks that wrote ``rows``; None: nobody.
 
     Args:
-        timeout_s: a rank of which nothing is heard for so long has failed.
+        silent_s: for how long nothing new was heard of each.
+        ended: those whose processes had ended before their rows were read.
+        broken_s: for how long a collective has been broken, of which ``rows`` are all; None: none is.
+        limit_s: a rank that is silent for so long has failed.
     """
+    present = [rank for rank, row in rows.items() if row.left is None]
+    if gone := [rank for rank in present if rank in ended]:
+        return Failure(f"{_named(gone)} {_ENDED}. {_heartbeats(rows, gone)}", gone)
+    limit_s = limit_s if broken_s is None else min(SILENT_S, limit_s)
+    if silent := [rank for rank in present if silent_s[rank] >= limit_s]:
+        how = _SILENT.format(max(silent_s[rank] for rank in silent))
+        return Failure(f"{_named(silent)} {how}. {_heartbeats(rows, silent)}", silent, kind="silent")
+    broken = [rank for rank in present if rows[rank].lost is not None]
+    if broken_s is None or broken_s < SILENT_S + BEAT_S or not broken:
+        return None
+    waited = f"{_named(broken)} waited"
+    if left := [rank for rank in rows if rank not in present]:
+        how = "; ".join(f"rank {rank} {rows[rank].left}" for rank in left)
+        return Failure(f"{how}, while {waited} for it", left, code=max(rows[rank].code for rank in left) or 1)
+    missing = [rank for rank in present if rank not in broken]
+    how = f"{_named(missing)} did not come while {waited}" if missing else "the ranks waited for each other"
+    line = f"{how} ({rows[broken[0]].lost}). {_heartbeats(rows, missing or broken)}"
+    return Failure(line, missing, kind="stuck")
 
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._rows: dict[int, Row] = {}
-        self._heard_at: dict[int, float] = {}
 
-    def hear(self, rank: int, row: Row, now: float) -> None:
-        """Take a row that was read ``now``, on a clock that stands while this process is stopped."""
-        if row != self._rows.get(rank):
-            self._rows[rank], self._heard_at[rank] = row, now
-
-    def verdict(
-        self, ranks: Sequence[int], ended: Collection[int], now: float, broken_s: float | None
-    ) -> Failure | None:
-        """Who of ``ranks`` has failed; None: nobody.
-
-        Args:
-            ended: those whose processes had ended before their rows were read.
-            broken_s: for how long a collective has been broken, of which ``ranks`` are all; None: none is.
-        """
-        present = [rank for rank in ranks if self._rows[rank].left is None]
-        if gone := [rank for rank in present if rank in ended]:
-            return Failure(f"{_named(gone)} {_ENDED}. {self._heartbeats(gone)}", gone)
-        limit_s = self.timeout_s if broken_s is None else min(SILENT_S, self.timeout_s)
-        if silent := [rank for rank in present if now - self._heard_at[rank] >= limit_s]:
-            how = _SILENT.format(max(now - self._heard_at[rank] for rank in silent))
-            return Failure(f"{_named(silent)} {how}. {self._heartbeats(silent)}", silent, kind="silent")
-        broken = [rank for rank in present if self._rows[rank].lost is not None]
-        if broken_s is None or broken_s < SILENT_S + BEAT_S or not broken:
-            return None
-        waited = f"{_named(broken)} waited"
-        if left := [rank for rank in ranks if rank not in present]:
-            how = "; ".join(f"rank {rank} {self._rows[rank].left}" for rank in left)
-            return Failure(f"{how}, while {waited} for it", left, code=max(self._rows[rank].code for rank in left) or 1)
-        missing = [rank for rank in present if rank not in broken]
-        how = f"{_named(missing)} did not come while {waited}" if missing else "the ranks waited for each other"
-        line = f"{how} ({self._rows[broken[0]].lost}). {self._heartbeats(missing or broken)}"
-        return Failure(line, missing, kind="stuck")
-
-    def _heartbeats(self, ranks: Sequence[int]) -> str:
-        if len(ranks) == 1:
-            return f"Last heartbeat: {self._rows[ranks[0]].beat}"
-        return "Last heartbeats: " + "; ".join(f"rank {rank}: {self._rows[rank].beat}" for rank in ranks)
+def _heartbeats(rows: Mapping[int, Row], ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"Last heartbeat: {rows[ranks[0]].beat}"
+    return "Last heartbeats: " + "; ".join(f"rank {rank}: {rows[rank].beat}" for rank in ranks)
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -148,19 +138,17 @@ class _Case:
     Attributes:
         number: of the run.
         failure: that which stands.
-        proposed: what this rank has to write.
         lost: with what a collective of this rank broke, at ``lost_at``.
         raised: set when the main thread raises, whatever it is; ``is_own``: it is no broken collective.
+        told: set when the failure is known and logged.
     """
 
     number: int
     failure: Failure | None = None
-    proposed: Failure | None = None
     lost: str | None = None
     lost_at: float = 0.0
     is_own: bool = False
     raised: threading.Event = field(default_factory=threading.Event)
-    learned: threading.Event = field(default_factory=threading.Event)
     told: threading.Event = field(default_factory=threading.Event)
 
 
@@ -190,7 +178,9 @@ class Watch:
         """How the function of this rank ends, if not by an exception."""
         self._code = 0
         self._case = _Case(0)
-        self._rows = Rows(heartbeat_timeout_s)
+        self._timeout_s = heartbeat_timeout_s
+        self._heard: dict[int, tuple[Row, float]] = {}
+        """By rank its newest row, and since when it is that."""
         # a connection of its own: on another one some thread may wait
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = agreement.STORES.PrefixStore(f"watch_{next(_numbers)}", store.clone())
@@ -246,11 +236,10 @@ class Watch:
         if broken and case.failure is None:
             case.lost_at, case.lost = self._now_s, broken
             self._news.set()
-            if not case.learned.wait(_VERDICT_S):
+            if not case.told.wait(_VERDICT_S) and case.failure is None:
                 self._learn(case, Failure(f"{_NO_STORE} ({broken})", [0]))
         elif case.failure is None:
-            case.proposed = self._failure_of(error)
-            self._learn(case, case.proposed)
+            self._learn(case, self._failure_of(error))
             self._news.set()
         case.told.wait(_MAY_RAISE_S)
         failure = case.failure
@@ -302,21 +291,23 @@ class Watch:
     def _judge(self, case: _Case) -> None:
         """Whether a rank has failed, as this one finds, or another one has written."""
         ranks, broken_s = [(self.rank + 1) % len(self._ranks)], None
-        if case.lost is not None and self._is_first(f"judge_{case.number}", str(self.rank)):
+        if case.lost is not None and self._first_written(f"judge_{case.number}", str(self.rank)) == str(self.rank):
             ranks, broken_s = list(self._ranks), self._now_s - case.lost_at
         ended = [rank for rank in ranks if rank in self._local and _has_ended(self._local[rank])]
         for rank in ranks:
-            self._rows.hear(rank, Row(**json.loads(self._store.get(f"row_{rank}"))), self._now_s)
-        found = case.proposed or self._rows.verdict(ranks, ended, self._now_s, broken_s)
-        name = f"failure_{case.number}"
-        if found is not None and case.failure in (None, case.proposed):
-            self._is_first(name, json.dumps(asdict(found)))
-        if case.failure is None and self._store.check([name]):
-            self._learn(case, Failure(**json.loads(self._store.get(name))))
+            row = Row(**json.loads(self._store.get(f"row_{rank}")))
+            if rank not in self._heard or row != self._heard[rank][0]:
+                self._heard[rank] = row, self._now_s
+        rows = {rank: self._heard[rank][0] for rank in ranks}
+        silent_s = {rank: self._now_s - self._heard[rank][1] for rank in ranks}
+        found = case.failure or verdict(rows, silent_s, ended, broken_s, self._timeout_s)
+        written = self._first_written(f"failure_{case.number}", json.dumps(asdict(found)) if found else "")
+        if written and case.failure is None:
+            self._learn(case, Failure(**json.loads(written)))
 
-    def _is_first(self, name: str, text: str) -> bool:
-        """Write ``text`` where nothing is written yet, and say whether it stands."""
-        return bool(self._store.compare_set(name, "", text).decode() == text)
+    def _first_written(self, name: str, text: str) -> str:
+        """Write ``text`` where nothing is written yet; what stands there."""
+        return str(self._store.compare_set(name, "", text).decode())
 
     # -- once a rank has failed -----------------------------------------------------------------------------------
 
@@ -328,7 +319,6 @@ class Watch:
             _write_stack(self._watched)
         for work in (self._tell, self._end_blocked):  # whatever the main thread holds, the end is not delayed
             threading.Thread(target=work, args=(case, failure), name="failure", daemon=True).start()
-        case.learned.set()
 
     def _tell(self, case: _Case, failure: Failure) -> None:
         is_raised = failure.kind == "raised"

@@ -2,21 +2,19 @@
 
 import pytest
 
-from ignite_engine.ranks.watch import BEAT_S, Row, Rows
+from ignite_engine.ranks.watch import BEAT_S, Row, verdict
 
 TIMED_OUT = "Timed out waiting 3000ms"
 
 
 def failure(*, broken=(), silent=None, left=None, timeout_s=60.0, seconds=100.0):
     """Of three ranks that write twice a second, and what one that reads all rows says first; None: nothing."""
-    rows = Rows(timeout_s)
-    for count in range(1, int(seconds / BEAT_S)):
+    lost = {rank: TIMED_OUT if rank in broken else None for rank in range(3)}
+    rows = {rank: Row(f"iteration {rank}", lost[rank], left if rank == 1 else None, code=3) for rank in range(3)}
+    for count in range(int(seconds / BEAT_S)):
         now = count * BEAT_S
-        for rank in range(3):
-            lost, gone = (TIMED_OUT if rank in broken else None), left if rank == 1 else None
-            if rank != silent or count == 1:
-                rows.hear(rank, Row(f"iteration {rank}", lost, gone, code=3, said_at=now), now)
-        if (found := rows.verdict(range(3), [], now, now - BEAT_S if broken else None)) is not None:
+        silent_s = {rank: now if rank == silent else 0.0 for rank in range(3)}
+        if (found := verdict(rows, silent_s, [], now if broken else None, timeout_s)) is not None:
             return found, now
 
 
