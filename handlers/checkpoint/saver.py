@@ -187,7 +187,7 @@ class Saver:
         self.settle()
         self._lock.close()
         if agreement.world_size() > 1:  # the group may be another run's now
-            self.store = CheckpointStore(self.store.directory, agreement.cpu_group())
+            self.store = CheckpointStore(self.store.directory)
 
     def _check_registered(self, trainer: Trainer) -> None:
         """Refuse what no checkpoint could hold before it is trained for."""

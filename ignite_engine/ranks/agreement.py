@@ -47,6 +47,7 @@ def on_ranks(ranks: Sequence[int]) -> str:
 
 # by the default group, which they must not outlive: that aborts the process at its exit
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]] = weakref.WeakKeyDictionary()
+_numbers = itertools.count()
 _lent: set[tuple[str, int]] = set()
 
 
@@ -105,6 +106,15 @@ def timeout() -> timedelta:
     return timedelta(minutes=30)
 
 
+def own_store(purpose: str) -> Any:
+    """A part of the store at which the ranks met that is new with each call; a collective.
+
+    Its connection is its own: on another one some thread may wait.
+    """
+    default: Any = dist.distributed_c10d._get_default_store()
+    return STORES.PrefixStore(f"{purpose}_{next(_numbers)}", default.clone())
+
+
 def forget_groups() -> None:
     """Drop the groups, before the default group is destroyed."""
     _groups.clear()
@@ -124,7 +134,7 @@ def _exchange(kind: int | None, own: T) -> list[T]:
     """
     groups = _own_groups()
     if "exchange" not in groups:
-        groups["exchange"] = Exchange(rank(), world_size(), _broadcast_by_gloo, timeout().total_seconds())
+        groups["exchange"] = Exchange(rank(), world_size(), own_store("exchange"), timeout().total_seconds())
     said: list[tuple[int | None, T]] = [pickle.loads(each) for each in groups["exchange"](pickle.dumps((kind, own)))]
     if others := [peer for peer, (its_kind, _) in enumerate(said) if its_kind != kind]:
         raise dist.DistNetworkError(
@@ -132,12 +142,6 @@ def _exchange(kind: int | None, own: T) -> list[T]:
             "as where an error of one was caught, or a call for all ranks was made on some."
         )
     return [each for _, each in said]
-
-
-def _broadcast_by_gloo(value: T) -> T:
-    box: list[T] = [value]
-    dist.broadcast_object_list(box, src=0, group=cpu_group())
-    return box[0]
 
 
 def gather_floats(values: Sequence[float]) -> list[list[float]]:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,7 +20,7 @@ def share_buffers(model: object) -> None:
     """
     for wrapped in data_parallel(model):
         if wrapped.broadcast_buffers:
-            _share_buffers(wrapped)
+            wrapped._sync_buffers()
 
 
 def shared_buffers(wrapped: DistributedDataParallel) -> list[torch.Tensor]:
@@ -29,18 +28,6 @@ def shared_buffers(wrapped: DistributedDataParallel) -> list[torch.Tensor]:
     ignored = wrapped.parameters_to_ignore
     named = wrapped.module.named_buffers() if wrapped.broadcast_buffers else ()
     return [buffer for name, buffer in named if name not in ignored]
-
-
-def _share_buffers(wrapped: DistributedDataParallel) -> None:
-    group, buffers = wrapped.process_group, shared_buffers(wrapped)
-    for kind in dict.fromkeys((buffer.dtype, buffer.device) for buffer in buffers):
-        same = [buffer for buffer in buffers if (buffer.dtype, buffer.device) == kind]
-        flat = torch.cat([buffer.detach().reshape(-1) for buffer in same])
-        sizes = [buffer.numel() for buffer in same]
-        dist.broadcast(flat, src=dist.get_global_rank(group, 0), group=group)
-        with torch.no_grad():
-            for buffer, values in zip(same, flat.split(sizes), strict=True):
-                buffer.copy_(values.view_as(buffer))
 
 
 @contextmanager

@@ -11,13 +11,11 @@ import os
 import pickle
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-_Meeting = tuple[list[str], int, bytes]
-"""Hosts of rank 0, its port, and what tells the ranks of this run from others."""
 _TOKEN, _RANK = 16, 8
 """How many bytes of each a rank says at first."""
 _HELLO_S = 10.0
@@ -27,14 +25,14 @@ class Exchange:
     """A star of connections with rank 0 in its middle; made on all ranks together.
 
     Args:
-        broadcast: gives every rank what rank 0 gives it.
+        store: where the ranks find each other, of this exchange alone.
         timeout_s: how long a rank waits for another one.
 
     Raises:
         DistNetworkError: rank 0 cannot be reached; later, a rank is gone or does not answer.
     """
 
-    def __init__(self, rank: int, ranks: int, broadcast: Callable[[_Meeting], _Meeting], timeout_s: float) -> None:
+    def __init__(self, rank: int, ranks: int, store: Any, timeout_s: float) -> None:
         self._rank, self._timeout_s = rank, timeout_s
         self._peers: dict[int, _Peer] = {}
         """By rank: all others on rank 0, rank 0 on the others."""
@@ -43,10 +41,11 @@ class Exchange:
         with socket.create_server(("", 0), family=family, backlog=ranks, dualstack_ipv6=both) as server:
             # MASTER_ADDR is how the others have found rank 0, but may be left over where a file brought them together
             hosts = [*filter(None, [os.environ.get("MASTER_ADDR")]), socket.gethostname()]
-            hosts, port, token = broadcast((hosts, server.getsockname()[1], secrets.token_bytes(_TOKEN)))
+            token = secrets.token_bytes(_TOKEN)
             if rank:
-                self._connect(hosts, port, token)
+                self._connect(*pickle.loads(store.get("meeting")))
                 return
+            store.set("meeting", pickle.dumps((hosts, server.getsockname()[1], token)))
             server.settimeout(timeout_s)
             while len(self._peers) < ranks - 1:
                 self._accept(server, token)

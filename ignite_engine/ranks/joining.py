@@ -123,21 +123,11 @@ def disconnect() -> None:
     idist.finalize()
 
 
-@contextmanager
-def warnings_said_once() -> Iterator[None]:
+def say_warnings_once() -> None:
     """Ranks but the first leave warnings to their logs, if there are any; without, errors alone are on stderr."""
-    last = logging.lastResort
-    if agreement.rank() == 0 or last is None:
-        yield
-        return
-    level = last.level
-    last.setLevel(logging.ERROR)
-    logging.captureWarnings(True)
-    try:
-        yield
-    finally:
-        logging.captureWarnings(False)
-        last.setLevel(level)
+    if agreement.rank() > 0 and logging.lastResort is not None:
+        logging.lastResort.setLevel(logging.ERROR)
+        logging.captureWarnings(True)
 
 
 @contextmanager
@@ -185,18 +175,19 @@ def rank_main(local_rank: int, start: Start, work: Work) -> None:
     """The exit status says how it ended: a code; 1 for an exception, which torch hands to the parent; the signal that
     has ended it outside of training, when peers may wait for it."""
     signals.begin_rank(passed_on=start.passes_on)  # a forked rank has unpickled nothing
-    _prctl_pr_set_pdeathsig(0)  # of torch: listening() takes the parent's end for a SIGTERM, not for a SIGINT
+    _prctl_pr_set_pdeathsig(0)  # of torch: end_with_parent() takes the parent's end for a SIGTERM, not for a SIGINT
     os.environ.update(start.environment)
     if start.first is not None:
         os.environ.update(RANK=str(start.first + local_rank), LOCAL_RANK=str(local_rank))
     ending = signals.Ending()
     try:
-        with signals.stops_go_to(ending), signals.listening(os.getppid()):
+        with signals.stops_go_to(ending):
+            signals.end_with_parent()
             if start.backend is not None:
                 connect(start.backend, start.init_method, start.timeout)
             try:
-                with warnings_said_once():
-                    work(local_rank)
+                say_warnings_once()
+                work(local_rank)
             finally:
                 signals.ignore_all()
                 agreement.forget_groups()

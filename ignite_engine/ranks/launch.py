@@ -34,7 +34,7 @@ from ignite_engine.ranks.joining import (
     disconnect,
     one_line_where_they_cannot_meet,
     rank_main,
-    warnings_said_once,
+    say_warnings_once,
 )
 from ignite_engine.ranks.watch import HEARTBEAT_TIMEOUT_S, watched
 
@@ -112,11 +112,11 @@ class Parallel(IgniteParallel):
             assert self.backend is not None
             with contextlib.ExitStack() as stack:
                 stack.enter_context(signals.stops_go_to(signals.Ending()))
-                torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # another launcher may end before its processes
-                stack.enter_context(signals.listening(os.getppid() if torchrun else None))
+                if "TORCHELASTIC_RUN_ID" in os.environ:  # another launcher may end before its processes
+                    signals.end_with_parent()
                 connect(self.backend, self.init_method, self._timeout)
                 stack.callback(disconnect)
-                stack.enter_context(warnings_said_once())
+                say_warnings_once()
                 self._within = stack.pop_all()
         return self
 

@@ -7,11 +7,9 @@ it on, and counts what the user sends. A rank may get a signal twice all the sam
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -33,8 +31,8 @@ FORCE = signal.SIGUSR2
 parent_counts = False
 """Whether this process is a rank whose parent passes on what it receives, and counts it."""
 
-_WAKE = signal.SIGURG  # which has no effect where nothing handles it
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
+_LOOK_S = 1.0
 _ORPHANS_MAY_SAVE_S = 30.0  # as torchrun allows from SIGTERM to SIGKILL
 
 
@@ -128,7 +126,6 @@ def begin_rank(*, passed_on: bool) -> None:
     parent_counts = passed_on
     if passed_on and os.getsid(0) != os.getpid():
         os.setsid()
-    signal.set_wakeup_fd(-1)  # a forked rank has its parent's, and its handlers
     for number in (*STOPS, signal.SIGTSTP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
@@ -143,49 +140,22 @@ def ignore_all() -> None:
             signal.signal(number, handler)
 
 
-@contextmanager
-def listening(parent: int | None) -> Iterator[None]:
-    """Within it the main thread handles a signal at once, even where the system hands it to one of gloo's threads.
+def end_with_parent() -> None:
+    """From here on the end of the process that started this one is treated as SIGTERM.
 
-    Python's handlers run in the main thread, whose wait is only interrupted by a signal of its own: a thread sends it.
-    The same thread looks every second whether a process is gone, then and after the end of the block.
-
-    Args:
-        parent: the process that started this rank, or None. Its end is treated as SIGTERM, and a rank that is not
-            through 30 s later, because it waits for a peer that is gone, say, is ended.
+    A rank that is not through 30 s later, because it waits for a peer that is gone, say, is ended.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    received, sender = socket.socketpair()
-    received.settimeout(1.0)
-    sender.setblocking(False)
-    signal.signal(_WAKE, _ignore)
-    before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-    # the thread keeps the sender open: a process forked from here may write to it
-    threading.Thread(target=_listen, args=(received, sender, parent), name="signals", daemon=True).start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
+    threading.Thread(target=_end_with, args=(os.getppid(),), name="parent", daemon=True).start()
 
 
-def _listen(received: socket.socket, sender: socket.socket, parent: int | None) -> None:
+def _end_with(parent: int) -> None:
     main = threading.main_thread().ident
     assert main is not None
-    while parent is None or os.getppid() == parent:
-        with contextlib.suppress(TimeoutError):
-            if set(received.recv(64)) - {_WAKE}:
-                _wake(main)
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
     logger.warning("The process that started this rank (%d) is gone: the rank stops, as on SIGTERM.", parent)
-    signal.pthread_kill(main, signal.SIGTERM)
-    _wake(main)
+    for delay in (0.0, 0.1, 0.3):  # it may be about to wait, after Python's last look; within FORCE_AFTER_S it is one
+        time.sleep(delay)
+        signal.pthread_kill(main, signal.SIGTERM)
     time.sleep(_ORPHANS_MAY_SAVE_S)
     os._exit(128 + signal.SIGTERM)
-
-
-def _wake(main: int) -> None:
-    """Interrupt the wait of the main thread, so that Python calls its handler there."""
-    for delay in (0.0, 0.1, 0.4):  # it may have been about to wait: between Python's last look and the wait
-        time.sleep(delay)
-        signal.pthread_kill(main, _WAKE)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
-import itertools
 import json
 import logging
 import multiprocessing
@@ -46,7 +45,6 @@ _VERDICT_S = 6.0
 _ENDED = "exited without reporting: it was killed, ran out of memory, or crashed in native code"
 _SILENT = "gave no sign of life for {:.0f} s: it is stopped or was killed, or its machine or the link to it is down"
 _NO_STORE = "rank 0, or the launcher, is gone or stopped: the store of the ranks does not answer"
-_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -181,9 +179,7 @@ class Watch:
         self._timeout_s = heartbeat_timeout_s
         self._heard: dict[int, tuple[Row, float]] = {}
         """By rank its newest row, and since when it is that."""
-        # a connection of its own: on another one some thread may wait
-        store: Any = dist.distributed_c10d._get_default_store()
-        self._store = agreement.STORES.PrefixStore(f"watch_{next(_numbers)}", store.clone())
+        self._store = agreement.own_store("watch")
         self._local: dict[int, int] = {}
         """Processes on this machine, by rank."""
         self._position: Callable[[], str] | None = None
