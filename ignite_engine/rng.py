@@ -233,6 +233,19 @@ def seed_device(seed: int, device: torch.device) -> None:
         devices.seed_generator(device, seed)
 
 
+def seed_generator(generator: Any, seed: int) -> None:
+    """Seed a generator of one of the kinds in :data:`GENERATORS` with a 64-bit number."""
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(seed & 0xFFFFFFFF)
+    else:
+        bits = getattr(generator, "bit_generator", generator)
+        bits.state = type(bits)(seed).state
+
+
 def seed_host(seed: int) -> None:
     """Seed Python, NumPy and torch's CPU generator with one 64-bit number; no device is touched."""
     random.seed(seed)

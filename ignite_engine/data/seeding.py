@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -13,6 +15,9 @@ from ignite_engine.data.sampler import Key
 from ignite_engine.errors import shapes_of
 
 Seed = Callable[[int], Any]
+_FIRST, _LOOKED_AT = 64, 4096
+"""Elements of a list, and objects in all, among which generators are looked for."""
+_NOT_LOOKED_INTO = (type, ModuleType, FunctionType, torch.Tensor, torch.nn.Module)
 
 
 class SeededDataset(Dataset[Any]):
@@ -22,8 +27,11 @@ class SeededDataset(Dataset[Any]):
     batches (``__getitems__``), which is asked for one batch at a time: they depend on what the batch holds, so on the
     batch size and the number of ranks, but not on the number of workers nor on where a run was resumed.
 
-    All generators are restored, for what else draws from them in this process: training, a dataset that reads this one,
-    a thread of a worker.
+    So are the generators that the dataset has of its own, in its attributes and those of its transforms; what they draw
+    elsewhere in this process is not as it was.
+
+    All global generators are restored, for what else draws from them in this process: training, a dataset that reads
+    this one, a thread of a worker.
 
     Seeding those of Python and NumPy costs more than many samples, and most datasets draw from torch's or none. So they
     are seeded for each sample of the first batch in each process, and from then on only if they were drawn from. If a
@@ -37,6 +45,8 @@ class SeededDataset(Dataset[Any]):
         self.reads_batches = reads_whole_batches(dataset)
         self._draws: bool | None = None
         """Whether Python's or NumPy's numbers are drawn; None: the first batch will tell."""
+        self._own: list[Any] | None = None
+        """The generators that the dataset has."""
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -47,6 +57,8 @@ class SeededDataset(Dataset[Any]):
     def __getitems__(self, keys: Sequence[Key]) -> Any:
         """The batch of these samples, all of one pass."""
         outside = rng.snapshot()
+        if self._own is None:
+            self._own = own_generators(self.dataset)
         try:
             if self._draws is None:
                 watch = _Watch()
@@ -94,11 +106,14 @@ class SeededDataset(Dataset[Any]):
         try:
             if self.reads_batches:
                 seed(seeds[0])
+                self._seed_own(seeds[0])
                 return dataset.__getitems__([*indices])  # its own list, which it may use up
             while type(dataset) is Subset:  # a call less for each sample
                 dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
             for at, number in zip(indices, seeds, strict=True):
                 seed(number)
+                if self._own:
+                    self._seed_own(number)
                 samples.append(dataset[at])
         except StopIteration as error:
             raise _unfinished(f"{type(dataset).__name__}[{at}]") from error
@@ -106,6 +121,10 @@ class SeededDataset(Dataset[Any]):
             error.add_note(f"Raised for {type(dataset).__name__}[{at}].")
             raise
         return samples
+
+    def _seed_own(self, number: int) -> None:
+        for place, generator in enumerate(self._own or (), start=2):  # 1 is of what collates
+            rng.seed_generator(generator, rng.mix_next(number, place))
 
     def _uncollated(self, indices: Sequence[int], samples: Any) -> str:
         """What the samples are, and the first that is not as most of them are."""
@@ -141,6 +160,32 @@ class _Watch:
 
     def look(self) -> None:
         self.moved = self.moved or bool(self._seeded and not rng.host_is_at(self._seeded))
+
+
+def own_generators(dataset: Any) -> list[Any]:
+    """The random generators in the attributes of ``dataset``, of its class, and of what these hold, in a fixed order.
+
+    Of a list only the first elements are looked at: transforms, and not samples.
+    """
+    found: dict[int, Any] = {}
+    seen = {id(dataset)}
+    values = [dataset]
+    for value in values:
+        if rng.is_generator(value):
+            found[id(value)] = value
+            continue
+        inside: list[Any] = []
+        if isinstance(value, Mapping):
+            inside = [*islice(value.values(), _FIRST)]
+        elif isinstance(value, list | tuple):
+            inside = [*value[:_FIRST]]
+        elif hasattr(value, "__dict__") and not isinstance(value, _NOT_LOOKED_INTO):
+            of_classes = [each for kind in type(value).__mro__ for each in vars(kind).values()]
+            inside = [*vars(value).values(), *filter(rng.is_generator, of_classes)]
+        new = [each for each in inside if id(each) not in seen]
+        seen.update(map(id, new))
+        values += new[: max(_LOOKED_AT - len(values), 0)]
+    return [*found.values()]
 
 
 def reads_whole_batches(dataset: Any) -> bool:

@@ -138,6 +138,28 @@ def test_collate_function_that_draws_late_gets_fresh_samples():
     assert found[LATE] == found[0] and len(found[0]) == 12
 
 
+class Transform:
+    shared = np.random.RandomState(1)  # of the class, as MONAI's have it
+
+    def __init__(self):
+        self.generators = {"python": random.Random(1), "torch": torch.Generator().manual_seed(1)}
+        self.numpy = [np.random.default_rng(1), np.random.RandomState(1)]
+
+    def __call__(self, index):
+        python, of_torch = self.generators.values()
+        of_numpy = [each.random() for each in (*self.numpy, self.shared)]
+        return python.random(), torch.rand((), generator=of_torch).item(), *of_numpy
+
+
+def test_generators_of_the_dataset_itself_are_seeded_for_each_sample():
+    whole = samples(Drawing(Transform(), 20), shuffle=True, epochs=2)
+    assert len({drawn for drawns in whole.values() for drawn in drawns}) == 5 * 40, "all differ"
+    assert samples(Drawing(Transform(), 20), shuffle=True, epochs=2, num_workers=2) == whole
+    data = Drawing(Transform(), 20)
+    data.draw(0)
+    assert samples(data, shuffle=True, epochs=2) == whole
+
+
 @pytest.mark.parametrize("parity", [0, 1])
 def test_half_of_a_pair_outside_is_neither_drawn_nor_lost(parity):
     """``randn`` makes two numbers and keeps one, which is drawn later without a move of the generator."""
