@@ -19,14 +19,13 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from ignite_engine.errors import did_you_mean
-from ignite_engine.ext.windows.windows import Windows
 from ignite_engine.step.losses import LossFn
 
 IN_PYTHON = "python:fit"
 """The task of a run whose parts were given to ``fit``: no config can build it again."""
 
 
-Data = Dataset[Any] | Windows | Iterable[Any]
+Data = Dataset[Any] | Iterable[Any]
 """Map-style data, a loader of batches, a stream of samples, or windows."""
 
 

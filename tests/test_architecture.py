@@ -23,7 +23,6 @@ STANDING = {
     *(("config", f"ext/{name}") for name in ("mirror", "sparse")),
     *(("handlers", f"ext/{name}") for name in ("mirror", "recovery", "windows")),
     *(("runs", f"ext/{name}") for name in ("recovery", "report", "windows")),
-    *(("task", f"ext/{name}") for name in ("windows",)),
 }
 # Parts that several handlers share.
 SHARED_HANDLER_MODULES = {"columns", "followed_metric", "history", "meters", "metric_values", "sinks"}

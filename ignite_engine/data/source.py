@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from itertools import islice
 from typing import Any, Protocol
@@ -73,6 +73,10 @@ class OwnSource(ABC):
         Raises:
             ValueError: it cannot be read so.
         """
+
+    @abstractmethod
+    def opened_by(self, make: Callable[[Any], Any]) -> OwnSource:
+        """The same data, of whose map-style datasets ``make`` makes loaders."""
 
     @property
     @abstractmethod

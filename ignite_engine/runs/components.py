@@ -18,8 +18,8 @@ from torch.utils.data import IterableDataset
 from ignite_engine import devices, schedules
 from ignite_engine.config import Config, ConfigError
 from ignite_engine.config.sections import OptimizerSection, ScheduleSection
+from ignite_engine.data.source import OwnSource
 from ignite_engine.errors import did_you_mean, metric_meant, shortened
-from ignite_engine.ext.windows import Windows
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.run_directory import config_differences
 from ignite_engine.runs.loaders import is_loader
@@ -82,10 +82,10 @@ def check_fit(config: Config, task: Task) -> None:
     Raises:
         ConfigError: names the key, and what was possibly meant.
     """
-    if config.evaluation.progressive and not isinstance(task.train_set, Windows):
+    if config.evaluation.progressive and not isinstance(task.train_set, OwnSource):
         raise config.error("evaluation.progressive", "got True, but the task's train_set is not a Windows object.")
     for name, data in {"train_set": task.train_set, **task.val_sets, **task.test_sets}.items():
-        if isinstance(data, Windows | IterableDataset) or is_loader(data):
+        if isinstance(data, OwnSource | IterableDataset) or is_loader(data):
             continue
         sized: Any = data
         if isinstance(data, str | bytes | os.PathLike):
@@ -113,9 +113,9 @@ def check_fit(config: Config, task: Task) -> None:
         if (
             isinstance(interval.epochs, float)
             and not interval.epochs.is_integer()
-            and isinstance(task.train_set, Windows | IterableDataset)
+            and isinstance(task.train_set, OwnSource | IterableDataset)
         ):
-            kind = "windows have" if isinstance(task.train_set, Windows) else "an IterableDataset has"
+            kind = "windows have" if isinstance(task.train_set, OwnSource) else "an IterableDataset has"
             raise config.error(key, f"got {interval.epochs} epochs, but {kind} no known epoch length.")
     both = set(task.val_sets) & set(task.test_sets)
     if both:
@@ -135,7 +135,7 @@ def check_fit(config: Config, task: Task) -> None:
     elif task.parameter_groups is not None:
         raise config.error("task", "it gives parameter_groups and makes its own optimizer; give one of them.")
     if task.sampler is not None and (
-        isinstance(task.train_set, Windows | IterableDataset) or is_loader(task.train_set)
+        isinstance(task.train_set, OwnSource | IterableDataset) or is_loader(task.train_set)
     ):
         kind = type(task.train_set).__name__
         raise config.error("task", f"it gives a sampler, which is of map-style data, and the train_set is a {kind}.")

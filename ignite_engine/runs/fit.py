@@ -40,7 +40,6 @@ from ignite_engine.errors import (
     shapes_of,
 )
 from ignite_engine.ext.recovery.parallel import Parallel
-from ignite_engine.ext.windows import Windows
 from ignite_engine.handlers.clearml.sink import server_is_configured
 from ignite_engine.ranks.joining import is_launched
 from ignite_engine.run_directory import RunDirectoryInUse
@@ -51,7 +50,7 @@ from ignite_engine.step.losses import LossFn
 from ignite_engine.task import IN_PYTHON, Task, problem_of_metrics
 from ignite_engine.update import Update, Updates
 
-Data = Dataset[Any] | Windows | Sequence[Any] | Iterable[Any]
+Data = Dataset[Any] | Sequence[Any] | Iterable[Any]
 """Map-style data, a list of samples, a tuple of tensors or arrays of equal length, a loader, a stream, or windows."""
 
 Values = Mapping[str, Any]
@@ -336,7 +335,7 @@ def _check_pairs(task: Task) -> None:
     """Refuse what :func:`_predict_pair` cannot take by the first sample of each set, not after an epoch of training."""
     sets: Mapping[str, Any] = {**task.val_sets, **task.test_sets}
     for name, data in sets.items():
-        if isinstance(data, Windows) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__") and len(data)):
+        if not (hasattr(data, "__getitem__") and hasattr(data, "__len__") and len(data)):
             continue
         with rng.isolated():
             batch = data[0] if task.collate_fn is None else task.collate_fn([data[0]])

@@ -16,8 +16,7 @@ from ignite_engine.data.loader import loader, resumable
 from ignite_engine.data.own_state import Stateful
 from ignite_engine.data.readers import length_of
 from ignite_engine.data.sampler import DrawnSampler, ResumableSampler
-from ignite_engine.data.source import reader_of
-from ignite_engine.ext.windows import Windows
+from ignite_engine.data.source import OwnSource, reader_of
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.task import Task
 
@@ -40,7 +39,7 @@ def data_loader(config: Config, task: Task, dataset: Any, *, training: bool) -> 
     Of windows each that holds a dataset gets one. A loader of the user's own stays, a plain ``DataLoader`` is rebuilt
     to resume exactly.
     """
-    if isinstance(dataset, Windows):
+    if isinstance(dataset, OwnSource):
         return dataset.opened_by(lambda window: data_loader(config, task, window, training=training))
     if is_loader(dataset):
         if not training:
@@ -96,7 +95,7 @@ def _warn_of_whole(data: Any) -> None:
 
 def say_how_it_resumes(train_loader: Any) -> None:
     """One line where the data of training is more than map-style; of a plain ``DataLoader`` it has been said."""
-    if agreement.rank() != 0 or isinstance(train_loader, Windows):
+    if agreement.rank() != 0 or isinstance(train_loader, OwnSource):
         return
     order, stream = getattr(train_loader, "sampler", None), getattr(train_loader, "dataset", None)
     if isinstance(order, DrawnSampler):
@@ -119,7 +118,7 @@ def updates_of(config: Config, train_loader: Any) -> int | None:
     Raises:
         ConfigError: an epoch has no update, or a setting needs the length of data that has none.
     """
-    if isinstance(train_loader, Windows):
+    if isinstance(train_loader, OwnSource):
         return total_updates_given(config, "a stream of windows")
     if isinstance(order := getattr(train_loader, "sampler", None), ResumableSampler):
         return total_updates(config, order.data_length(), train_loader.batch_size, drop_last=train_loader.drop_last)

@@ -16,10 +16,10 @@ from ignite_engine.checkpointing import CheckpointError, CheckpointInfo, Checkpo
 from ignite_engine.checkpointing.filesystem import DirectoryInUse, held, is_held
 from ignite_engine.checkpointing.in_use import in_use
 from ignite_engine.checkpointing.retention import of_one_run
+from ignite_engine.data.source import OwnSource
 from ignite_engine.errors import check_type, is_number
 from ignite_engine.ext.follow.log import FollowedLog, identity_of
 from ignite_engine.ext.report import write_report
-from ignite_engine.ext.windows.windows import Windows
 from ignite_engine.ranks import agreement
 from ignite_engine.run_directory import FOLLOWED_CHECKPOINT, RunDirectory, RunDirectoryInUse
 from ignite_engine.states.loading import load_evaluated
@@ -101,7 +101,7 @@ def follow_with(
     if not (evaluations := list(evaluations)):
         raise ValueError("There is nothing to evaluate: attach an Evaluation to the trainer, in a config add val_sets.")
     for evaluation in evaluations:
-        if isinstance(evaluation.data, Windows) or not isinstance(evaluation.data, Iterable):
+        if isinstance(evaluation.data, OwnSource) or not isinstance(evaluation.data, Iterable):
             raise ValueError(
                 f"{evaluation.name} takes other data each time, such as windows, so it cannot be followed."
             )

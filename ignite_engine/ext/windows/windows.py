@@ -91,11 +91,7 @@ class Windows(OwnSource):
         return {f"Windows({name})": getattr(self, name) for name in ("per_epoch", "max_updates", "shared")}
 
     def opened_by(self, make: Callable[[Any], Any]) -> Windows:
-        """The same windows, of whose datasets ``make`` makes loaders.
-
-        Args:
-            make: called with what ``open`` returns, if that is map-style data.
-        """
+        """The same windows; ``make`` is called with what ``open`` returns, if that is map-style data."""
 
         def open_and_make(name: Any) -> Any:
             data = self.open(name)
