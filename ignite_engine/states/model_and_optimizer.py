@@ -284,7 +284,7 @@ class OptimizerState:
         other, beside = (_copied_to(state.get(key, {}), held[0].device) if held else {} for key in ("other", "beside"))
         defaults = dict(self.optimizer.defaults)
         loaded = {**beside, "state": {**numbered, **other}, "param_groups": groups}
-        self.optimizer.load_state_dict(loaded)
+        _load(self.optimizer, loaded)
         self.optimizer.defaults.clear()
         self.optimizer.defaults.update(defaults)  # torch adds one, which groups that are added later would get
         restore_types(self.optimizer, loaded)
@@ -365,6 +365,21 @@ class OptimizerState:
 
 _STATE_KEYS = ("state", "param_groups")
 """What the ``state_dict`` of each optimizer of torch has."""
+
+
+def _load(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load it; what a wrapper has in common with the optimizer inside, which loads it, is in common afterwards, too."""
+    holders = {
+        name: [each for each in (optimizer, *vars(optimizer).values()) if getattr(each, name, None) is value]
+        for name, value in (("param_groups", optimizer.param_groups), ("state", optimizer.state))
+    }
+    before = {name: getattr(optimizer, name) for name in holders}
+    optimizer.load_state_dict(dict(state))
+    for name, having in holders.items():
+        new = next((now for each in having if (now := getattr(each, name)) is not before[name]), before[name])
+        for each in having:
+            if getattr(each, name) is not new:
+                setattr(each, name, new)
 
 
 def restore_types(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

@@ -86,6 +86,26 @@ def in_fp32(around):
     return InFp32
 
 
+class Sharing(torch.optim.Optimizer):
+    """Has groups and state in common with the optimizer that it steps with, as apex's LARC does."""
+
+    def __init__(self, inner):
+        self.inner, self.defaults = inner, inner.defaults
+        self.param_groups, self.state = inner.param_groups, inner.state
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["lr"] *= 0.9
+        return self.inner.step()
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.inner.load_state_dict(state_dict)
+
+
 class Lookahead(torch.optim.SGD):
     """Saves what it keeps in attributes, under names of its own."""
 
@@ -122,6 +142,7 @@ KINDS = {
     "NAdam": torch.optim.NAdam,  # its mu_product is fp32 beside bf16 weights; torch's own loading casts it
     "keys of its own": WithKeys,
     "around keys": lambda parameters, lr: Around(WithKeys(parameters, lr)),
+    "in common": lambda parameters, lr: Sharing(torch.optim.SGD(parameters, lr, momentum=0.9)),
     "around another": lambda parameters, lr: Around(torch.optim.SGD(parameters, lr, momentum=0.9)),
     "nested": in_fp32(lambda value: {"sums": ({"inside": value},)}),
     "a tensor": in_fp32(lambda value: value),
