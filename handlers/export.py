@@ -17,7 +17,6 @@ from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.checkpointing import filesystem
 from ignite_engine.checkpointing.export import write_weights
 from ignite_engine.checkpointing.shards import is_sharded
-from ignite_engine.checkpointing.weights_source import safetensors_torch
 from ignite_engine.errors import check_type, did_you_mean, is_whole, one_line, shortened
 from ignite_engine.ranks import agreement
 from ignite_engine.states.model_and_optimizer import ModelState, reshard
@@ -68,7 +67,6 @@ class Export:
         is_name = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) is not None
         check_type("name", name, is_name, "a file's name without its ending")
         check_type("part", part, part is None or isinstance(part, str), "the name of a registered model or None")
-        safetensors_torch()
         self.directory, self.weights, self.keep = Path(directory).absolute(), weights, keep
         self.name, self.part = name, part
         self.link = self.directory / f"{name}.safetensors"
@@ -94,9 +92,9 @@ class Export:
             state |= trainer.registry.objects[self.weights].state_dict()["weights"]
         gathered: dict[str, Any] = {}
         for name, value in state.items():
-            whole = value.full_tensor() if is_sharded(value) else value
+            whole = value.full_tensor().cpu() if is_sharded(value) else value
             if agreement.rank() == 0:
-                gathered[name] = whole.detach().cpu()
+                gathered[name] = whole.detach()
         if agreement.rank() == 0:
             self._write(gathered, trainer.state.iteration)
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import torch
 from torch import Tensor
 
 from ignite_engine.checkpointing.filesystem import replace_file
+from ignite_engine.checkpointing.pack import DTYPES, Pack
 from ignite_engine.checkpointing.part_names import averages
 from ignite_engine.checkpointing.shards import whole
-from ignite_engine.checkpointing.weights_source import Source, model_part, safetensors_torch
-from ignite_engine.errors import CheckpointError, one_line
+from ignite_engine.checkpointing.weights_source import Source, model_part
+from ignite_engine.errors import CheckpointError, one_line, shapes_of
 
 Format = Literal["safetensors", "state_dict"]
 
@@ -46,29 +47,21 @@ def write_weights(path: Path, weights: dict[str, Any], kind: Format, *, about: d
     Raises:
         CheckpointError: one line; it cannot be written, or the format cannot hold it.
     """
+    if kind == "safetensors":
+        for name, value in weights.items():
+            if not isinstance(value, Tensor) or value.dtype not in DTYPES or value.layout is not torch.strided:
+                raise CheckpointError(
+                    f"{name} is {shapes_of(value)}, which safetensors cannot hold: use the format state_dict."
+                )
+
+    def write(file: IO[bytes]) -> None:
+        if kind == "state_dict":
+            torch.save(weights, file)
+            return
+        for block in Pack(weights, about or {}).blocks():
+            file.write(block)
+
     try:
-        data = _safetensors(weights, about or {}) if kind == "safetensors" else None
-        replace_file(path, lambda file: torch.save(weights, file) if data is None else file.write(data))
+        replace_file(path, write)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {one_line(error)}.") from error
-
-
-def _safetensors(weights: dict[str, Any], about: dict[str, str]) -> bytes:
-    writer = safetensors_torch()
-    foreign = next((name for name, value in weights.items() if not isinstance(value, Tensor)), None)
-    if foreign is not None:
-        raise CheckpointError(
-            f"{foreign} is a {type(weights[foreign]).__name__}, safetensors holds tensors only: use the format "
-            "state_dict."
-        )
-    seen: set[int] = set()
-    apart: dict[str, Tensor] = {}
-    for name, value in weights.items():  # no two of a file may share memory, as tied weights do
-        memory = value.untyped_storage().data_ptr()
-        apart[name] = value.clone() if memory in seen else value.contiguous()
-        seen.add(memory)
-    try:
-        data: bytes = writer.save(apart, metadata={"format": "pt", **about})
-    except Exception as error:  # of the Rust library
-        raise CheckpointError(f"safetensors cannot hold these weights: {one_line(error)}.") from error
-    return data

@@ -17,6 +17,7 @@ import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ from ignite_engine.checkpointing.filesystem import (
 from ignite_engine.checkpointing.made_of_tensors import is_made_of_tensors, known_class, put_together, taken_apart
 from ignite_engine.errors import CheckpointError, one_line
 
-_NAMES = {
+DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -51,9 +52,11 @@ _NAMES = {
     torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
 """What safetensors calls them; of another type the bytes are stored."""
-_OF_NAMES = {name: dtype for dtype, name in _NAMES.items()}
+_OF_NAMES = {name: dtype for dtype, name in DTYPES.items()}
 _KIND, _TREE, _METADATA, _SUBCLASS = "~", "~tree", "__metadata__", "subclass"
 _LARGEST_TREE = 1 << 20
 """A larger one is stored as a tensor: safetensors refuses a header above 100 MB."""
@@ -74,13 +77,18 @@ class Pack:
     """A state that is about to be written: plain data, as ``plain_data.tensors_of`` has found it to be.
 
     It holds the tensors, and copies none before it is written; one that is not contiguous then.
+
+    Args:
+        about: further words in the header.
     """
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, about: Mapping[str, str] = MappingProxyType({})) -> None:
         self._tensors: dict[str, Tensor] = {}
         self._known: dict[Any, str] = {}
+        self._tied: dict[str, str] = {}
+        """Names of tensors that are stored once, under the other name; as ``safetensors.torch.save_model`` has them."""
         tree = json.dumps(self._encoded(state, ()))
-        about = {"format": "pt", "tree": tree}
+        about = {"format": "pt", **about, **self._tied, "tree": tree}
         if len(tree) > _LARGEST_TREE:
             self._tensors[_TREE] = torch.frombuffer(bytearray(tree, "ascii"), dtype=torch.uint8)
             del about["tree"]
@@ -89,7 +97,7 @@ class Pack:
         header: dict[str, Any] = {_METADATA: about}
         size = 0
         for name, value in self._stored.items():
-            dtype = _NAMES.get(value.dtype)
+            dtype = DTYPES.get(value.dtype)
             shape = [value.nbytes] if dtype is None else [*value.shape]
             offsets = [size, size := size + value.nbytes]
             header[name] = {"dtype": dtype or "U8", "shape": shape, "data_offsets": offsets}
@@ -150,7 +158,7 @@ class Pack:
         if value.is_quantized or not (value.layout is torch.strided or value.layout in _COMPONENTS):
             what = "quantized" if value.is_quantized else str(value.layout)
             raise CheckpointError(f"{'.'.join(map(str, path))} is a {what} tensor, which a checkpoint cannot hold.")
-        if value.is_meta or value.layout is not torch.strided or value.dtype not in _NAMES:
+        if value.is_meta or value.layout is not torch.strided or value.dtype not in DTYPES:
             about |= {"dtype": str(value.dtype), "shape": [*value.shape]}
         if value.is_meta:
             return about
@@ -164,9 +172,12 @@ class Pack:
         if not value.is_contiguous():  # as clone() gives them: fused kernels give other bits for another memory layout
             about["stride"] = [*torch.empty_like(value, device="meta").stride()]
         key = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
+        base = ".".join(map(str, path))
         name = self._known.get(key) if value.numel() else None
-        if name is None:
-            name = base = ".".join(map(str, path))
+        if name is not None:
+            self._tied[base] = name
+        else:
+            name = base
             for number in itertools.count(2):
                 if name not in self._tensors and name != _METADATA:
                     break

@@ -112,24 +112,18 @@ def model_part(source: Source, part: str | None = None) -> str:
     raise CheckpointError(f"{source.path} holds no {part}; its parts: {', '.join(sorted(source.parts)) or 'none'}.")
 
 
-def safetensors_torch() -> Any:
-    """The module ``safetensors.torch``.
-
-    Raises:
-        CheckpointError: it is not installed.
-    """
-    try:
-        import safetensors.torch
-    except ImportError:
-        raise CheckpointError("The format safetensors needs a package: pip install safetensors.") from None
-    return safetensors.torch
-
-
 def _read_weights(path: Path) -> dict[str, Any]:
     if path.suffix == ".safetensors":
-        reader = safetensors_torch()
         try:
-            return dict(reader.load_file(path))
+            from safetensors import safe_open
+            from safetensors.torch import load_file
+        except ImportError:
+            raise CheckpointError(f"To read {path} needs a package: pip install safetensors.") from None
+        try:
+            weights: dict[str, Any] = load_file(path)
+            with safe_open(path, "pt") as opened:
+                tied = opened.metadata() or {}
+            return weights | {name: weights[kept] for name, kept in tied.items() if kept in weights}
         except Exception as error:  # of the Rust library
             raise CheckpointError(f"{path} is not a safetensors file: {one_line(error)}.") from error
     try:

@@ -61,7 +61,7 @@ def test_the_newest_is_under_one_name_and_the_last_few_are_kept(tmp_path):
     assert same(load_file(export.link), kept[6])
     assert same(load_file(tmp_path / "out" / "model-00000004.safetensors"), kept[4])
     with safe_open(export.link, "pt") as file:
-        assert file.metadata() == {"format": "pt", "iteration": "6", "weights": "raw"}
+        assert {"format": "pt", "iteration": "6", "weights": "raw"}.items() <= file.metadata().items()
 
 
 def test_the_trained_weights_and_the_average_and_no_bit_of_the_run_changes(tmp_path):
