@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ignite_engine.data.read_errors import split
@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from ignite_engine.data.source import DataSource
 
 _ERROR, _STOP = 1, 2
+_DIFFER = (
+    "The order of the data on rank {} is not that of rank {}, and each rank takes its share of one order: give "
+    "loader() as many samples and the same seed on every rank, and a sampler whose order does not depend on the rank.",
+    "The dataset on rank {} is not that of rank {}, and each rank takes its share of one dataset, so samples would be "
+    "lost: give every rank the whole dataset; or, where each rank has a shard of its own, a DataLoader with a sampler "
+    "of your own, such as sampler=range(len(shard)).",
+)
+"""What is wrong where the keys of two ranks (:func:`_order_key`) differ."""
 
 
 def group(source: DataSource, batches: Iterator[Any]) -> Group | None:
@@ -114,18 +122,12 @@ def lengths(source: DataSource, own: int | None) -> tuple[list[int], bool]:
     """
     length = -1.0 if own is None else float(own)
     rows = agreement.gather_floats([length, *_order_key(source), float(source.reader.draws)])
-    if (ranks := _that_differ([row[1] for row in rows])) is not None:
-        raise ValueError(
-            f"The order of the data on rank {ranks[1]} is not that of rank {ranks[0]}, and each rank takes its "
-            "share of one order: give loader() as many samples and the same seed on every rank, and a sampler whose "
-            "order does not depend on the rank."
-        )
-    if (ranks := _that_differ([row[2] for row in rows])) is not None:
-        raise ValueError(
-            f"The dataset on rank {ranks[1]} is not that of rank {ranks[0]}, and each rank takes its share of one "
-            "dataset, so samples would be lost: give every rank the whole dataset; or, where each rank has a shard of "
-            "its own, a DataLoader with a sampler of your own, such as sampler=range(len(shard))."
-        )
+    for column, sentence in enumerate(_DIFFER, 1):
+        keys = [row[column] for row in rows]
+        first = next((key for key in keys if key), 0.0)
+        other = next((rank for rank, key in enumerate(keys) if key not in (0.0, first)), None)
+        if other is not None:
+            raise ValueError(sentence.format(other, keys.index(first)))
     return [int(row[0]) for row in mesh.by_data_rank(rows)], not any(row[3] for row in rows)
 
 
@@ -140,10 +142,3 @@ def _order_key(source: DataSource) -> list[float]:
     sampler.pass_number = source.place.pass_number
     words = f"{sampler.seed if sampler.shuffle else None} {sampler.drawn_order} {sampler.length}"
     return [float(int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)) for text in (words, f"{source.fingerprint}")]
-
-
-def _that_differ(keys: Sequence[float]) -> tuple[int, int] | None:
-    """The first rank that has a key, and the first with another one."""
-    first = next((key for key in keys if key), 0.0)
-    other = next((rank for rank, key in enumerate(keys) if key not in (0.0, first)), None)
-    return None if other is None else (keys.index(first), other)

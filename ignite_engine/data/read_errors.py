@@ -24,15 +24,13 @@ class ReadErrors:
     Args:
         limit: over all ranks.
         state: of the run, which counts them.
+
+    Raises:
+        ValueError: ranks share their data, and might read something else.
     """
 
     def __init__(self, limit: int, state: Any) -> None:
         self.limit, self._state = limit, state
-
-    def check_ranks(self) -> None:
-        """Raises:
-        ValueError: ranks share their data, and might read something else.
-        """
         if mesh.data_size() < agreement.world_size():
             raise ValueError(
                 f"max_read_errors={self.limit} could leave a batch out on one rank of a tensor-parallel group and not "

@@ -36,8 +36,7 @@ class Replayed:
 
     def __init__(self, data: Any, *, marks: bool = False) -> None:
         self.data, self._marks = data, marks
-        self._is_fixed = type(data) in (list, tuple, range)
-        self.draws = not self._is_fixed
+        self.draws = type(data) not in (list, tuple, range)
         """Random numbers may be drawn, or a state moved on, where a batch is read."""
         self.fetched: Sequence[Any] | None = None
         """What was put back, of an iterator that can be read only once and goes on."""
@@ -53,7 +52,7 @@ class Replayed:
     @property
     def inexact(self) -> str | None:
         """Why a resumed run would not see the same bits, None if it would."""
-        if self._is_fixed:
+        if not self.draws:
             return None
         order = getattr(self.data, "sampler", None)
         if isinstance(getattr(self.data, "dataset", None), IterableDataset):
@@ -92,11 +91,13 @@ class Replayed:
         iterator, fetched, self.fetched = self.begin(), self.fetched, None
         if fetched is not None:
             return chain(fetched, iterator)
-        if place.batch and not self._is_fixed:
+        if not place.batch:
+            return iterator
+        if self.draws:
             logger.warning(
                 "%s: the %d batches that were consumed are loaded again and skipped.", self.inexact, place.batch
             )
-        return _from(iterator, place.batch)
+        return _from(iterator, place.batch, rng.capture())
 
     def put_back(self, group: Sequence[Any]) -> None:
         """The group that was read last comes again."""
@@ -135,10 +136,6 @@ class Replayed:
         if not (keep_persistent and getattr(self.data, "persistent_workers", False)):
             end_workers(self.iterator, self.data)
         self.iterator = None
-
-    def close(self) -> None:
-        """The run is over."""
-        self.end(keep_persistent=True)
 
 
 class Indexed(Replayed):
@@ -184,18 +181,13 @@ class Indexed(Replayed):
         drawn = self.sampler.drawn_order if begun else None
         return order if drawn is None else order | {"drawn_order": drawn}
 
-    def close(self) -> None:
-        super().close()
+    def end(self, *, keep_persistent: bool = False) -> None:
+        super().end(keep_persistent=keep_persistent)
         self.sampler.start, self.sampler.skipped, self.sampler.dealing = None, 0, None
 
 
-def _from(iterator: Iterator[Any], batch: int) -> Iterator[Any]:
-    """The iterator without what comes before ``batch``, which the first ``next`` reads: a stop may end that."""
-    return chain(_skipped(iterator, batch, rng.capture()), iterator) if batch else iterator
-
-
-def _skipped(iterator: Iterator[Any], batch: int, began_with: Any) -> Iterator[Any]:
-    """None of the batches that are read.
+def _from(iterator: Iterator[Any], batch: int, began_with: Any) -> Iterator[Any]:
+    """The iterator without what comes before ``batch``, which the first ``next`` reads: a stop may end that.
 
     Args:
         began_with: the random numbers with which the pass was opened here.
@@ -204,7 +196,7 @@ def _skipped(iterator: Iterator[Any], batch: int, began_with: Any) -> Iterator[A
         rng.restore(began_with)
         for _ in islice(iterator, batch):
             pass
-    yield from ()
+    yield from iterator
 
 
 def orders_of(data: Any) -> list[Any]:

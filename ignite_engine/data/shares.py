@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ignite_engine.data.source import DataSource
 
 
-def deal(reader: Replayed, micro_batches: int) -> None:
+def deal(reader: Replayed, micro_batches: int) -> Dealing | None:
     """Let ``reader`` read this rank's share.
 
     Raises:
@@ -27,12 +27,14 @@ def deal(reader: Replayed, micro_batches: int) -> None:
     first, end = share(micro_batches, mesh.data_rank(), mesh.data_size())
     if isinstance(reader, Indexed):
         reader.dealing = Dealing(reader.data.batch_size, micro_batches, first, end)
-    elif mesh.data_size() > 1 and reader.data != ():  # which is an empty window
+        return reader.dealing
+    if mesh.data_size() > 1 and reader.data != ():  # which is an empty window
         raise ValueError(
             f"global_micro_batches deals one order of samples out to the ranks, which needs loader() or a plain "
             f"DataLoader, got a {type(reader.data).__name__} on {mesh.data_size()} ranks: use one of them, or "
             "accumulation_steps."
         )
+    return None
 
 
 def refuse(source: DataSource) -> None:

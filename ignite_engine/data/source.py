@@ -18,7 +18,7 @@ from ignite_engine.data.own_state import Stateful, keeps_state
 from ignite_engine.data.place import Place
 from ignite_engine.data.read_errors import ReadErrors
 from ignite_engine.data.readers import Indexed, Replayed
-from ignite_engine.data.sampler import Dealing, ResumableSampler
+from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.errors import StateMismatch, StopRequested, leave_out
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.step.micro_batches import Group, WeightFn
@@ -109,6 +109,7 @@ class DataSource:
 
     ends_epochs: EndsEpochs | None = None
     """Itself, if it does; else the run counts them."""
+    kind = "a loader"
     is_open = True
     """It is known what is read."""
 
@@ -123,8 +124,6 @@ class DataSource:
         waiting: Waiting | None = None,
         read_errors: ReadErrors | None = None,
     ) -> None:
-        if read_errors is not None:
-            read_errors.check_ranks()
         self.steps, self.weigh, self.read_errors = accumulation_steps or global_micro_batches or 1, weigh, read_errors
         self.may_be_empty, self._micro_batches, self._given_waiting = may_be_empty, global_micro_batches, waiting
         self.place = Place()
@@ -150,18 +149,13 @@ class DataSource:
         """What the fetch of the group in hand has changed, as it was: of the place, and :func:`rng.snapshot`."""
         self.fingerprint = fingerprint(data.dataset) if isinstance(data, DataLoader) else None
         """Of the dataset; None: it is not known what it holds."""
-        if self._micro_batches is not None:
-            shares.deal(self.reader, self._micro_batches)
+        self.dealing = None if self._micro_batches is None else shares.deal(self.reader, self._micro_batches)
+        """How the micro-batches of all ranks are shared out; None: each rank has data of its own."""
 
     @property
     def sampler(self) -> ResumableSampler | None:
         """The sampler of a ``loader()``, whose order is a function of seed and pass; None for other data."""
         return self.reader.sampler if isinstance(self.reader, Indexed) else None
-
-    @property
-    def dealing(self) -> Dealing | None:
-        """How the micro-batches of all ranks are shared out; None: each rank has data of its own."""
-        return self.reader.dealing
 
     @property
     def inexact(self) -> str | None:
@@ -226,7 +220,15 @@ class DataSource:
                 self._before = held, opened_with if begins else rng.snapshot()
             self._opened_with = None
             try:
-                group = self._next(batches)
+                if self._exchanges or self.read_errors is not None:
+                    group = agreed.group(self, batches)
+                elif self.dealing is not None:
+                    group = shares.group(self, self.dealing, batches)
+                else:
+                    read = self.read(batches, self.steps)
+                    group = Group(read) if read else None
+                    if group is not None:
+                        group.places = len(group)
             except StopRequested:
                 self.put_back()
                 raise
@@ -234,16 +236,6 @@ class DataSource:
                 self._before = None
                 return
             yield group
-
-    def _next(self, batches: Iterator[Any]) -> Group | None:
-        """The next group that has a batch; what of the pass cannot be read before it is counted in it."""
-        if self._exchanges or self.read_errors is not None:
-            return agreed.group(self, batches)
-        if self.dealing is not None:
-            return shares.group(self, self.dealing, batches)
-        group = Group(self.read(batches, self.steps))
-        group.places = len(group)
-        return group or None
 
     def read(self, batches: Iterator[Any], count: int) -> list[Any]:
         """The batches of one iteration; a stop may end the wait for them, where all ranks learn of it."""
@@ -293,7 +285,7 @@ class DataSource:
 
     def close(self) -> None:
         """The run is over: end the workers of the present pass, unless they are persistent."""
-        self.reader.close()
+        self.reader.end(keep_persistent=True)
 
     # -- in checkpoints ---------------------------------------------------------------------------------------------
 
@@ -316,6 +308,7 @@ class DataSource:
             "batch": place.batch,
             "ended": ended,
             "ranks": mesh.data_size(),
+            "kind": self.kind,
         }
         if self.fingerprint is not None:
             state["fingerprint"] = self.fingerprint
@@ -323,9 +316,22 @@ class DataSource:
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue at a saved place; what one rank refuses is raised on all. A collective."""
+        self.check_kind(state)
         agreement.together(lambda: self.load_state_dict(state))
         if self.place.skipped:
             self.agree_lengths()  # of the rest of the pass
+
+    def check_kind(self, state: dict[str, Any]) -> None:
+        """Refuse a place in other data.
+
+        Raises:
+            StateMismatch: it is one in data of another kind.
+        """
+        if state["kind"] != self.kind:
+            raise StateMismatch(
+                f"The checkpoint was made with {state['kind']} as data: give run() the same, or leave the position out "
+                f"with {leave_out('data')}."
+            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved place.
@@ -334,11 +340,6 @@ class DataSource:
             StateMismatch: the dataset, its order or the batch size is another one. The latter may be, where an update
                 has as many samples on another number of ranks.
         """
-        if "windows" in state:
-            raise StateMismatch(
-                f"The checkpoint was made with Windows as data: give run() the same, or leave the position out with "
-                f"{leave_out('data')}."
-            )
         place, held = self._place_of(state), state.get("held", {})
         if state.get("ranks", mesh.data_size()) != mesh.data_size():
             held = {**held, "exhausted": False}

@@ -46,7 +46,7 @@ def samples_of(trainer: Trainer) -> list[list[int]] | None:
     """Within an iteration, before it is consumed: the indices of this rank's samples by micro-batch; None: unknown."""
     source = trainer.progress.source
     sampler = None if source is None else source.sampler
-    if source is None or sampler is None or trainer.progress.max_read_errors:
+    if source is None or sampler is None or trainer.state.group.unread:
         return None
     count = len(trainer.state.group.real)
     size: int = source.data.batch_size

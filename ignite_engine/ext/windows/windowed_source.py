@@ -13,7 +13,7 @@ from ignite_engine import rng
 from ignite_engine.data.loader import resumable
 from ignite_engine.data.place import Place
 from ignite_engine.data.source import DataSource
-from ignite_engine.errors import StateMismatch, StopRequested, leave_out
+from ignite_engine.errors import StopRequested
 from ignite_engine.events import TrainingEvents
 from ignite_engine.ext.windows.window_reader import WindowReader
 from ignite_engine.ranks import agreement, mesh
@@ -32,6 +32,8 @@ class WindowedSource(DataSource):
         state: of the run; its windows are counted here.
         how: of a :class:`DataSource`.
     """
+
+    kind = "Windows"
 
     def __init__(self, windows: Windows, state: Any, **how: Any) -> None:
         super().__init__((), **how)
@@ -183,18 +185,14 @@ class WindowedSource(DataSource):
         Raises:
             StateMismatch: it is one in other data.
         """
-        if "windows" not in state:
-            raise StateMismatch(
-                "The checkpoint was made with data that is not a Windows object: give run() the same, or leave the "
-                f"position out with {leave_out('data')}."
-            )
-        own, ranks = state.pop("windows"), mesh.data_size()
+        self.check_kind(state)
+        own, ranks = state["windows"], mesh.data_size()
         if state["ranks"] != ranks and not self.stream.windows.shared:
             self.changed = (
                 f"The data position was saved on {state['ranks']} ranks, resumed on {ranks}: each continues with its "
                 "own windows, some may come twice or never."
             )
-            state["ranks"] = ranks
+            state = {**state, "ranks": ranks}
         self.stream.load_state_dict(own, begun=own["begun"])
         self._begun, self._of_epoch, self._updates = own["begun"], own["of_epoch"], own["updates"]
         if own["before"] is not None:

@@ -135,10 +135,7 @@ class Windows(OwnSource):
                     names.append(name)
             return names
 
-        return self._batches_of(agreement.on_rank_0(names_of_all) if self.shared else agreement.together(names_of_all))
-
-    def _batches_of(self, names: Iterable[Any]) -> Iterator[Any]:
-        for name in names:
+        for name in agreement.on_rank_0(names_of_all) if self.shared else agreement.together(names_of_all):
             # without a collective: each rank comes to a window when it has evaluated the one before
             data = self._made_of(self._opened(name), 0)
             iterator = begin_pass(data)

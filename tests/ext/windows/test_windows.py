@@ -445,7 +445,7 @@ def test_a_torn_window_may_be_repaired_or_removed_before_the_resume(tmp_path, ho
 RESUMED = {
     "gone": ([5, 7], [7], "was made in the window 5, now the next one is 7"),
     "other data": ([5, 7], None, "was made with Windows as data"),
-    "windows for a loader": (None, [5, 7], "was made with data that is not a Windows object"),
+    "windows for a loader": (None, [5, 7], "was made with a loader as data"),
 }
 """What the first run has had and the second has: windows, or a loader."""
 
