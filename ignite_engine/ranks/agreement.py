@@ -144,6 +144,12 @@ def _exchange(kind: int | None, own: T) -> list[T]:
     return [each for _, each in said]
 
 
+def break_off() -> None:
+    """A rank has failed: the exchange that waits for it ends, and the next one is made anew, if all ranks go on."""
+    if (exchange := _own_groups().pop("exchange", None)) is not None:
+        exchange.close()
+
+
 def gather_floats(values: Sequence[float]) -> list[list[float]]:
     """Every rank's ``values`` (the same count everywhere), by rank; float64 throughout."""
     if world_size() == 1:

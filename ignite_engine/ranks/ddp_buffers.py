@@ -19,7 +19,7 @@ def share_buffers(model: object) -> None:
     whose DDP does not broadcast buffers, is left unchanged.
     """
     for wrapped in data_parallel(model):
-        if wrapped.broadcast_buffers:
+        if shared_buffers(wrapped):
             wrapped._sync_buffers()
 
 

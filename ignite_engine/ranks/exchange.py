@@ -85,6 +85,12 @@ class Exchange:
             self._send(rank, rows)
         return rows
 
+    def close(self) -> None:
+        """Another thread that waits here, and the other ranks, find their connections closed."""
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):
+                peer.connection.shutdown(socket.SHUT_RDWR)
+
     def _send(self, rank: int, content: object) -> None:
         try:
             self._peers[rank].connection.sendall(pickle.dumps(content))

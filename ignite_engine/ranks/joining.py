@@ -118,9 +118,17 @@ def part_of_this_attempt(store: Any, rank: int, world_size: int) -> Any:
     return agreement.STORES.PrefixStore(name, store)
 
 
-def disconnect() -> None:
-    agreement.forget_groups()
-    idist.finalize()
+@contextmanager
+def joined(backend: str, init_method: str | None, timeout: timedelta | None) -> Iterator[None]:
+    """Within it this process is one of the ranks, as the environment says."""
+    with signals.stops_go_to(signals.Ending()):
+        connect(backend, init_method, timeout)
+        try:
+            say_warnings_once()
+            yield
+        finally:
+            agreement.forget_groups()
+            idist.finalize()
 
 
 def say_warnings_once() -> None:

@@ -30,11 +30,9 @@ from ignite_engine.ranks import agreement, signals
 from ignite_engine.ranks.joining import (
     Start,
     Work,
-    connect,
-    disconnect,
+    joined,
     one_line_where_they_cannot_meet,
     rank_main,
-    say_warnings_once,
 )
 from ignite_engine.ranks.watch import HEARTBEAT_TIMEOUT_S, watched
 
@@ -110,14 +108,9 @@ class Parallel(IgniteParallel):
             super().__enter__()
         elif self._spawn_params is None:
             assert self.backend is not None
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(signals.stops_go_to(signals.Ending()))
-                if "TORCHELASTIC_RUN_ID" in os.environ:  # another launcher may end before its processes
-                    signals.end_with_parent()
-                connect(self.backend, self.init_method, self._timeout)
-                stack.callback(disconnect)
-                say_warnings_once()
-                self._within = stack.pop_all()
+            if "TORCHELASTIC_RUN_ID" in os.environ:  # another launcher may end before its processes
+                signals.end_with_parent()
+            self._within.enter_context(joined(self.backend, self.init_method, self._timeout))
         return self
 
     def __exit__(self, *error: Any) -> None:

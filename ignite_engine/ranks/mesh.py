@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ignite.distributed as idist
 import torch
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
+M = TypeVar("M", bound="DeviceMesh | None")
 
 DATA_DIMS = ("data", "dp", "replicate", "shard", "dp_replicate", "dp_shard")
 TENSOR_DIMS = ("tensor", "tp")
@@ -38,15 +39,7 @@ def _sharing() -> list[list[int]]:
     return declared or [[rank] for rank in range(world)]
 
 
-@overload
-def use_mesh(mesh: DeviceMesh) -> DeviceMesh: ...
-
-
-@overload
-def use_mesh(mesh: None) -> None: ...
-
-
-def use_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
+def use_mesh(mesh: M) -> M:
     """Declare how the ranks of this process's group are arranged: from now on data is shared out by this mesh.
 
     Ranks that differ in a tensor-parallel dimension only are one data rank: they get the same batches, count once in
@@ -66,7 +59,7 @@ def use_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
     """
     if mesh is None:
         _meshes.clear()
-        return None
+        return mesh
     names = tuple(mesh.mesh_dim_names or ())
     unknown = [name for name in names if name not in DATA_DIMS + TENSOR_DIMS]
     if unknown or not names:
@@ -123,14 +116,11 @@ def metrics_reduce(ranks: Sequence[int] | None = None) -> Iterator[None]:
     group = None if columns == [[*range(agreement.world_size())]] else agreement.subgroup(columns)
     functions: dict[str, Any] = {"all_gather": partial(_gather, group)}
     if group is not None:
-        of_group: dict[str, Any] = {
-            "get_rank": dist.get_rank,
-            "get_world_size": dist.get_world_size,
-            "broadcast": _broadcast,
-        }
-        functions |= {name: partial(function, group) for name, function in of_group.items()}
         for name in ("all_reduce", "all_gather_tensors_with_shapes"):
             functions[name] = partial(getattr(idist.utils, name), group=group)
+        functions["get_rank"] = partial(dist.get_rank, group)
+        functions["get_world_size"] = partial(dist.get_world_size, group)
+        functions["broadcast"] = partial(_broadcast, group)
     with _calling(functions):
         yield
 
@@ -138,7 +128,7 @@ def metrics_reduce(ranks: Sequence[int] | None = None) -> Iterator[None]:
 @contextmanager
 def metrics_of_this_rank() -> Iterator[None]:
     """Within it metrics are computed of what this rank has seen, and nothing is exchanged."""
-    with _calling({"get_rank": lambda: 0, "get_world_size": lambda: 1, "all_gather": _itself}):
+    with _calling({"get_rank": lambda: 0, "get_world_size": lambda: 1, "all_gather": lambda value: value}):
         yield
 
 
@@ -159,10 +149,6 @@ def _calling(functions: Mapping[str, Any]) -> Iterator[None]:
 
 def _call(name: str, *args: Any, **kwargs: Any) -> Any:
     return _instead.get().get(name, getattr(idist.utils, name))(*args, **kwargs)
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 def _broadcast(group: Any, value: Any, src: int = 0, safe_mode: bool = False) -> Any:

@@ -238,6 +238,7 @@ class Watch:
             self._learn(case, self._failure_of(error))
             self._news.set()
         case.told.wait(_MAY_RAISE_S)
+        agreement.break_off()
         failure = case.failure
         if not broken or failure is None or (failure.kind == "raised" and self.rank in failure.ranks):
             return error
@@ -334,7 +335,9 @@ class Watch:
     def _end_blocked(self, case: _Case, failure: Failure) -> None:
         """End this process, if its main thread waits for a rank that has failed; and one that is silent."""
         learned_at = time.monotonic()
-        self._over.wait(2 * BEAT_S)  # then the others know it, too: what breaks by a kill is no news
+        self._over.wait(2 * BEAT_S)  # then the others know it, too: what breaks by a kill, or here, is no news
+        if not case.raised.is_set():
+            agreement.break_off()
         for rank in failure.ranks if failure.kind == "silent" else ():
             if rank in self._local and not _has_ended(self._local[rank]):
                 os.kill(self._local[rank], signal.SIGKILL)

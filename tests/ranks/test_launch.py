@@ -290,7 +290,7 @@ def test_second_signal_forces_the_end(tmp_path):
     both_train(tmp_path, process)
     began = time.monotonic()
     wait_until(lambda: process.signal(signal.SIGINT) or process.poll() is not None)  # of half a second they are one
-    assert process.wait() == 130 and time.monotonic() - began < WAITS_S / 2
+    assert process.wait() == 130 and time.monotonic() - began < WAITS_S / 2, process.said()
     assert not [*tmp_path.glob("checkpoints/iteration_*")] and runs.group_is_gone(process)
 
 

@@ -3,6 +3,7 @@
 import logging
 import os
 import resource
+import threading
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,22 @@ def test_error_of_one_rank_is_raised_on_both_with_its_text(case, tmp_path):
     assert (peer[0], peer[2]) == (kind, "failed") and own == (type(error).__name__, str(error), "failed")
     text = peer[1].replace("Rank", "rank")
     assert not [word for word in words.split() if word not in text] and "two" not in text and len(text) < 11_000
+
+
+def test_ranks_of_which_one_has_caught_its_own_error_go_on_together():
+    def work(rank):
+        try:
+            Trainer(lambda engine, batch: raises(ValueError("once"))).run([0] * 20)
+        except Exception as error:
+            caught = type(error).__name__
+        if rank == 1:  # its peers are told all the same, and wait for it in the next run
+            threading.Event().wait(2.0)
+        return caught, Trainer(lambda engine, batch: None).run([0] * 20).status
+
+    assert [each.answer() for each in start_ranks(2, work)] == [
+        ("PeerFailed", "completed"),
+        ("ValueError", "completed"),
+    ]
 
 
 def test_a_rank_with_more_descriptors_than_select_takes_is_watched():
