@@ -66,7 +66,9 @@ class OwnSource(ABC):
 
     @abstractmethod
     def make_source(self, state: Any, **how: Any) -> DataSource:
-        """Args:
+        """The source over it.
+
+        Args:
             state: of the run.
             how: arguments of a :class:`DataSource`.
 

@@ -122,8 +122,9 @@ class WindowedSource(DataSource):
             if begun := self._begun:
                 run.fire(TrainingEvents.WINDOW_COMPLETED)
             self.next_pass()
-            is_full = self._of_epoch == stream.windows.per_epoch
-            if stream.over and not is_full and not run.epoch_iteration and not begun_again:
+            per_epoch = stream.windows.per_epoch
+            is_full = per_epoch is not None and self._of_epoch >= per_epoch
+            if not run.epoch_iteration and not begun_again:
                 begun_again = stream.begin_again()  # the epoch before has ended with the sequence
             if stream.over or is_full:
                 if stream.over:
