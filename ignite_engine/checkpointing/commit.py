@@ -183,13 +183,14 @@ class Commit:
             raise CheckpointError(f"the ranks are at different iterations: {iterations}")
         if incomplete := _incomplete(self._written):
             raise CheckpointError(f"the ranks do not hold the whole of {', '.join(incomplete)} together")
-        earlier = names.scan(self._directory)[0]
+        earlier, unreadable = names.scan(self._directory)
         same = [checkpoint.manifest for checkpoint in earlier if checkpoint.iteration == self._iteration]
         files = {name: record for written in self._written for name, record in written.files.items()}
         known = {
             "iteration": self._iteration,
             "epoch": epoch,
-            "sequence": 1 + max((checkpoint.manifest.sequence for checkpoint in earlier), default=0),
+            # what cannot be read now may be read again
+            "sequence": 1 + len(unreadable) + max((each.manifest.sequence for each in earlier), default=0),
             "world_size": self._ranks.world_size,
             "versions": current_versions(),
             "files": files,

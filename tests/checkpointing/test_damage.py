@@ -138,6 +138,16 @@ def test_of_several_damaged_ones_none_counts_among_those_that_are_kept(tmp_path,
     assert newest(tmp_path) == 400
 
 
+def test_what_cannot_be_read_keeps_its_place_in_the_order_of_saves(tmp_path):
+    store = CheckpointStore(tmp_path)
+    paths = [save(store, iteration) for iteration in (1, 2)]
+    whole = (paths[1] / "manifest.json").read_bytes()
+    (paths[1] / "manifest.json").write_bytes(b"")
+    paths.append(save(store, 3))
+    (paths[1] / "manifest.json").write_bytes(whole)
+    assert [manifest_of(path)["sequence"] for path in paths] == [1, 2, 3]
+
+
 def test_another_hash_is_verified_by_it(tmp_path):
     path = save(CheckpointStore(tmp_path), 1)
     with_the_hash("sha256")(path)
