@@ -398,5 +398,7 @@ def settled_ranks(case):
         )
     case = settled_resume(case)
     if "batchnorm" in case.layers or "frozen" in case.layers:  # after the handlers that need them have added them
-        case = case.but(samples=case.ranks * case.batch_size * (2 + case.samples % 2))
+        whole = case.ranks * case.batch_size
+        windows = tuple(count and whole * (1 + count % 2) for count in case.windows)
+        case = case.but(samples=whole * (2 + case.samples % 2), windows=windows)
     return case
