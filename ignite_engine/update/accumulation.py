@@ -65,6 +65,8 @@ class Accumulation:
         self.update = weakref.proxy(update)  # type: ignore[assignment]  # it answers for it
         self._reducing = reducing_modules(update.model)
         self._broken_off = False
+        # one context for good, which costs more to make than to enter
+        self._autocast = None if callable(update.precision) else autocast(update.precision, update.device.type)
 
     def stateful(self) -> Iterable[tuple[str, Any, bool]]:
         """What a checkpoint holds of this: name, object with a state, and whether every rank has the same."""
@@ -158,7 +160,7 @@ class Accumulation:
             if update.precision == "fp32":
                 result: Any = update.loss_fn(update.model, batch)
             else:
-                with autocast(update.precision, update.device.type):
+                with self._autocast or autocast(update.precision, update.device.type):
                     result = update.loss_fn(update.model, batch)
         except Exception as error:
             error.add_note(f"The micro-batch: {shapes_of(batch)}.")
