@@ -120,7 +120,9 @@ class InvariantSum:
         for node, value in zip(chain(*nodes), received, strict=True):
             tree.push(node, value)
         summed = sent.new_empty(ranks * chunk)
-        dist.all_gather_into_tensor(summed, tree.total(), group=group)
+        # torch 2.13 has renamed it
+        gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(summed, tree.total(), group=group)
         return summed
 
 
