@@ -18,14 +18,21 @@ from ignite_engine.checkpointing.made_of_tensors import is_made_of_tensors, take
 from ignite_engine.checkpointing.manifest import Manifest
 from ignite_engine.checkpointing.pack import map_pack
 from ignite_engine.checkpointing.plain_data import TensorLeaf, tensors_of
-from ignite_engine.checkpointing.shards import PIECES, Piece, Shards, add_pieces, is_placeholder, join, without_shards
+from ignite_engine.checkpointing.shards import (
+    PIECES,
+    FoundPieces,
+    Shards,
+    add_pieces,
+    is_placeholder,
+    join,
+    without_shards,
+)
 from ignite_engine.checkpointing.shards import whole as read_whole
 from ignite_engine.errors import CheckpointError
 
 Problem = Callable[[str], str | None]
 """Verifies a file of a checkpoint: what is wrong with it, as the rest of a sentence, or None."""
 Parts = Mapping[str, Any]
-_Pieces = dict[tuple[str, nested.Path], list[Piece]]
 
 
 @dataclass(frozen=True)
@@ -147,14 +154,14 @@ def check_whole(checkpoint: Path, manifest: Manifest) -> None:
             _join(checkpoint, parts, pieces or {})
 
 
-def _join(checkpoint: Path, parts: Parts, pieces: _Pieces) -> dict[str, Any]:
+def _join(checkpoint: Path, parts: Parts, pieces: FoundPieces) -> dict[str, Any]:
     try:
         return join(parts, pieces)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint} is damaged: {error}.") from None
 
 
-def _pieces_in(checkpoint: Path, manifest: Manifest, problem: Problem) -> _Pieces | None:
+def _pieces_in(checkpoint: Path, manifest: Manifest, problem: Problem) -> FoundPieces | None:
     """The pieces of all ranks, whose values are read when they are needed; None: nothing is sharded.
 
     A file is verified before a value of it is used.
@@ -167,7 +174,7 @@ def _pieces_in(checkpoint: Path, manifest: Manifest, problem: Problem) -> _Piece
             raise CheckpointError(f"{checkpoint} is damaged: {found}.")
         verified.add(name)
 
-    pieces: _Pieces = {}
+    pieces: FoundPieces = {}
     for name in names:
         status = signature(checkpoint / name)
         if status is None or status[1] != manifest.files[name].bytes:

@@ -92,7 +92,7 @@ class Piece(NamedTuple):
     verify: Callable[[], None]
 
 
-_Found = dict[tuple[str, Path], list[Piece]]
+FoundPieces = dict[tuple[str, Path], list[Piece]]
 """Pieces by the part and the path of their tensor."""
 
 
@@ -215,7 +215,7 @@ def is_placeholder(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_meta
 
 
-def add_pieces(found: _Found, of_parts: _PiecesOfParts, verify: Callable[[], None]) -> None:
+def add_pieces(found: FoundPieces, of_parts: _PiecesOfParts, verify: Callable[[], None]) -> None:
     """Add what one rank has written, the part :data:`PIECES`."""
     for part, pieces in of_parts.items():
         for path, (offset, values) in pieces.items():
@@ -223,7 +223,7 @@ def add_pieces(found: _Found, of_parts: _PiecesOfParts, verify: Callable[[], Non
             found.setdefault((part, path), []).append(Piece(region, values, verify))
 
 
-def join(parts: Mapping[str, Any], pieces: _Found) -> dict[str, Any]:
+def join(parts: Mapping[str, Any], pieces: FoundPieces) -> dict[str, Any]:
     """The parts with a :class:`Sharded` in the place of each placeholder.
 
     Args:
