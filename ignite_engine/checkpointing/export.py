@@ -58,8 +58,7 @@ def write_weights(path: Path, weights: dict[str, Any], kind: Format, *, about: d
         if kind == "state_dict":
             torch.save(weights, file)
             return
-        for block in Pack(weights, about or {}).blocks():
-            file.write(block)
+        file.writelines(Pack(weights, about or {}).blocks())
 
     try:
         replace_file(path, write)

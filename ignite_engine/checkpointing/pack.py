@@ -18,7 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -146,8 +146,9 @@ class Pack:
     def _encoded_tensor(self, value: Tensor, path: tuple[Any, ...]) -> dict[str, Any]:
         if is_made_of_tensors(value):
             tensors, context = taken_apart(value)
-            of = {_SUBCLASS: f"{type(value).__module__}:{type(value).__qualname__}", "tensors": tensors}
-            return {_KIND: "subclass", "of": self._encoded(of | {"context": context, **_size_of(value)}, path)}
+            of: dict[str, Any] = {_SUBCLASS: f"{type(value).__module__}:{type(value).__qualname__}", "tensors": tensors}
+            of |= {"context": context, "shape": tuple(value.shape), "stride": tuple(value.stride())}
+            return {_KIND: "subclass", "of": self._encoded(of, path)}
         about: dict[str, Any] = {_KIND: "tensor"}
         if type(value) is torch.nn.Parameter:
             about["is_parameter"] = True
@@ -195,22 +196,11 @@ def _bytes_of(value: Tensor) -> memoryview:
 # -- reading --------------------------------------------------------------------------------------------------------
 
 
-class _Entry(NamedTuple):
-    """A tensor as it is stored."""
-
-    dtype: torch.dtype
-    shape: list[int]
-    begin: int
-    """Of its bytes, in those behind the header."""
-    end: int
-
-
-_Fill = Callable[[int], Any]
-"""The next so many bytes."""
-
-
-def _read(next_bytes: _Fill, size: int) -> Any:
+def _read(next_bytes: Callable[[int], Any], size: int) -> Any:
     """The state in ``size`` bytes.
+
+    Args:
+        next_bytes: gives the next so many of them.
 
     Raises:
         Exception: of any type; they are no pack.
@@ -302,10 +292,6 @@ def _of_its_class(of: dict[str, Any]) -> Any:
     return of if kind is None else put_together(kind, of["tensors"], of["context"], like)
 
 
-def _size_of(value: Tensor) -> dict[str, Any]:
-    return {"shape": tuple(value.shape), "stride": tuple(value.stride())}
-
-
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name.removeprefix("torch."))
     if not isinstance(found, torch.dtype):
@@ -318,12 +304,7 @@ def _dtype(name: str) -> torch.dtype:
 
 def write_pack(path: Path, state: Mapping[str, Any]) -> FileRecord:
     """Write a state to a new file, fsynced; the hash is taken while writing."""
-
-    def write(file: IO[bytes]) -> None:
-        for block in Pack(state).blocks():
-            file.write(block)
-
-    return write_file(path, write)
+    return write_file(path, lambda file: file.writelines(Pack(state).blocks()))
 
 
 def read_pack(path: Path, file: IO[bytes], record: FileRecord) -> str | dict[str, Any]:

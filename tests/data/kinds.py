@@ -48,14 +48,12 @@ class EpochSampler(Sampler):
         return iter(torch.randperm(len(self), generator=torch.Generator().manual_seed(self.epoch)).tolist())
 
 
-class Misjudged(Sampler):
+class Misjudged(EpochSampler):
     """Batches of 7 shuffled samples, 3 in the first epoch and 4 in the next; it says ``off`` more."""
 
     def __init__(self, off):
-        self.off, self.epoch = off, 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
+        super().__init__()
+        self.off = off
 
     def __len__(self):
         return (3, 4)[self.epoch % 2] + self.off

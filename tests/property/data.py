@@ -19,6 +19,7 @@ from torch.utils.data import (
 
 from ignite_engine import Windows, loader
 from ignite_engine.ext.windows import Files
+from tests.data.kinds import EpochSampler
 from tests.kit.tiny import RewoundLoader
 from tests.property.models import samples_of
 
@@ -75,22 +76,6 @@ class StatefulStream(IterableDataset):
 
     def load_state_dict(self, state):
         self.next = state["next"]
-
-
-class EpochSampler(Sampler):
-    """An order of its own for each epoch, as DistributedSampler has."""
-
-    def __init__(self, length):
-        self.length, self.epoch = length, 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __iter__(self):
-        yield from torch.randperm(self.length, generator=torch.Generator().manual_seed(self.epoch)).tolist()
-
-    def __len__(self):
-        return self.length
 
 
 class EpochBatchSampler(BatchSampler):
