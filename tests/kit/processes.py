@@ -11,6 +11,7 @@ The server never trains, so nothing of one process is left for the next. All pro
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import importlib
 import os
@@ -82,8 +83,10 @@ class Child:
         return self._code
 
     def wait(self, timeout_s=60.0):
-        """Its exit code; TimeoutError, and it is killed, where it does not end."""
+        """Its exit code; TimeoutError with the stacks of its group, and it is killed, where it does not end."""
         if self.poll(timeout_s) is None:
+            self.signal(signal.SIGABRT)  # faulthandler writes the stacks
+            self.poll(1.0)
             self.signal(signal.SIGKILL)
             self.poll(AFTER_SIGKILL_S)
             raise TimeoutError(f"a process did not end within {timeout_s} s: {self.said()}")
@@ -376,7 +379,8 @@ def _child(request, connection):
         os.close(opened)
     os.chdir(request["folder"])
     os.environ.clear()
-    os.environ.update(request["environment"])
+    os.environ.update(request["environment"], PYTHONFAULTHANDLER="1")
+    faulthandler.enable()
     _draw_other_numbers()
     try:
         function, arguments = cloudpickle.loads(request["call"])
