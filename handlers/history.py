@@ -10,8 +10,7 @@ from typing import Any
 from ignite.engine import Events
 
 from ignite_engine import Phase, Trainer
-from ignite_engine.ext.recovery import status
-from ignite_engine.ranks import agreement
+from ignite_engine.ranks import agreement, attempt
 from ignite_engine.run_directory import RunDirectory
 from ignite_engine.state import Start
 
@@ -44,6 +43,6 @@ class History:
 
     def _note(self, what: str, trainer: Trainer, config: Mapping[str, Any] | None = None) -> None:
         if agreement.rank() == 0:
-            reason = status.attempt.reason if config is not None else trainer.state.reason
+            reason = attempt.current.reason if config is not None else trainer.state.reason
             with contextlib.suppress(OSError):
                 self.directory.note(what, trainer.state.iteration, reason, config)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import errno
+import importlib
 import shutil
 import signal as signals
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -120,6 +121,26 @@ def did_you_mean(given: str, known: Iterable[str], *, limit: int = 20) -> str:
     if ends := [f"'{name}'" for name in names if name.lower().endswith((f".{given.lower()}", f"/{given.lower()}"))]:
         return f"; did you mean {' or '.join(ends)}?"
     return f"; known: {shortened(names, limit)}." if names else "."
+
+
+def by_name(what: str, name: str, table: Mapping[str, str]) -> Any:
+    """What a table of ``module:object`` has under a name; its module is imported now.
+
+    Args:
+        what: is named, such as ``accumulate``.
+
+    Raises:
+        ValueError: the table has no such name, or the module is not installed; one line.
+    """
+    if name not in table:
+        raise ValueError(f"{what} {name!r} is not known{did_you_mean(name, table)}")
+    module, _, attribute = table[name].partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(f"{what} {name!r} needs {module}, which is not installed.") from None
 
 
 def metric_meant(given: str, known: Sequence[str]) -> str:

@@ -32,6 +32,9 @@ from ignite_engine.update.base import update_of
 if TYPE_CHECKING:
     from ignite_engine.checkpointing import SaveFilter
 
+attached_to_each: list[Callable[[Trainer], None]] = []
+"""Called with each trainer that this process makes: for who supervises the ranks."""
+
 
 class Trainer(Engine):
     """An Ignite engine that trains: accumulation, exact resume, stops on which all ranks agree.
@@ -112,6 +115,8 @@ class Trainer(Engine):
         self._roll_backs = RollBacks()
         self._at_end: list[Callable[[Trainer], None]] = []
         self._skipped_before = 0
+        for attach in attached_to_each:
+            attach(self)
 
     # -- what users call ------------------------------------------------------------------------------------------
 

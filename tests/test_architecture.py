@@ -21,7 +21,7 @@ ON_TOP = {"handlers", "runs", "cli", "config", "__main__"}
 STANDING = {
     *(("cli", f"ext/{name}") for name in ("follow", "mirror", "recovery", "replay", "report")),
     *(("config", f"ext/{name}") for name in ("mirror", "sparse")),
-    *(("handlers", f"ext/{name}") for name in ("mirror", "recovery", "windows")),
+    *(("handlers", f"ext/{name}") for name in ("windows",)),
     *(("runs", f"ext/{name}") for name in ("recovery", "report", "windows")),
 }
 # Parts that several handlers share.

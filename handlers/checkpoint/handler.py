@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from os import PathLike
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from ignite.engine import Events
 
@@ -26,11 +28,7 @@ from ignite_engine.checkpointing import (
 )
 from ignite_engine.checkpointing.load_sources import Found, load_sources
 from ignite_engine.checkpointing.retention import of_one_run, ranked
-from ignite_engine.checkpointing.save_options import SaveKeywords
-from ignite_engine.checkpointing.store import Checkpoints
-from ignite_engine.errors import check_type, is_number
-from ignite_engine.ext.recovery.status import follow
-from ignite_engine.handlers.checkpoint.places import places_of
+from ignite_engine.errors import check_type, did_you_mean, is_number
 from ignite_engine.handlers.checkpoint.saver import Saver
 from ignite_engine.handlers.checkpoint.times import Times
 from ignite_engine.handlers.followed_metric import FollowedMetric, improves
@@ -38,6 +36,7 @@ from ignite_engine.ranks import agreement
 from ignite_engine.state import Start
 from ignite_engine.states import loading
 from ignite_engine.states.rates import Rates, set_rates
+from ignite_engine.states.tiers import TIERS, tiers_of
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +48,11 @@ class Checkpoint:
         directory: of all checkpoints of the run, shared by the ranks.
         name: of the handler's own state in a checkpoint.
         must_be_new: refuse a directory that holds checkpoints when the run starts or resumes; nothing is changed.
-        options: the fields of :class:`~ignite_engine.checkpointing.SaveOptions`.
+        options: the fields of :class:`~ignite_engine.checkpointing.SaveOptions`, and second places of the checkpoints:
+            ``memory``: after how many iterations the state is copied into shared memory, from where a run that was
+            killed goes on if the machine lives; ``"auto"``: as few as cost at most 1 % of the time. It holds two copies
+            of the state. ``mirror``: a directory or a URL of ``fsspec``, without credentials, which comes to hold what
+            the folder keeps, beside training. A resume takes the newest valid checkpoint of all places.
 
     A save that fails fires ``CHECKPOINT_FAILED`` and training continues; the one at the end of the run raises. In the
     background both events come at the first step boundary after the save has ended, the same one on all ranks.
@@ -63,18 +66,22 @@ class Checkpoint:
         *,
         name: str = "checkpoint",
         must_be_new: bool = False,
-        **options: Unpack[SaveKeywords],
+        **options: Any,
     ) -> None:
         check_type("directory", directory, bool(directory) and isinstance(directory, str | PathLike), "a path")
         check_type("must_be_new", must_be_new, isinstance(must_be_new, bool), "True or False")
+        known = inspect.signature(type(self)).parameters
+        if unknown := [key for key in options if key not in known]:
+            raise TypeError(f"{type(self).__name__}() has no option {unknown[0]!r}{did_you_mean(unknown[0], known)}")
+        tiers = {key: options.pop(key) for key in TIERS.keys() & options.keys()}
         self.name, self.options = name, SaveOptions(**options)
         self._must_be_new = must_be_new
         self._lr: Rates | None = None
         self._ignored: tuple[Sequence[str], int] = ((), 0)
-        self._saver = Saver(directory, self.options)
-        self.places = places_of(self._saver, self._metrics_of)
-        """Where the state is kept beside the folder: in memory, in a mirror."""
-        self.asks_places = True
+        self._saver = Saver(directory, self.options, self._metrics_of)
+        self.tiers = self._saver.tiers = tiers_of(tiers, self._saver)
+        """Where checkpoints are beside the folder, by the name of the option."""
+        self.asks_tiers = True
         """Whether :meth:`resume` looks there, too."""
         best = self.options.best
         self._followed = (
@@ -113,15 +120,14 @@ class Checkpoint:
         trainer.register(self.name, self)
         trainer.registry.filters.append(self._saver.filter)
         trainer.roll_back_with(self._load_healthy)
-        follow(trainer)
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(event, self)
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self._measure)
         trainer.add_event_handler(TrainingEvents.RESUME_POINT, self._save_if_due)
         if self._followed is not None:
             trainer.add_event_handler(Events.COMPLETED, self._followed.warn_if_never_written)
-        for place in self.places:
-            place.attach(trainer)
+        for tier in self.tiers.values():
+            tier.attach(trainer)
         trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, self._name_what_came_late)
 
     @property
@@ -273,26 +279,27 @@ class Checkpoint:
             raise ValueError(f"ignore is a list, got {ignore!r}: write [{ignore!r}].")
         began = time.perf_counter()
         self._refuse_old()
-        store: Checkpoints = self.store
-        for place in self.places if self.asks_places else ():
-            store = place.in_front_of(store)
-        found = loading.resume(self._trainer.registry, store, ignore=ignore, strict=self.options.strict)
-        elsewhere = next(filter(None, [place.resumed(found) for place in self.places]), None)
-        if found is None:
+        tiers = self.tiers.values() if self.asks_tiers else ()
+        fetched = loading.resume(self._trainer.registry, self.store, tiers, ignore=ignore, strict=self.options.strict)
+        if fetched is None:
             return None
+        found = fetched.info
+        if fetched.is_committed:  # again: the process before may have been killed before that
+            for tier in self.tiers.values():
+                tier.push(found.path)
         self._ignored, self._found = (list(ignore), found.manifest.sequence), found
-        self._saver.resumed(self._trainer, found, began, on_disk=elsewhere is None)
+        self._saver.resumed(self._trainer, found, began, on_disk=fetched.is_committed)
         self._measured = (found.iteration, found.manifest.metrics)  # of this boundary, if it is saved again
         # a script that sets up no logging shows warnings alone
         level, iteration = logging.WARNING if agreement.rank() == 0 else logging.INFO, self._trainer.state.iteration
         disk = ""
-        if elsewhere is not None:
+        if not fetched.is_committed:
             on_disk = agreement.on_rank_0(lambda: [saved.iteration for saved in self._of_this_run()])
             disk = f" (disk has {on_disk[-1] if on_disk else 'none'})"
             if self._best is not None and self.options.background:
                 self._best = agreement.on_rank_0(self._best_on_disk)  # of a save that was under way nothing is left
-        where = elsewhere or found.path
-        logger.log(level, "Resumed from %s at iteration %d%s: %s.", where, iteration, disk, self.times.loaded)
+        place = fetched.place
+        logger.log(level, "Resumed from %s at iteration %d%s: %s.", place, iteration, disk, self.times.loaded)
         self._lr = lr
         self._set_rates(self._trainer)
         return found.path
@@ -308,8 +315,8 @@ class Checkpoint:
     def _refuse_old(self) -> None:
         if self._must_be_new:
             agreement.on_rank_0(self._check_new)
-            for place in self.places:
-                place.check_new()
+            for tier in self.tiers.values():
+                tier.check_new()
             self._must_be_new = False  # from here on the checkpoints are its own
 
     def _check_new(self) -> None:
@@ -331,9 +338,9 @@ class Checkpoint:
         found = loading.resume(trainer.registry, self.store, ignore=names, ignored_up_to=newest, healthy_only=True)
         if found is None:
             return None
-        saver.resumed(trainer, found, began)
+        saver.resumed(trainer, found.info, began)
         self._set_rates(trainer)
-        return found.path
+        return found.info.path
 
     def load(self, path: str | Path | Sequence[LoadSource], **options: Any) -> LoadReport:
         """Start with what sources have, where :meth:`resume` found none; a collective.
@@ -412,8 +419,8 @@ class Checkpoint:
             digests.listeners.append(self._require_exact)
         self._saver.start(trainer)
         trainer.call_at_end(self._end)
-        for place in self.places:
-            place.begin(trainer)
+        for tier in self.tiers.values():
+            tier.begin(trainer)
 
     def _require_exact(self, trainer: Trainer) -> None:
         """Name once what a resumed run would not have; ``strict`` refuses it."""
@@ -506,10 +513,26 @@ class Checkpoint:
                 logger.warning("Best %s.", best)
         finally:
             try:
-                for place in self.places:
-                    place.end(trainer)
+                for tier in self.tiers.values():
+                    tier.end(trainer)
             finally:
                 self._saver.release()
 
+
+def _signature() -> inspect.Signature:
+    """That of :class:`Checkpoint`, with the name of each option."""
+    own = [each for each in inspect.signature(Checkpoint).parameters.values() if each.kind is not each.VAR_KEYWORD]
+    options = [(field.name, field.default, field.type) for field in fields(SaveOptions)]
+    options += [(name, None, Any) for name in TIERS]
+    return inspect.Signature(
+        own
+        + [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            for name, default, kind in options
+        ]
+    )
+
+
+Checkpoint.__signature__ = _signature()  # type: ignore[attr-defined]  # what inspect and help() show
 
 _AFTER_EXCEPTION = "saved after an exception, random numbers as it left them"

@@ -23,7 +23,6 @@ from ignite_engine.checkpointing import (
     Snapshot,
     filesystem,
 )
-from ignite_engine.checkpointing.layout import MEMORY_TOKEN
 from ignite_engine.checkpointing.manifest import Facts
 from ignite_engine.checkpointing.shards import Shards, without_shards
 from ignite_engine.errors import one_line
@@ -31,6 +30,7 @@ from ignite_engine.events import TrainingEvents
 from ignite_engine.handlers.checkpoint.times import Times, Transfer
 from ignite_engine.ranks import agreement
 from ignite_engine.state import Start
+from ignite_engine.states.tiers import TIERS, Tier, marker
 
 if TYPE_CHECKING:
     from ignite_engine.trainer import Trainer
@@ -49,11 +49,18 @@ class Saver:
     Args:
         directory: of all checkpoints of the run, shared by the ranks.
         options: what is saved, how, and what is kept.
+        metrics_of: what was measured at this step boundary.
     """
 
-    def __init__(self, directory: str | Path, options: SaveOptions) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        options: SaveOptions,
+        metrics_of: Callable[[Trainer], dict[str, float] | None] = lambda trainer: None,
+    ) -> None:
         self.store = CheckpointStore(Path(directory).absolute())
-        self.options, self.filter = options, options.filter
+        self.options, self.filter, self.metrics_of = options, options.filter, metrics_of
+        self.tiers: Mapping[str, Tier] = {}
         self.times = Times()
         self.error: CheckpointError | None = None
         """Why the last save failed; None: it did not."""
@@ -147,9 +154,9 @@ class Saver:
                 f"The folder of checkpoints {directory} cannot be made: {error.strerror}. Give Checkpoint another one."
             ) from None
         self._hold(self._lock)
-        if self.options.memory is None:  # copies in memory from an earlier start will be stale
+        for name in TIERS.keys() - self.tiers.keys():  # what an earlier start has left there will be stale
             with contextlib.suppress(OSError):
-                os.unlink(directory / MEMORY_TOKEN)
+                os.unlink(directory / marker(name))
         if trainer.state.start is Start.FRESH and (others := self.store.checkpoints()):
             logger.warning(
                 "%s holds %d checkpoints of an earlier run, which are deleted as this one saves its own; to continue "
@@ -351,6 +358,8 @@ class Saver:
             logger.info("Saved %s: %s%s.", path, self.times.saved, how, extra={"console": shown})
         self._prune()
         tell(trainer, TrainingEvents.CHECKPOINT_SAVED)
+        for tier in self.tiers.values():
+            tier.push(path)
 
 
 def tell(trainer: Trainer, event: TrainingEvents) -> None:

@@ -18,8 +18,6 @@ from ignite_engine.errors import CheckpointError, one_line
 
 logger = logging.getLogger(__name__)
 
-MEMORY_TOKEN = ".memory"
-"""Names the copies of a run's state in shared memory."""
 _COMMITTED = re.compile(r"iteration_(\d{8,})(?:\.\d+)?")
 _TEMPORARY = ".tmp-"
 _TRASH = ".trash-"

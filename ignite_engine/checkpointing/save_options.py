@@ -4,34 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from os import PathLike
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from ignite_engine.checkpointing.manifest import Facts
 from ignite_engine.checkpointing.retention import Retention, usual_mode
 from ignite_engine.checkpointing.save_filter import SaveFilter
 from ignite_engine.errors import check_type, is_whole
-
-
-class SaveKeywords(TypedDict, total=False):
-    """The fields of :class:`SaveOptions` as keyword arguments."""
-
-    keep_last: int
-    best: str | None
-    keep_best: int
-    mode: Literal["min", "max"]
-    keep_every: int | None
-    config: Mapping[str, Any] | None
-    labels: Iterable[str]
-    exclude: Iterable[str]
-    keep_fn: Callable[[str, str, Any], bool] | None
-    save_at_end: bool
-    background: bool
-    writers: int
-    on_exception: bool
-    strict: bool
-    memory: int | Literal["auto"] | None
-    mirror: str | PathLike[str] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +36,6 @@ class SaveOptions:
         on_exception: save also when the update or a handler raises, if nothing of the iteration was applied yet; on
             one process only. A resume from there is not bit for bit, so ``strict`` excludes it.
         strict: refuse to start, or to resume, what cannot be resumed bit for bit.
-        memory: after how many iterations the state is copied into shared memory, from where a run that was killed goes
-            on if the machine lives; ``auto``: as few as cost at most 1 % of the time. It holds two copies of the state.
-            None: never.
-        mirror: a second place of this run's checkpoints: a directory or a URL of ``fsspec``, without credentials. A
-            checkpoint is uploaded there after it was saved, beside training; a resume takes the newest valid one of
-            both places.
 
     Raises:
         TypeError: a value is of another type.
@@ -84,8 +56,6 @@ class SaveOptions:
     writers: int = 1
     on_exception: bool = False
     strict: bool = False
-    memory: int | Literal["auto"] | None = None
-    mirror: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         mode: Any = self.mode
@@ -102,12 +72,6 @@ class SaveOptions:
         check_type("writers", writers, is_whole(writers), "a whole number")
         if writers < 1:
             raise ValueError(f"writers must be at least 1, got {self.writers}.")
-        memory = self.memory
-        check_type("memory", memory, memory in (None, "auto") or is_whole(memory), "a whole number, 'auto' or None")
-        if isinstance(memory, int) and memory < 1:
-            raise ValueError(f"memory must be at least 1 iteration, 'auto' or None, got {memory}.")
-        mirror = self.mirror
-        check_type("mirror", mirror, mirror is None or isinstance(mirror, str | PathLike), "a directory or a URL")
         if self.strict and self.on_exception:
             raise ValueError(
                 "strict refuses to resume what on_exception saves, where random numbers are those of the exception: "

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch.distributed as dist
 
@@ -43,20 +43,6 @@ class Loaded:
     shared: dict[str, Any]
     local: dict[str, Any]
     """Empty for a rank that did not exist when it was saved."""
-
-
-class Checkpoints(Protocol):
-    """A :class:`CheckpointStore`, or what stands in front of one."""
-
-    directory: Path
-
-    def checkpoints(self) -> list[CheckpointInfo]: ...
-
-    def latest(self, *, healthy_only: bool = False, keep: bool = False) -> Newest: ...
-
-    def load(
-        self, path: str | Path, rank: int = 0, *, mmap: bool = False, whole: bool = True, shared: bool = True
-    ) -> Loaded: ...
 
 
 class CheckpointStore:
@@ -142,12 +128,8 @@ class CheckpointStore:
         """
         return names.scan(self.directory)[0]
 
-    def latest(self, *, healthy_only: bool = False, keep: bool = False) -> Newest:
+    def latest(self) -> Newest:
         """The newest valid checkpoint; every file of it is read and verified. Not collective: ask on one rank.
-
-        Args:
-            healthy_only: skip those with non-finite weights.
-            keep: hold what rank 0 loads of it in memory, for the :meth:`load` that follows: it is read once.
 
         Returns:
             It, or None if there is none; and the newer ones with the reason why each was skipped, which is also
@@ -159,19 +141,11 @@ class CheckpointStore:
             readable, unreadable[:] = names.scan(self.directory)
             return reversed(readable)
 
-        def problem(checkpoint: CheckpointInfo) -> str:
-            wanted = _files_of(checkpoint.manifest, 0) if keep else ()
-            found = self._verification.problems(checkpoint.path, checkpoint.manifest, wanted)
-            unhealthy = healthy_only and not checkpoint.manifest.healthy
-            return "; ".join(found) or ("its weights are not finite" if unhealthy else "")
-
-        found, skipped = _first_without(problem, look)
+        found, skipped = self._first_valid(look)
         for path, reason in unreadable:
             if found is None or (names.named_iteration(path) or 0) > found.iteration:
                 skipped.append((path, reason))
-        for path, reason in skipped:
-            logger.warning("Checkpoint %s is skipped: %s.", path, reason.rstrip("."))
-        return Newest(found, skipped)
+        return Newest(found, said_to_be_skipped(skipped))
 
     def best(self, metric: str, mode: str, *, among: Sequence[CheckpointInfo] | None = None) -> CheckpointInfo | None:
         """The best valid checkpoint; one that is damaged is skipped with a warning. Not collective: ask on one rank.
@@ -181,17 +155,23 @@ class CheckpointStore:
             mode: ``min`` or ``max``: whether a small or a large value is good.
             among: these; None: those of the run that saved the newest one.
         """
-        found, skipped = _first_without(
-            lambda checkpoint: "; ".join(self.verify(checkpoint.path)),
-            lambda: ranked(of_one_run(self.checkpoints()) if among is None else among, metric, mode),
+        found, skipped = self._first_valid(
+            lambda: ranked(of_one_run(self.checkpoints()) if among is None else among, metric, mode)
         )
-        for path, reason in skipped:
-            logger.warning("Checkpoint %s is skipped: %s.", path, reason.rstrip("."))
+        said_to_be_skipped(skipped)
         return found
 
-    def verify(self, path: str | Path) -> list[str]:
-        """Read a whole checkpoint and list what is wrong with it, in words; empty if it is valid."""
-        return self._verification.problems(Path(path))
+    def verify(self, checkpoint: str | Path | CheckpointInfo, *, keep: bool = False) -> list[str]:
+        """Read a whole checkpoint and list what is wrong with it, in words; empty if it is valid.
+
+        Args:
+            checkpoint: its path; or with its manifest, which was just read.
+            keep: hold what rank 0 loads of it in memory, for the :meth:`load` that follows: it is read once.
+        """
+        if not isinstance(checkpoint, CheckpointInfo):
+            return self._verification.problems(Path(checkpoint))
+        wanted = _files_of(checkpoint.manifest, 0) if keep else ()
+        return self._verification.problems(checkpoint.path, checkpoint.manifest, wanted)
 
     def load(
         self, path: str | Path, rank: int = 0, *, mmap: bool = False, whole: bool = True, shared: bool = True
@@ -301,6 +281,27 @@ class CheckpointStore:
             to_delete = [checkpoint for checkpoint in to_delete if checkpoint is not kept_valid]
         return to_delete
 
+    def _first_valid(
+        self, look: Callable[[], Iterable[CheckpointInfo]]
+    ) -> tuple[CheckpointInfo | None, list[tuple[Path, str]]]:
+        """The first valid checkpoint of a look, and path and problem of those before it.
+
+        Where one of them was deleted meanwhile, by a run that prunes, the next look begins.
+        """
+        for looks_left in reversed(range(LOOKS)):
+            skipped: list[tuple[Path, str]] = []
+            for checkpoint in look():
+                with in_use(checkpoint.path):
+                    problems = self.verify(checkpoint)
+                    if not problems:
+                        return checkpoint, skipped
+                    if looks_left and not checkpoint.path.exists():
+                        break
+                skipped.append((checkpoint.path, "; ".join(problems)))
+            else:
+                break
+        return None, skipped
+
     def _not_saved(self, iteration: int, causes: str) -> str:
         earlier = "earlier checkpoints are untouched" if self.checkpoints() else "there is no earlier one"
         return f"The checkpoint of iteration {iteration} was not saved in {self.directory}: {causes}; {earlier}."
@@ -327,23 +328,8 @@ def _rewritten(path: Path, labels: Iterable[str] | None, metrics: Mapping[str, A
     return changed
 
 
-def _first_without(
-    problem: Callable[[CheckpointInfo], str], look: Callable[[], Iterable[CheckpointInfo]]
-) -> tuple[CheckpointInfo | None, list[tuple[Path, str]]]:
-    """The first checkpoint of a look of which ``problem`` says nothing, and path and problem of those before it.
-
-    Where one of them was deleted meanwhile, by a run that prunes, the next look begins.
-    """
-    for looks_left in reversed(range(LOOKS)):
-        skipped: list[tuple[Path, str]] = []
-        for checkpoint in look():
-            with in_use(checkpoint.path):
-                reason = problem(checkpoint)
-                if not reason:
-                    return checkpoint, skipped
-                if looks_left and not checkpoint.path.exists():
-                    break
-            skipped.append((checkpoint.path, reason))
-        else:
-            break
-    return None, skipped
+def said_to_be_skipped(skipped: list[tuple[Path, str]]) -> list[tuple[Path, str]]:
+    """The path of each checkpoint that is not taken, with the reason; logged."""
+    for path, reason in skipped:
+        logger.warning("Checkpoint %s is skipped: %s.", path, reason.rstrip("."))
+    return skipped

@@ -28,11 +28,10 @@ from ignite_engine.config.sections import LoadSection, ScheduleSection
 from ignite_engine.errors import check_type, one_line
 from ignite_engine.evaluator import create_evaluator
 from ignite_engine.events import TrainingEvents
-from ignite_engine.ext.recovery import status
 from ignite_engine.ext.windows import Windows
 from ignite_engine.handlers.evaluation.batches import loader_of
 from ignite_engine.handlers.evaluation.sanity import SanityCheck, Trial
-from ignite_engine.ranks import agreement, mesh
+from ignite_engine.ranks import agreement, attempt, mesh
 from ignite_engine.rng import seed_everything
 from ignite_engine.run_directory import PhaseTimes, RunDirectory, installed_packages
 from ignite_engine.runs.components import (
@@ -51,6 +50,7 @@ from ignite_engine.runs.run import Run
 from ignite_engine.runs.wrapping import declare_mesh, wrap
 from ignite_engine.schedules import Schedule
 from ignite_engine.state import Start
+from ignite_engine.states.tiers import TIERS
 from ignite_engine.task import Data, Task
 from ignite_engine.trainer import Trainer
 from ignite_engine.update import Update
@@ -182,9 +182,9 @@ def logged(config: Config, *, console: bool = True) -> Iterator[None]:
         with directory.logging_to(agreement.rank(), console=console):
             if aside is not None and agreement.rank() == 0:
                 logger.info("The run that was in %s is now in %s.", config.directory, aside)
-            if status.attempt.reason is not None:
-                logger.warning("%s", status.attempt.reason, extra={"console": False})  # the parent has shown it
-            if status.attempt.is_known:
+            if attempt.current.reason is not None:
+                logger.warning("%s", attempt.current.reason, extra={"console": False})  # the parent has shown it
+            if attempt.current.is_known:
                 warnings.simplefilter("ignore", ConfigWarning)
             yield
     except BaseException as error:
@@ -361,7 +361,7 @@ def _attach(
             divergence_threshold=stopping.divergence_threshold,
         ).attach(trainer)
     section = config.checkpoint
-    names = [option.name for option in fields(SaveOptions) if option.name not in ("config", "keep_fn")]
+    names = [option.name for option in fields(SaveOptions) if option.name not in ("config", "keep_fn")] + [*TIERS]
     values = {name: getattr(section, name) for name in names}
     options = {name: value for name, value in values.items() if value is not None}
     run.checkpoint = handlers.Checkpoint(
@@ -371,7 +371,7 @@ def _attach(
         **options,
     )
     run.checkpoint.announces_best = False  # the run's last line does
-    run.checkpoint.asks_places = not config.run.restart or _is_started_again()
+    run.checkpoint.asks_tiers = not config.run.restart or _is_started_again()
     run.ignore, run.resume_lr = section.ignore or (), section.resume.lr
     if section.sources:
         run.load, run.always_load = _loading(config, task, run), bool(section.exclude)

@@ -24,8 +24,7 @@ from ignite_engine.describe.lr_text import lr_text
 from ignite_engine.describe.model_table import model_table
 from ignite_engine.errors import Interrupted, NotExact, PeerFailed, StateMismatch
 from ignite_engine.events import Phase
-from ignite_engine.ext.recovery import status as supervision
-from ignite_engine.ranks import agreement
+from ignite_engine.ranks import agreement, attempt
 from ignite_engine.ranks.watch import cause_of, known_failure, on_failure, reason_of
 from ignite_engine.run_directory import PhaseTimes, RunDirectory, in_lists, plain_metric, weights_sha256
 from ignite_engine.runs.code import commit_of_code
@@ -191,7 +190,7 @@ class Run:
         trains = end is None or trainer.state.iteration < end
         if trains and not self._is_recorded:
             self._is_recorded = True
-            if agreement.rank() == 0 and (self._differences or not supervision.attempt.is_known):
+            if agreement.rank() == 0 and (self._differences or not attempt.current.is_known):
                 self._begin_directory()
             self._write_summary("running", self._resumed)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ignite_engine import rng
@@ -15,7 +14,7 @@ from ignite_engine.checkpointing.load_sources import Found, LoadSource
 from ignite_engine.checkpointing.part_names import filled
 from ignite_engine.checkpointing.retention import CheckpointInfo
 from ignite_engine.checkpointing.shards import has_sharded
-from ignite_engine.checkpointing.store import Checkpoints, Loaded
+from ignite_engine.checkpointing.store import CheckpointStore, Loaded
 from ignite_engine.checkpointing.weights_source import Source
 from ignite_engine.errors import CheckpointError, require_exact, shortened
 from ignite_engine.ranks import agreement
@@ -23,6 +22,7 @@ from ignite_engine.states.model_and_optimizer import OptimizerState
 from ignite_engine.states.registry import Registry, Stateful
 from ignite_engine.states.resume_state import Adapt
 from ignite_engine.states.sharding import fitted_state, layout_of_models
+from ignite_engine.states.tiers import Fetched, Folder, Tier, newest
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +32,15 @@ _SHARDING = "sharding"
 
 def resume(
     registry: Registry,
-    store: Checkpoints,
+    store: CheckpointStore,
+    others: Iterable[Tier] = (),
     *,
     ignore: Iterable[str] = (),
     ignored_up_to: int | None = None,
     strict: bool = False,
     healthy_only: bool = False,
-) -> CheckpointInfo | None:
-    """Load the newest valid checkpoint of a store, the same on all ranks; a collective.
+) -> Fetched | None:
+    """Load the newest valid checkpoint of a run's folder and its other tiers, the same on all ranks; a collective.
 
     Args:
         ignore: names of parts that are left out.
@@ -56,17 +57,18 @@ def resume(
     """
     rank, world_size = agreement.rank(), agreement.world_size()
     sharding = layout_of_models(registry.objects.values())
-    path = agreement.on_rank_0(lambda: _newest_valid(store, healthy_only=healthy_only, keep=not sharding))
-    if path is None:
+    found = newest(Folder(store, keep=not sharding), others, healthy_only=healthy_only)
+    if found is None:
         return None
+    path = found.info.path
     options = {"mmap": bool(sharding), "whole": False}  # what is not of this rank's shards is not read
 
     def load() -> Loaded:
-        loaded = store.load(path, rank, **options)
+        loaded = found.load(rank, **options)
         if loaded.local:
             return loaded
         # a rank that did not exist then takes what rank 0 had, but random numbers of its own
-        first = dict(store.load(path, 0, **options, shared=False).local)
+        first = dict(found.load(0, **options, shared=False).local)
         if "rng" in first and not _is_rank_invariant(registry, loaded):
             first["rng"] = rng.derived(first["rng"], rank)
         return replace(loaded, local=first)
@@ -92,7 +94,7 @@ def resume(
     held = {*loaded.shared, *loaded.local}
     if begun := [name for name in registry.of_update if name not in held]:
         registry.resumed_otherwise.append(f"{_RESUMED}{path.name}, which was saved without {', '.join(begun)}")
-    return CheckpointInfo(path, manifest)
+    return replace(found, info=CheckpointInfo(path, manifest))
 
 
 def name_unknown(registry: Registry, found: CheckpointInfo, reasons: Container[str]) -> None:
@@ -249,22 +251,6 @@ def _adapter(registry: Registry, left_out: Mapping[str, Sequence[str]], sharded:
 def _is_rank_invariant(registry: Registry, loaded: Loaded) -> bool:
     """Whether the bits of the run, random numbers included, do not depend on the number of ranks."""
     return "rank_invariant" in registry.objects and "rank_invariant" in loaded.shared
-
-
-def _newest_valid(store: Checkpoints, *, healthy_only: bool, keep: bool) -> Path | None:
-    """The newest valid checkpoint, None if there is none at all.
-
-    Raises:
-        CheckpointError: none of those that are there is valid: to start over would lose them, one save after the other.
-    """
-    newest, skipped = store.latest(healthy_only=healthy_only, keep=keep)
-    if newest is None and skipped and not healthy_only:
-        path, reason = skipped[0][0], skipped[0][1].rstrip(".")
-        raise CheckpointError(
-            f"None of the {len(skipped)} checkpoints in {store.directory} is valid ({path.name}: {reason}): "
-            "bring one back, or move the folder away to start over."
-        )
-    return None if newest is None else newest.path
 
 
 def _changed_ranks(before: int, now: int) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from importlib import import_module
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ import torch
 from ignite.engine import Engine
 from torch import Tensor, nn
 
-from ignite_engine.errors import check_type, did_you_mean, one_line, shapes_of
+from ignite_engine.errors import by_name, check_type, one_line, shapes_of
 from ignite_engine.events import TrainingEvents
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.mesh import is_sharded
@@ -226,13 +225,5 @@ def accumulation_of(accumulate: str | Accumulation | None) -> Accumulation:
         return accumulate
     known = f"one of {', '.join(ACCUMULATIONS)}, or an Accumulation"
     check_type("accumulate", accumulate, isinstance(accumulate, str), known)
-    if accumulate not in ACCUMULATIONS:
-        raise ValueError(f"accumulate={accumulate!r} is not known{did_you_mean(accumulate, ACCUMULATIONS)}")
-    module, _, name = ACCUMULATIONS[accumulate].partition(":")
-    try:
-        strategy: Accumulation = getattr(import_module(module), name)()
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
-        raise ValueError(f"accumulate={accumulate!r} needs {module}, which is not installed.") from None
+    strategy: Accumulation = by_name("accumulate", accumulate, ACCUMULATIONS)()
     return strategy

@@ -97,7 +97,7 @@ def test_a_broken_state_does_not_take_the_place_of_a_healthy_one_of_the_same_ite
     broken = save(store, 100, healthy=False)
     assert broken != healthy and store.prune(Retention(keep_last=1)) == []
     assert store.latest().checkpoint.path == broken
-    assert store.latest(healthy_only=True).checkpoint.path == healthy
+    assert [found.path for found in store.checkpoints() if found.manifest.healthy] == [healthy]
     mended = save(store, 100)
     assert mended == healthy and list(tmp_path.iterdir()) == [mended]
 

@@ -15,6 +15,7 @@ from ignite_engine.checkpointing.layout import named_iteration
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME, parse_manifest
 from ignite_engine.checkpointing.retention import CheckpointInfo
 from ignite_engine.errors import CheckpointError, one_line
+from ignite_engine.states.tiers import order
 
 _PIECE_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 23
@@ -25,7 +26,7 @@ _SECRET = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*(?=@)|\?[^\s'\"]+")
 _ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
 
 
-class Torn(Exception):
+class Torn(CheckpointError):
     """A file is not what its checkpoint's manifest says, or not there; the message is one line."""
 
 
@@ -147,11 +148,6 @@ class Remote:
         except FileNotFoundError:
             return []
         return [path.rstrip("/").rpartition("/")[2] for path in found]
-
-
-def order(checkpoint: CheckpointInfo) -> tuple[int, int, str]:
-    """A sort key: the order in which the checkpoints of one run were saved."""
-    return checkpoint.manifest.sequence, checkpoint.iteration, checkpoint.path.name
 
 
 def why(error: BaseException) -> str:

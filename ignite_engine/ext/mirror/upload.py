@@ -1,4 +1,4 @@
-"""Uploads checkpoints beside training: one at a time, the newest next, again after a failure."""
+"""Uploads checkpoints beside training: a mirror comes to hold what the folder keeps, the newest first."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 from ignite_engine.checkpointing.in_use import in_use
 from ignite_engine.checkpointing.layout import scan
 from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest
-from ignite_engine.checkpointing.retention import CheckpointInfo, Retention
+from ignite_engine.checkpointing.retention import CheckpointInfo, Retention, of_one_run
 from ignite_engine.errors import CheckpointError
-from ignite_engine.ext.mirror.remote import Remote, Torn, order, why
+from ignite_engine.ext.mirror.remote import Remote, why
+from ignite_engine.states.tiers import order
 
 logger = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 300.0
@@ -24,8 +25,7 @@ def upload(remote: Remote, checkpoint: Path) -> Manifest:
     """Put a committed checkpoint there, its manifest last; what is there under its name is replaced.
 
     Raises:
-        Torn: it is not what was saved.
-        CheckpointError: it is not there, or its manifest cannot be read.
+        CheckpointError: it is not there, its manifest cannot be read, or (:class:`Torn`) it is not what was saved.
     """
     with in_use(checkpoint) as is_there:
         if not is_there:
@@ -39,38 +39,35 @@ def upload(remote: Remote, checkpoint: Path) -> Manifest:
 
 
 class Uploader:
-    """Uploads what it is offered in a thread; nothing here waits for the store.
+    """Uploads what a folder keeps in a thread; nothing here waits for the store.
 
     Args:
         directory: of the checkpoints.
-        retention: what is kept of the run there.
+        retention: what is kept of the run, here and there.
     """
 
     def __init__(self, remote: Remote, directory: Path, retention: Retention) -> None:
         self._remote, self._directory, self._retention = remote, directory, retention
         self._changed = threading.Condition()
-        self._wanted: Path | None = None
-        self._is_ending = False
+        self._is_due = self._is_ending = False
         self._thread: threading.Thread | None = None
         self._there: dict[str, Manifest] | None = None
         """What is complete there; None: it is to be looked for, at first and after a failure."""
+        self._refused: dict[str, Manifest] = {}
+        """What is damaged here."""
+        self.missing: str | None = None
+        """The name of one that is not there yet."""
         self.why = ""
         """Why the last try failed; empty: it did not."""
 
     def offer(self, checkpoint: Path) -> None:
-        """Upload a committed checkpoint, after the one that is being uploaded and instead of one that waits."""
+        """One was committed: upload it after the one that is being uploaded."""
         with self._changed:
-            self._wanted, self._is_ending = checkpoint, False
+            self.missing, self._is_due, self._is_ending = checkpoint.name, True, False
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
                 self._thread.start()
             self._changed.notify()
-
-    @property
-    def missing(self) -> str | None:
-        """Name of the newest checkpoint that was offered, as long as it is not there."""
-        wanted = self._wanted
-        return None if wanted is None else wanted.name
 
     def end(self) -> None:
         """Upload what is missing and end; a failure is tried again a few times."""
@@ -89,16 +86,15 @@ class Uploader:
         failures = last_tries = 0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._wanted is not None or self._is_ending)
-                wanted, is_ending = self._wanted, self._is_ending
-            self._remote.moved_at = time.monotonic()
+                self._changed.wait_for(lambda: self._is_due or self._is_ending)
+                self._is_due, is_ending = False, self._is_ending
             try:
-                self._bring_up_to_date(wanted)
+                self._bring_up_to_date()
             except BaseException as error:  # a store may raise anything, in this thread no interruption comes
                 self.why, self._there = why(error), None
                 failures, last_tries = failures + 1, last_tries + 1 if is_ending else 0
                 if failures == 1:
-                    what = "What was measured" if wanted is None else wanted.name
+                    what = self.missing or "What was measured"
                     logger.warning(
                         "%s was not uploaded to %s: %s; it is tried again.", what, self._remote.url, self.why
                     )
@@ -106,35 +102,58 @@ class Uploader:
                     self._pause(1.0 if is_ending else min(2.0 ** min(failures - 1, 9), _LONGEST_PAUSE_S))
                     continue
             else:
-                if failures and wanted is not None:
-                    logger.warning("%s takes uploads again: %s is there.", self._remote.url, wanted.name)
+                if failures:
+                    logger.warning("%s takes uploads again.", self._remote.url)
                 failures, self.why = 0, ""
             with self._changed:
-                if not failures and self._wanted == wanted:
-                    self._wanted = None
-                if is_ending and self._is_ending:
+                if is_ending and self._is_ending and not self._is_due:
                     self._thread = None
                     return
 
     def _pause(self, seconds: float) -> None:
         with self._changed:
-            was_ending = self._is_ending
+            was_ending, self._is_due = self._is_ending, True
             self._changed.wait_for(lambda: self._is_ending and not was_ending, seconds)
 
-    def _bring_up_to_date(self, wanted: Path | None) -> None:
+    def _bring_up_to_date(self) -> None:
+        self._remote.moved_at = time.monotonic()
         if self._there is None:
             self._there = self._look()
-        if wanted is not None:
-            try:
-                self._upload(wanted, self._there)
-            except (Torn, CheckpointError) as error:  # of what is here
-                logger.warning("%s is not uploaded to %s: %s.", wanted.name, self._remote.url, str(error).rstrip("."))
-        for checkpoint in scan(self._directory)[0]:  # values may have been added since
+        while (checkpoint := self._next(self._there)) is not None:
+            self.missing = checkpoint.path.name
+            self._upload(checkpoint, self._there)
+        self.missing = None
+
+    def _upload(self, checkpoint: CheckpointInfo, there: dict[str, Manifest]) -> None:
+        """Upload one and delete what retention does not keep beside it."""
+        name, run_id = checkpoint.path.name, checkpoint.manifest.run_id
+        there.pop(name, None)
+        try:
+            there[name] = upload(self._remote, checkpoint.path)
+        except CheckpointError as error:  # of what is here
+            if checkpoint.path.exists():  # it was not deleted meanwhile
+                self._refused[name] = checkpoint.manifest
+                logger.warning("%s is not uploaded to %s: %s.", name, self._remote.url, str(error).rstrip("."))
+            return
+        logger.info("Uploaded %s to %s.", name, self._remote.url)
+        mine = [CheckpointInfo(Path(name), each) for name, each in there.items() if each.run_id == run_id]
+        kept = self._retention.kept(sorted(mine, key=order))
+        for old in [each.path.name for each in mine if each not in kept and each.path.name != name]:
+            self._remote.delete(old)
+            del there[old]
+
+    def _next(self, there: dict[str, Manifest]) -> CheckpointInfo | None:
+        """The newest of those that the folder keeps which is not there; what was measured since is written."""
+        for checkpoint in reversed(self._retention.kept(of_one_run(scan(self._directory)[0]))):
             name, manifest = checkpoint.path.name, checkpoint.manifest
-            known = self._there.get(name, manifest)
-            if known != manifest and known.files == manifest.files:
+            known = there.get(name)
+            if known is None or known.files != manifest.files:
+                if self._refused.get(name) != manifest:
+                    return checkpoint
+            elif known != manifest:
                 self._remote.write(f"{name}/{MANIFEST_NAME}", manifest.to_json())
-                self._there[name] = manifest
+                there[name] = manifest
+        return None
 
     def _look(self) -> dict[str, Manifest]:
         """What is complete there; what a killed upload has left goes."""
@@ -143,15 +162,3 @@ class Uploader:
         for name in {*self._remote.names()} - there.keys() - {name for name, _ in unreadable}:
             self._remote.delete(name)
         return there
-
-    def _upload(self, checkpoint: Path, there: dict[str, Manifest]) -> None:
-        manifest, known = read_manifest(checkpoint), there.pop(checkpoint.name, None)
-        if known is None or known.files != manifest.files:
-            known = upload(self._remote, checkpoint)
-            logger.info("Uploaded %s to %s.", checkpoint.name, self._remote.url)
-        there[checkpoint.name] = known
-        mine = [CheckpointInfo(Path(name), each) for name, each in there.items() if each.run_id == known.run_id]
-        kept = self._retention.kept(sorted(mine, key=order))
-        for name in [old.path.name for old in mine if old not in kept and old.path.name != checkpoint.name]:
-            self._remote.delete(name)
-            del there[name]

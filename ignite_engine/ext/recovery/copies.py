@@ -1,4 +1,4 @@
-"""Copies of a run's state in shared memory: when they are made, and how a start finds the newest."""
+"""The state of a run in shared memory as a tier: when copies are made, and which of them a resume may take."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
 import ignite_engine
 from ignite_engine import devices
-from ignite_engine.checkpointing import CheckpointInfo, CheckpointStore, SaveOptions
+from ignite_engine.checkpointing import CheckpointInfo
 from ignite_engine.checkpointing.environment import environment_values
-from ignite_engine.checkpointing.save_filter import SaveFilter
-from ignite_engine.checkpointing.store import Checkpoints
-from ignite_engine.errors import CheckpointError, Interrupted, PeerFailed, one_line
+from ignite_engine.errors import CheckpointError, Interrupted, PeerFailed, check_type, is_whole, one_line
 from ignite_engine.events import TrainingEvents
-from ignite_engine.ext.recovery.memory import Copy, Memory, NewestState
+from ignite_engine.ext.recovery.memory import Memory, ignore
+from ignite_engine.ext.recovery.slots import Boundary
 from ignite_engine.ranks import agreement, watch
 from ignite_engine.states.sharding import layout_of_models
+from ignite_engine.states.tiers import Fetched, Folder, Offer, SavedRun, Tier, order
 
 if TYPE_CHECKING:
     from ignite_engine.trainer import Trainer
@@ -35,41 +35,32 @@ _MEASURED = 5
 """Iterations after which it is known what a copy costs; the first makes the slots and does not count."""
 
 
-class SavedRun(Protocol):
-    """Where and how a run is saved, and what its checkpoints hold, which is what is copied."""
-
-    store: CheckpointStore
-    options: SaveOptions
-    filter: SaveFilter
-    run_id: str | None
-    parent: str | None
-
-    def parts(self, trainer: Trainer) -> tuple[Mapping[str, Any], Mapping[str, Any], dict[str, list[str]]]:
-        """Shared parts, this rank's own, and names that are left out."""
-
-
-class MemoryCopies:
-    """The place of a run's state in shared memory, into which it is copied at step boundaries.
+class MemoryTier(Tier):
+    """The state of a run in shared memory, into which it is copied at step boundaries.
 
     Args:
-        run: its options say how often its state is copied, and copies made with another config are not used.
-        metrics_of: what was measured at this step boundary.
+        value: after how many iterations, or ``auto``: as few as cost at most 1 % of the time.
+        run: copies that were made with another config are not used.
+
+    Raises:
+        TypeError, ValueError: one line about ``value``.
     """
 
-    replayed = False
-
-    def __init__(self, run: SavedRun, metrics_of: Callable[[Trainer], Mapping[str, float] | None]) -> None:
-        self._run, self._metrics_of = run, metrics_of
-        values, every = {**(run.options.config or {})}, run.options.memory
+    def __init__(self, value: Any, run: SavedRun) -> None:
+        check_type("memory", value, value == "auto" or is_whole(value), "a whole number, 'auto' or None")
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"memory must be at least 1 iteration, 'auto' or None, got {value}.")
+        self._run = run
+        values = {**(run.options.config or {})}
         if isinstance(section := values.get("run"), Mapping):
             values["run"] = {key: value for key, value in section.items() if key != "directory"}  # which may be moved
         # now: a resume writes into the config what is in force
         settings = json.dumps([ignite_engine.__version__, values], sort_keys=True, default=str)
         self._memory = Memory(run.store.directory, blake3(settings.encode()).hexdigest())
-        self._every = every if isinstance(every, int) else None
+        self._every = value if isinstance(value, int) else None
         self._is_on = self._is_agreed = False
         self._problem: str | None = None
-        self._copy: Copy | None = None
+        self._held: dict[tuple[int, ...], Boundary] = {}
         self._resumed: int | None = None
         self._sequence = 0
         self._began_at = -1
@@ -79,27 +70,38 @@ class MemoryCopies:
         self._costs: list[float] = []
         self._steps: list[float] = []
 
+    def __str__(self) -> str:
+        return "memory"
+
     def attach(self, trainer: Trainer) -> None:
         trainer.add_event_handler(TrainingEvents.RESUME_POINT, self.copy)
 
     def check_new(self) -> None:
-        if self._memory.newest() is not None:
+        if self._memory.candidates():
             raise CheckpointError(
                 f"{self._memory.directory} holds the name of a copy in memory, but must_be_new was given: give another "
                 "directory, or leave must_be_new out to resume."
             )
 
-    def in_front_of(self, store: Checkpoints) -> Checkpoints:
-        """The store, with the newest copy that all ranks can load."""
-        self._copy = self._memory.newest()
-        return NewestState(store, self._copy)
+    def candidates(self) -> Offer:
+        """Copies that all ranks hold, each newer than the checkpoint that was the newest when it was made."""
+        self._resumed, found = None, self._memory.candidates()
+        on_disk = agreement.on_rank_0(lambda: [each.manifest.sequence for each in self._run.store.checkpoints()])
+        newest = max(on_disk, default=0)
+        if any(header.sequence > newest for header in found.values()):
+            ignore("the newest checkpoint that it knew is gone")
+            return Offer([])
+        infos = {
+            boundary: self._memory.described(header, sequence=header.sequence + 1) for boundary, header in found.items()
+        }
+        self._held = {order(info): boundary for boundary, info in infos.items()}
+        return Offer([*infos.values()])
 
-    def resumed(self, found: CheckpointInfo | None) -> str | None:
-        """The copy is dropped from the memory of this process, whether or not it is what was resumed."""
-        copy, self._copy = self._copy, None
-        is_copy = copy is not None and found is not None and found.path == copy.info.path
-        self._resumed = copy.header.number if copy is not None and is_copy else None
-        return "memory" if is_copy else None
+    def fetch(self, candidate: CheckpointInfo, folder: Folder) -> Fetched:
+        boundary = self._held[order(candidate)]
+        info, load = self._memory.read(boundary)
+        self._resumed = boundary[0]
+        return Fetched(info, load, str(self), is_committed=False)
 
     def begin(self, trainer: Trainer) -> None:
         resumed, self._resumed = self._resumed, None
@@ -177,8 +179,7 @@ class MemoryCopies:
             shared, local, left_out = run.parts(trainer)
             facts = {
                 "epoch": state.epoch,
-                "sequence": self._sequence,
-                "metrics": dict(self._metrics_of(trainer) or {}),
+                "metrics": dict(run.metrics_of(trainer) or {}),
                 "environment": self._environment,
                 "reproducibility": self._reasons[1],
                 "left_out": left_out,
@@ -187,7 +188,7 @@ class MemoryCopies:
             }
             assert run.run_id is not None
             boundary = {"iteration": state.iteration, "epochs_completed": trainer.progress.epochs_completed}
-            self._memory.write(facts, shared, local, **boundary, run_id=run.run_id)
+            self._memory.write(facts, shared, local, **boundary, sequence=self._sequence, run_id=run.run_id)
         except PeerFailed:
             raise
         except Exception as error:  # as with a save: a state_dict of the user's that raises must not end the training

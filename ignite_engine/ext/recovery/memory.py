@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ignite_engine.checkpointing.filesystem import FileRecord
-from ignite_engine.checkpointing.layout import MEMORY_TOKEN
 from ignite_engine.checkpointing.manifest import Manifest
 from ignite_engine.checkpointing.pack import Pack
 from ignite_engine.checkpointing.plain_data import tensors_of
 from ignite_engine.checkpointing.retention import CheckpointInfo
 from ignite_engine.checkpointing.shards import PIECES, add_pieces, is_placeholder, join, without_shards
-from ignite_engine.checkpointing.store import Checkpoints, Loaded, Newest
+from ignite_engine.checkpointing.store import Loaded
 from ignite_engine.errors import CheckpointError, one_line
 from ignite_engine.ext.recovery import slots
 from ignite_engine.ext.recovery.slots import Boundary, Folder, Header, Slot
@@ -27,90 +26,6 @@ logger = logging.getLogger(__name__)
 
 _Needed = list[tuple[Slot, bool]]
 """Slots, and whether more than the pieces of sharded tensors is read."""
-
-
-class Copy:
-    """A state in memory that was read and verified on this rank, and is valid on all of them.
-
-    Args:
-        path: the file that names the slots.
-        header, facts, shared: of the rank that has written what ranks share.
-        local: by rank, the parts of this rank, or of rank 0 for a rank that did not exist.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        header: Header,
-        facts: Mapping[str, Any],
-        shared: Mapping[str, Any],
-        local: Mapping[int, Mapping[str, Any]],
-    ) -> None:
-        self.header, self._shared, self._local = header, shared, local
-        manifest = Manifest(
-            **facts,
-            iteration=header.iteration,
-            world_size=header.world_size,
-            run_id=header.run_id,
-            config=None,
-            versions={},
-            files={path.name: FileRecord(header.size, f"sums:{header.checksum}")},
-            parts={},
-            created_at="",
-        )
-        self.info = CheckpointInfo(path, manifest)
-
-    def is_newer_than(self, on_disk: CheckpointInfo) -> bool:
-        """Whether a checkpoint was saved before this copy was made, or of an earlier boundary of the same run."""
-        manifest, own = on_disk.manifest, self.info.manifest
-        if manifest.sequence <= own.sequence:
-            return True
-        return manifest.run_id == own.run_id and manifest.iteration <= own.iteration
-
-    def load(self, rank: int, *, shared: bool) -> Loaded:
-        path, manifest = self.info.path, self.info.manifest
-        return Loaded(path, manifest, dict(self._shared) if shared else {}, dict(self._local.get(rank, {})))
-
-
-class NewestState:
-    """A store of checkpoints whose newest state is the copy in memory, where that is newer.
-
-    Args:
-        copy: None: there is none.
-    """
-
-    def __init__(self, store: Checkpoints, copy: Copy | None) -> None:
-        self._store, self._copy = store, copy
-        self.directory = store.directory
-
-    def checkpoints(self) -> list[CheckpointInfo]:
-        """On disk."""
-        return self._store.checkpoints()
-
-    def latest(self, *, healthy_only: bool = False, keep: bool = False) -> Newest:
-        """The newest state, in memory or on disk, as the store's; a checkpoint is verified only if it may be newer."""
-        copy, on_disk = self._copy, self._store.checkpoints()
-        if copy is None or healthy_only:
-            return self._store.latest(healthy_only=healthy_only, keep=keep)
-        newest = max((checkpoint.manifest.sequence for checkpoint in on_disk), default=0)
-        if newest < copy.info.manifest.sequence:
-            _ignore("the newest checkpoint that it knew is gone")
-            return self._store.latest(keep=keep)
-        if all(map(copy.is_newer_than, on_disk)):
-            return Newest(copy.info, [])
-        found = self._store.latest(keep=keep)
-        if found.checkpoint is None or copy.is_newer_than(found.checkpoint):
-            return Newest(copy.info, found.skipped)
-        _ignore(f"{found.checkpoint.path.name} is newer than iteration {copy.header.iteration}")
-        return found
-
-    def load(
-        self, path: str | Path, rank: int = 0, *, mmap: bool = False, whole: bool = True, shared: bool = True
-    ) -> Loaded:
-        """Load a state, as the store's ``load``."""
-        if self._copy is not None and path == self._copy.info.path:
-            return self._copy.load(rank, shared=shared)
-        return self._store.load(path, rank, mmap=mmap, whole=whole, shared=shared)
 
 
 class Memory:
@@ -127,31 +42,37 @@ class Memory:
         self._number = self._resumed = 0
         self._writes_shared = self._is_sharded = False
 
-    def newest(self) -> Copy | None:
-        """The newest copy that all ranks can load, read and verified; a collective. None: there is none."""
-        path = self.directory / MEMORY_TOKEN
+    def candidates(self) -> dict[Boundary, Header]:
+        """What the slots of rank 0 say of each step boundary of which all ranks hold a copy; a collective."""
         name = agreement.on_rank_0(lambda: slots.folder_name(self.directory, create=False))
         if name is None:
-            return None
+            return {}
         if self._folder is None:
             self._folder = Folder.open(name, create=False)
-        headers = self._headers()
-        everyone = agreement.gather_objects([*headers])
+        everyone = agreement.gather_objects([*self._headers()])
         on_all = [boundary for boundary in everyone[0] if all(boundary in rank for rank in everyone)]
-        wanted = sorted(boundary for boundary in on_all if boundary[-1] == self._settings)
-        for boundary in reversed(wanted):
-            copy, problem = self._read(path, headers[boundary])
-            problems = agreement.gather_objects(problem)
-            if not any(problems):
-                return copy
-            _ignore(next(filter(None, problems)))
+        wanted = [boundary for boundary in on_all if boundary[-1] == self._settings]
         if on_all and not wanted:
-            _ignore("it is of other settings")
+            ignore("it is of other settings")
         elif any(everyone) and not on_all:
-            _ignore("the ranks do not hold the same iteration")
+            ignore("the ranks do not hold the same iteration")
         elif not any(everyone) and any(agreement.gather_objects(self._folder is not None and self._folder.ranks())):
-            _ignore("it is torn or damaged")
-        return None
+            ignore("it is torn or damaged")
+        headers = self._headers()
+        said = {boundary: headers[boundary][0][0].header for boundary in wanted}
+        return agreement.broadcast_object({boundary: header for boundary, header in said.items() if header is not None})
+
+    def read(self, boundary: Boundary) -> tuple[CheckpointInfo, Callable[..., Loaded]]:
+        """A copy, verified; what a checkpoint of it would be, and its ``load``. A collective.
+
+        Raises:
+            CheckpointError: a rank cannot load it.
+        """
+        copy, problem = self._read(self._headers().get(boundary, []))
+        if problems := [*filter(None, agreement.gather_objects(problem))]:
+            raise CheckpointError(problems[0])
+        assert copy is not None
+        return copy
 
     def _headers(self) -> dict[Boundary, _Needed]:
         """By step boundary what this rank needs; those that it can load."""
@@ -174,7 +95,7 @@ class Memory:
                     usable[boundary] = [(by_rank[other][0], other in whole) for other in sorted(needed)]
         return usable
 
-    def _read(self, path: Path, needed: _Needed) -> tuple[Copy | None, str | None]:
+    def _read(self, needed: _Needed) -> tuple[tuple[CheckpointInfo, Callable[..., Loaded]] | None, str | None]:
         """The copy, or why it cannot be loaded."""
         local: dict[int, Mapping[str, Any]] = {}
         pieces: Any = {}
@@ -188,13 +109,36 @@ class Memory:
                     of_shared = header, facts, {name: parts.pop(name) for name in names}
                 if whole:
                     local[header.rank] = parts
-            assert of_shared is not None
+            if of_shared is None:
+                raise CheckpointError("it is gone")
             header, facts, shared = of_shared
             if header.is_sharded:
                 shared, local = join(shared, pieces), {rank: join(parts, pieces) for rank, parts in local.items()}
         except (CheckpointError, ValueError) as error:
             return None, one_line(error).rstrip(".")
-        return Copy(path, header, facts, shared, local), None
+        info, of_all = self.described(header, **facts), dict(shared)
+
+        def load(rank: int, *, shared: bool = True, **how: object) -> Loaded:
+            return Loaded(info.path, info.manifest, dict(of_all) if shared else {}, dict(local.get(rank, {})))
+
+        return (info, load), None
+
+    def described(self, header: Header, **facts: Any) -> CheckpointInfo:
+        """A copy as if it were a checkpoint, whose path is the file that names the slots."""
+        path = self.directory / slots.MARKER
+        known = {"epoch": header.epochs_completed, "sequence": header.sequence, "metrics": {}, **facts}
+        manifest = Manifest(
+            **known,
+            iteration=header.iteration,
+            world_size=header.world_size,
+            run_id=header.run_id,
+            config=None,
+            versions={},
+            files={path.name: FileRecord(header.size, f"sums:{header.checksum}")},
+            parts={},
+            created_at="",
+        )
+        return CheckpointInfo(path, manifest)
 
     def begin(self, resumed: int | None, *, sharded: bool = False) -> str | None:
         """A run begins; a collective.
@@ -262,6 +206,7 @@ class Memory:
         *,
         iteration: int,
         epochs_completed: int,
+        sequence: int,
         run_id: str,
     ) -> None:
         """Copy a state.
@@ -291,6 +236,7 @@ class Memory:
             rank=rank,
             has_shared=self._writes_shared,
             is_sharded=self._is_sharded,
+            sequence=sequence,
             run_id=run_id,
             settings=self._settings,
         )
@@ -322,10 +268,11 @@ class Memory:
             folder.drop(agreement.rank())
             if agreement.rank() == 0:
                 with contextlib.suppress(OSError):
-                    os.unlink(self.directory / MEMORY_TOKEN)
+                    os.unlink(self.directory / slots.MARKER)
         folder.close(remove_if_empty=not keep)
 
 
-def _ignore(reason: str) -> None:
+def ignore(reason: str) -> None:
+    """Say why a run does not go on from memory."""
     if agreement.rank() == 0:
         logger.warning("The state in memory is not used: %s.", reason)

@@ -29,11 +29,12 @@ import torch
 from blake3 import blake3
 
 from ignite_engine.checkpointing import filesystem
-from ignite_engine.checkpointing.layout import MEMORY_TOKEN
 from ignite_engine.checkpointing.pack import Pack, unpacked
 from ignite_engine.errors import CheckpointError, one_line
+from ignite_engine.states.tiers import marker
 
 ROOT = Path("/dev/shm")
+MARKER = marker("memory")
 _MAGIC = b"ignite-engine memory 1\n"
 _HEADER_BYTES = 4096
 _ROW_BYTES = 512
@@ -60,6 +61,8 @@ class Header:
     """It holds the parts that ranks share, too."""
     is_sharded: bool
     """Tensors are sharded: the slots of all ranks hold them together."""
+    sequence: int
+    """Of the newest checkpoint that this rank knew to be committed."""
     run_id: str
     settings: str
     """Digest of the run's settings."""
@@ -338,7 +341,7 @@ def folder_name(directory: Path, *, create: bool) -> str | None:
     Raises:
         OSError: it cannot be written.
     """
-    path = directory / MEMORY_TOKEN
+    path = directory / MARKER
     while True:
         try:
             with filesystem.open_regular(path) as file:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass
 from typing import Any
 
 from ignite.engine import Engine, Events
 
 from ignite_engine.events import Phase
-from ignite_engine.ranks import agreement, watch
+from ignite_engine.ranks import agreement, attempt, watch
+from ignite_engine.trainer import attached_to_each
 
 _FIELDS = ("begun", "updates", "hung")
 _ROW = 8 * len(_FIELDS)
@@ -52,42 +52,21 @@ def shared_rows(ranks: int) -> list[RankStatus]:
     return [RankStatus(memory[rank * _ROW : (rank + 1) * _ROW]) for rank in range(ranks)]
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """What a supervisor tells the ranks that it starts.
-
-    Attributes:
-        reason: why they are started again, in one line; None: they are not.
-        is_known: an attempt before it has trained with the same settings and code on as many ranks: what it has said
-            of them, and written into the run's folder, holds.
-    """
-
-    reason: str | None = None
-    is_known: bool = False
-
-
 current: RankStatus | None = None
 """This process's, if it is a rank that a supervisor has started."""
-attempt = Attempt()
-"""Which this process takes part in."""
 
 
-def supervised(row: RankStatus, told: Attempt) -> None:
+def supervised(row: RankStatus, told: attempt.Attempt) -> None:
     """In a rank that was forked: from here on it writes where it is into its row."""
-    global current, attempt
-    current, attempt = row, told
+    global current
+    current, attempt.current = row, told
     watch.learned = _note_hang
+    attached_to_each.append(_Follower(row).attach)
 
 
 def _note_hang(failure: watch.Failure) -> None:
     if current is not None and failure.kind in ("silent", "stuck"):
         current.hung = 1 + (failure.ranks[0] if failure.ranks else agreement.rank())
-
-
-def follow(trainer: Engine) -> None:
-    """Let the supervisor of this rank know where ``trainer`` is; nothing is attached where there is none."""
-    if current is not None:
-        _Follower(current).attach(trainer)
 
 
 class _Follower:

@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from ignite_engine.ext.recovery.forking import ready_to_fork
-from ignite_engine.ext.recovery.status import Attempt, RankStatus, shared_rows, supervised
+from ignite_engine.ext.recovery.status import RankStatus, shared_rows, supervised
 from ignite_engine.ranks import agreement, signals
+from ignite_engine.ranks.attempt import Attempt
 from ignite_engine.ranks.joining import Work
 from ignite_engine.ranks.launch import Ranks
 

@@ -50,7 +50,7 @@ class Quieted:
         _refuse_what_reads_others(trainer)
         for checkpoint in self.checkpoints:
             checkpoint.announces_best = False
-            checkpoint.places.clear()  # what they hold belongs to the run, which may be running
+            checkpoint.tiers.clear()  # what they hold belongs to the run, which may be running
             checkpoint._saver = CountingSaver(checkpoint._saver, before, config, self._saved)
         self._take_sinks(trainer)
         self.compared += self.metrics

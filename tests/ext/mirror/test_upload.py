@@ -112,6 +112,23 @@ def test_training_does_not_wait_for_a_slow_store_and_the_newest_comes_next(tmp_p
     assert there(tmp_path / "mirror") == there(tmp_path / "run") == [8]
 
 
+def test_one_that_the_folder_keeps_is_uploaded_whatever_came_after_it(tmp_path, store, mirror):
+    """The best one waits while a slow store takes another, and newer ones are saved."""
+    goes_on = threading.Event()
+    store.fault = lambda operation, name: goes_on.wait(30) if operation == "write" else None
+
+    def attach(trainer):
+        @trainer.on(Events.ITERATION_COMPLETED(every=2))
+        def measure():
+            trainer.state.metrics["score"] = float(trainer.state.iteration == 4)
+
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: wait_until(lambda: writes(store)))
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=9), goes_on.set)
+
+    train(tmp_path / "run", mirror, 10, attach=attach, keep_last=1, best="score", mode="max")
+    assert there(tmp_path / "mirror") == there(tmp_path / "run") == [4, 10]
+
+
 def test_what_is_there_is_replaced_by_the_same_iteration_and_what_a_kill_has_left_goes(tmp_path, store):
     place = tmp_path / "mirror"
     for name in ("iteration_00000004", "iteration_00000001"):

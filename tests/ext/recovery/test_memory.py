@@ -148,7 +148,7 @@ def start_without_memory(folder):
 
 BETWEEN = {
     "nothing": (lambda folder: None, 12, "from memory"),
-    "the newest slot is damaged": (lambda folder: damage(slots_of(folder)[-1]), 11, "not used"),
+    "the newest slot is damaged": (lambda folder: damage(slots_of(folder)[-1]), 11, "torn or damaged"),
     "both are damaged": (lambda folder: [damage(path) for path in slots_of(folder)], 10, "torn or damaged"),
     "both headers are damaged": (lambda folder: [damage(path, 30) for path in slots_of(folder)], 10, "torn or damaged"),
     "the newest checkpoint is deleted": (lambda folder: delete(folder, "iteration_00000010"), 5, "is gone"),
