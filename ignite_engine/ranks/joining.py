@@ -165,6 +165,9 @@ class Start:
         first: the number of the first rank on this machine; None: it meets no others.
         passes_on: whether the parent passes on the signals that it receives.
         backend: None: there is no process group.
+        gate: of a forked rank, the two ends of a pipe: it reads until all ranks are forked. While a rank connects to
+            the store, the store's thread may hold a lock of the C library, which a rank that is forked meanwhile would
+            find held for ever.
     """
 
     environment: dict[str, str]
@@ -173,6 +176,7 @@ class Start:
     backend: str | None
     init_method: str | None
     timeout: timedelta | None
+    gate: tuple[int, int] | None = None
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         vars(self).update(values)
@@ -183,6 +187,11 @@ def rank_main(local_rank: int, start: Start, work: Work) -> None:
     """The exit status says how it ended: a code; 1 for an exception, which torch hands to the parent; the signal that
     has ended it outside of training, when peers may wait for it."""
     signals.begin_rank(passed_on=start.passes_on)  # a forked rank has unpickled nothing
+    if start.gate is not None:
+        reads, writes = start.gate
+        os.close(writes)
+        os.read(reads, 1)
+        os.close(reads)
     _prctl_pr_set_pdeathsig(0)  # of torch: end_with_parent() takes the parent's end for a SIGTERM, not for a SIGINT
     os.environ.update(start.environment)
     if start.first is not None:

@@ -203,12 +203,17 @@ class Ranks:
             environment = {**place, "TORCHELASTIC_USE_AGENT_STORE": True, **environment}
         texts = {name: str(value) for name, value in environment.items()}
         first = None if count is None else self._first
-        start = Start(texts, first, _is_main_thread(), self._backend, params.get("init_method"), self._timeout)
         options = {"daemon": params.get("daemon", False), "start_method": params.get("start_method", _start_method())}
+        gate = os.pipe() if options["start_method"] == "fork" else None
+        start = Start(texts, first, _is_main_thread(), self._backend, params.get("init_method"), self._timeout, gate)
         resource_tracker.ensure_running()  # its start lets signals in again
-        with signals.blocked():
-            started = start_processes(rank_main, (start, work), count or 1, join=False, **options)
-            self.processes, self._error_files = started.processes, [Path(name) for name in started.error_files]
+        try:
+            with signals.blocked():
+                started = start_processes(rank_main, (start, work), count or 1, join=False, **options)
+                self.processes, self._error_files = started.processes, [Path(name) for name in started.error_files]
+        finally:
+            for end in gate or ():
+                os.close(end)
         return store
 
     @contextmanager

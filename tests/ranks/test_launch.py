@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ignite_engine import Parallel
 from ignite_engine.errors import LaunchError
 from ignite_engine.handlers import Checkpoint, GracefulStop
+from ignite_engine.ranks import signals
 from tests.kit import runs
 from tests.kit.clock import still_clock
 from tests.kit.fitting import fitted
@@ -285,11 +286,34 @@ def test_exit_code_says_how_a_run_ended(launcher, ending, agent, tmp_path):
     assert runs.group_is_gone(processes[0])
 
 
+def sockets():
+    return sum(os.readlink(f"/proc/self/fd/{name}").startswith("socket") for name in os.listdir("/proc/self/fd")[:-1])
+
+
+def does_nothing(local_rank):
+    """Join and leave."""
+
+
+def test_no_rank_connects_while_others_are_forked():
+    """The store's thread in the parent may hold a lock of the C library meanwhile."""
+
+    def fork_slowly():
+        open_at_forks = []
+        os.register_at_fork(before=lambda: open_at_forks.append(sockets()), after_in_parent=lambda: time.sleep(0.1))
+        with Parallel("gloo", nproc_per_node=3, start_method="fork") as ranks:
+            ranks.run(does_nothing)
+        return open_at_forks
+
+    assert len(set(child(fork_slowly)[-3:])) == 1
+
+
 def test_second_signal_forces_the_end(tmp_path):
     process = start(lambda: parallel(train, tmp_path, "hangs"))
     both_train(tmp_path, process)
     began = time.monotonic()
-    wait_until(lambda: process.signal(signal.SIGINT) or process.poll() is not None)  # of half a second they are one
+    process.signal(signal.SIGINT)
+    wait_until(lambda: time.monotonic() - began > 1.2 * signals.FORCE_AFTER_S, process)  # before that they are one
+    process.signal(signal.SIGINT)
     assert process.wait() == 130 and time.monotonic() - began < WAITS_S / 2, process.said()
     assert not [*tmp_path.glob("checkpoints/iteration_*")] and runs.group_is_gone(process)
 
