@@ -44,15 +44,13 @@ class DigestTrail:
     """
 
     phase = Phase.LAST
-    replayed = True
 
     def __init__(self, directory: str | Path, *, every: int = 100, compare_ranks: bool = False) -> None:
         if not is_whole(every) or every < 1:
             raise ValueError(f"every must be a whole number of updates of at least 1, got {every!r}.")
         self.path, self.every = Path(directory).absolute() / "trail.jsonl", every
         self.compare_ranks = compare_ranks
-        self.write: Callable[[int, Digests], None] = GuardedSink(self).guard(self._append)
-        """Takes each line; what replays a run puts a comparison in its place."""
+        self._write: Callable[[int, Digests], None] = GuardedSink(self).guard(self._append)
         self._file = LogFile(self.path)
         self._newest = -1
 
@@ -70,7 +68,7 @@ class DigestTrail:
                 "clipping or a loading of weights that ranks do differently."
             )
         if (digests := digests_of(trainer)) is not None:
-            self.write(trainer.state.iteration, digests)
+            self._write(trainer.state.iteration, digests)
 
     def _append(self, iteration: int, digests: Digests) -> None:
         if agreement.rank():

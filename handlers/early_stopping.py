@@ -37,8 +37,6 @@ class EarlyStopping:
         ValueError: a setting is out of its range, or nothing would end the run.
     """
 
-    replayed = True
-
     def __init__(
         self,
         key: str,

@@ -38,8 +38,6 @@ class EMA:
         TypeError: (in ``attach``) the trainer's update has no model.
     """
 
-    replayed = True
-
     serves_evaluation = True
     """Its state is loaded even if the checkpoint is only evaluated."""
 

@@ -48,8 +48,6 @@ class Export:
         CheckpointError: safetensors is not installed.
     """
 
-    replayed = False
-
     def __init__(
         self,
         directory: str | Path,

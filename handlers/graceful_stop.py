@@ -44,7 +44,6 @@ class GracefulStop:
     """
 
     phase = Phase.PREPARE  # an evaluation at STARTED can be stopped too
-    replayed = True
 
     def __init__(self, *, exit: bool | None = None) -> None:
         self.exit = not _is_interactive() if exit is None else exit

@@ -21,8 +21,6 @@ class History:
     A kill leaves none of the latter. That the folder cannot be written is said by the log beside it.
     """
 
-    replayed = False
-
     def __init__(self, directory: str | Path) -> None:
         self.directory = RunDirectory(directory)
         self.config: Mapping[str, Any] | None = None

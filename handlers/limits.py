@@ -33,8 +33,6 @@ class SaveEvery:
         ValueError: the time is not above 0.
     """
 
-    replayed = False
-
     def __init__(self, *, minutes: float = 0.0, seconds: float = 0.0) -> None:
         self.interval_s = 60.0 * minutes + seconds
         if not 0 < self.interval_s < math.inf:
@@ -73,8 +71,6 @@ class WallClockLimit:
     Raises:
         ValueError: the limit is not above 0, or the margin is not below it.
     """
-
-    replayed = False
 
     def __init__(
         self,
@@ -141,8 +137,6 @@ class StopFile:
     run, which logs one line; touch the file again to stop it. A wait for a window is interrupted, one for a batch is
     not.
     """
-
-    replayed = False
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).absolute()  # wherever the run goes

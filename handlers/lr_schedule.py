@@ -60,8 +60,6 @@ class LRSchedule:
     that it was saved with, as in torch.
     """
 
-    replayed = True
-
     def __init__(self, scheduler: Any, *, metric: str | None = None, name: str = "lr_schedule") -> None:
         if isinstance(scheduler, ReduceLROnPlateauScheduler):
             raise ValueError(

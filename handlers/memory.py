@@ -32,7 +32,6 @@ class MemoryLogger:
     """
 
     phase = Phase.MEASURE
-    replayed = False
 
     def attach(self, trainer: Engine, event: Any = Events.ITERATION_COMPLETED(every=50)) -> None:  # noqa: B008  # immutable
         trainer.add_event_handler(event, self)

@@ -49,7 +49,6 @@ class MetricLogger:
     """
 
     phase = Phase.MEASURE
-    replayed = True
 
     def __init__(
         self,

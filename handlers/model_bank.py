@@ -43,7 +43,6 @@ class ModelBank:
     """
 
     phase = Phase.PREPARE
-    replayed = True
 
     def __init__(
         self, sources: Sequence[LoadSource], *, reset_optimizers: bool = False, name: str = "model_bank"

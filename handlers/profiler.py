@@ -45,8 +45,6 @@ class Profiler:
         ValueError: a number is out of range.
     """
 
-    replayed = False
-
     _at_work: ClassVar[Profiler | None] = None  # torch has one profiler for the whole process
 
     def __init__(

@@ -40,8 +40,6 @@ class Progress:
             ``loss`` alone.
     """
 
-    replayed = False
-
     def __init__(self, keys: Sequence[str] | None = None) -> None:
         self.columns = Columns(keys)
         self._drawn = self._gone = False

@@ -56,7 +56,6 @@ class GuardedSink:
     """
 
     phase = Phase.LOG
-    replayed = False
 
     def __init__(self, sink: Any) -> None:
         self.sink = sink
@@ -68,7 +67,7 @@ class GuardedSink:
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self)
         name = getattr(self.sink, "name", None)
         if hasattr(self.sink, "state_dict") and isinstance(name, str):
-            trainer.register(name, SinkState(self))
+            trainer.register(name, SinkState(self), kind="log")
 
     def __call__(self, trainer: Trainer) -> None:
         state = trainer.state
@@ -96,7 +95,6 @@ class GuardedSink:
                     )
                 return None
 
-        attempt.replayed = False  # type: ignore[attr-defined]
         return attempt
 
 
@@ -321,8 +319,6 @@ class ConsoleSink:
             and ``rate`` for the throughput. None: ``loss``, the update's other values, metrics of evaluations, ``lr``
             and the throughput, of these as many as fit.
     """
-
-    replayed = False
 
     name = "console"
 

@@ -36,7 +36,6 @@ class StepTimes:
     """
 
     phase = Phase.LOG
-    replayed = False
 
     def __init__(self) -> None:
         self._clock: HostClock | DeviceClock = HostClock()

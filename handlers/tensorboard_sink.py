@@ -31,8 +31,6 @@ class TensorBoardSink:
     torch.utils.tensorboard is not used: its background thread raises errors late. Rank 0 only.
     """
 
-    replayed = False
-
     def __init__(
         self, directory: str | Path, *, config: Mapping[str, Any] | None = None, name: str = "tensorboard"
     ) -> None:
@@ -52,7 +50,6 @@ class TensorBoardSink:
         def start(trainer: Trainer) -> None:
             trainer.call_at_end(guarded.guard(lambda trainer: self.close()))
 
-        start.replayed = False  # type: ignore[attr-defined]
         trainer.add_event_handler(Events.STARTED, start)
 
     def begin_anew(self) -> None:

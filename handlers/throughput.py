@@ -42,7 +42,6 @@ class Throughput:
     """
 
     phase = Phase.MEASURE
-    replayed = False
 
     def __init__(
         self,
@@ -128,7 +127,6 @@ class _CountedIteration:
     """Counts the FLOPs of one iteration for each of its tokens, or samples."""
 
     phase = Phase.FIRST  # before an evaluation at the same event
-    replayed = False
 
     def __init__(self, throughput: Throughput) -> None:
         self.per_unit = math.nan

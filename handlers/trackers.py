@@ -33,8 +33,6 @@ class WandBSink:
             not sent again. Offline each process writes a folder, under the same id, for ``wandb sync``.
     """
 
-    replayed = False
-
     def __init__(
         self,
         directory: str | Path,
@@ -112,8 +110,6 @@ class MLflowSink:
         name: in checkpoints, which hold the run's id: a resumed run continues its MLflow run, and what is there already
             is not sent again. An MLflow run that is active in this thread is used, and not ended.
     """
-
-    replayed = False
 
     def __init__(
         self,
@@ -201,7 +197,6 @@ def _attach_guarded(
         guarded_start(trainer)
         trainer.call_at_end(guarded_end)
 
-    start_and_end.replayed = False  # type: ignore[attr-defined]
     trainer.add_event_handler(Events.STARTED, start_and_end)
 
 

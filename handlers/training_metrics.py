@@ -43,7 +43,6 @@ class TrainingMetrics:
     """
 
     phase = Phase.MEASURE
-    replayed = True
 
     def __init__(self, metrics: Mapping[str, Metric], *, name: str = "train") -> None:
         is_named = isinstance(metrics, Mapping) and all(isinstance(metric, Metric) for metric in metrics.values())

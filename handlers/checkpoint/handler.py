@@ -58,8 +58,6 @@ class Checkpoint:
     background both events come at the first step boundary after the save has ended, the same one on all ranks.
     """
 
-    replayed = True
-
     def __init__(
         self,
         directory: str | Path,

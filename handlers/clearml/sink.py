@@ -61,8 +61,6 @@ class ClearMLLogger:
     finite become a line in the task's log. Rank 0 only.
     """
 
-    replayed = False
-
     def __init__(
         self,
         directory: str | Path,
@@ -98,7 +96,6 @@ class ClearMLLogger:
             start(trainer)
             trainer.call_at_end(end)
 
-        start_session.replayed = False  # type: ignore[attr-defined]
         if idist.get_rank() == 0:
             trainer.add_event_handler(Events.STARTED, start_session)
             trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, register)

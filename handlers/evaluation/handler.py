@@ -58,7 +58,6 @@ class Evaluation:
     """
 
     phase = Phase.EVALUATE
-    replayed = True
 
     def __init__(
         self,

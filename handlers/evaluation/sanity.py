@@ -51,7 +51,6 @@ class SanityCheck:
     """
 
     phase = Phase.PREPARE
-    replayed = True
 
     def __init__(self, trials: Mapping[str, Trial], *, error: Callable[[str, str], Exception]) -> None:
         self.trials, self.error = trials, error

@@ -71,8 +71,9 @@ def verify_resume(options: argparse.Namespace) -> None:
     script = resume_verification.is_script(options.config)
     if options.phase is None:
         resume_verification.check_starts(options)
-        config = None if script else load_config(options.config, options.overrides)
-        resume_verification.verify(options, config)
+        if not script:
+            load_config(options.config, options.overrides)  # a mistake is said once
+        resume_verification.verify(options)
     elif script:
         resume_verification.run_script(options)
     else:

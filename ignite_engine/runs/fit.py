@@ -77,20 +77,9 @@ class Sections(TypedDict, total=False):
     distributed: Values
 
 
-_ONLY_BUILDS: ContextVar[bool] = ContextVar("only_builds", default=False)
 _CHANGES: ContextVar[tuple[Mapping[str, Values], Callable[[Run], object]]] = ContextVar(
     "changes", default=({}, Run.train)
 )
-
-
-@contextmanager
-def only_building() -> Iterator[None]:
-    """Within it :func:`fit` returns the run untrained; nothing is written."""
-    token = _ONLY_BUILDS.set(True)
-    try:
-        yield
-    finally:
-        _ONLY_BUILDS.reset(token)
 
 
 @contextmanager
@@ -283,9 +272,6 @@ def fit(
         values[section] = {**values.get(section, {}), **changes}
     config = validated(ConfigSource(values, name="fit()"))
     runs: list[Run] = []
-
-    if _ONLY_BUILDS.get():
-        return recipe.build_run(config, task)
 
     def train(local_rank: int = 0) -> None:
         # a program that has set up its own logging shows these lines by it

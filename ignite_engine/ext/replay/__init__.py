@@ -1,21 +1,18 @@
-"""Any moment of a run again, from its checkpoints and its config; and what follows from that."""
+"""Any moment of a run again, as the same run in another folder; and what follows from that."""
 
-from ignite_engine.ext.replay.compare import RunComparison, compare_runs
-from ignite_engine.ext.replay.logged import Difference
-from ignite_engine.ext.replay.moment import Moment, RunDiffers, bring_to, replay
-from ignite_engine.ext.replay.rebuild import Build
-from ignite_engine.ext.replay.segments import Audit, Segment, audit
+from ignite_engine.ext.replay.audit import Audit, Segment, audit
+from ignite_engine.ext.replay.compare import Comparison, Difference, RunComparison, compare_runs, first_difference
+from ignite_engine.ext.replay.rerun import Build, rerun
 
 __all__ = [
     "Audit",
     "Build",
+    "Comparison",
     "Difference",
-    "Moment",
     "RunComparison",
-    "RunDiffers",
     "Segment",
     "audit",
-    "bring_to",
     "compare_runs",
-    "replay",
+    "first_difference",
+    "rerun",
 ]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from ignite.engine import Events
 
 from ignite_engine import Trainer, Update, loader
 from ignite_engine.handlers import Checkpoint, MetricLogger
@@ -59,7 +60,9 @@ def edit_lines(path, edit):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def script(directory, *, data=None, attach=lambda trainer: None, invariant=False, **save):
+def script(
+    directory, *, data=None, attach=lambda trainer: None, log_at=Events.ITERATION_COMPLETED, invariant=False, **save
+):
     """A run of a program of its own, as ``replay`` takes it: its trainer, and what its ``run()`` gets."""
     torch.manual_seed(1)
     model = linear(dropout=True)
@@ -67,7 +70,7 @@ def script(directory, *, data=None, attach=lambda trainer: None, invariant=False
         model, torch.optim.SGD(model.parameters(), lr=0.1), mse, accumulate="rank_invariant" if invariant else None
     )
     trainer = Trainer(update, global_micro_batches=4 if invariant else None)
-    MetricLogger(directory, console=False).attach(trainer)
+    MetricLogger(directory, console=False).attach(trainer, log_at)
     Checkpoint(directory / "checkpoints", keep_last=9, **save).attach(trainer)
     attach(trainer)
     data = data() if data else loader(Numbers(20), 4, shuffle=True, seed=5)

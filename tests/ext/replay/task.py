@@ -14,7 +14,7 @@ from ignite.metrics import Accuracy
 from torch import nn
 from torch.utils.data import Dataset
 
-from ignite_engine import Task
+from ignite_engine import Task, TrainingEvents
 
 FEATURES, CLASSES = 6, 3
 
@@ -39,20 +39,49 @@ class Noisy(Dataset[Any]):
 
 
 class Plant:
-    """Changes one weight by one unit in the last place at one iteration, and asks to stop at another."""
+    """Changes one thing by a little at one iteration, and asks to stop at another."""
 
-    def __init__(self, iteration, stop_at):
-        self.iteration, self.stop_at = iteration, stop_at
+    def __init__(self, plant, stop_at):
+        self.plant, self.stop_at = plant, stop_at
 
     def attach(self, trainer):
-        stop = lambda: trainer.request_stop("a test")  # noqa: E731
-        for iteration, act in ((self.iteration, self.change_weight), (self.stop_at, stop)):
-            if iteration is not None:
-                trainer.add_event_handler(Events.ITERATION_COMPLETED(once=iteration), act)
+        for what, iteration in self.plant.items():
+            if what in PLANTED:
+                event, change = PLANTED[what]
+                trainer.add_event_handler(event(once=iteration), change)
+        if self.stop_at is not None:
+            trainer.add_event_handler(
+                Events.ITERATION_COMPLETED(once=self.stop_at), lambda: trainer.request_stop("a test")
+            )
 
-    def change_weight(self, trainer):
-        weight = trainer.update.model[0].weight
-        weight.data[0, 0] = torch.nextafter(weight.data[0, 0], torch.tensor(math.inf))
+
+def nudge(tensor):
+    """One element by one unit in the last place."""
+    first = tensor.detach().view(-1)
+    first[0] = torch.nextafter(first[0], torch.tensor(math.inf))
+
+
+def change_moment(trainer):
+    next(iter(trainer.update.optimizers["optimizer"].state.values()))["exp_avg"].mul_(1.01)
+
+
+def change_average(trainer):
+    trainer.registry.objects["ema"].state_dict()["weights"]["4.bias"].mul_(1.01)
+
+
+def change_rate(trainer):
+    trainer.update.optimizers["optimizer"].param_groups[0]["lr"] *= 1.001
+
+
+PLANTED = {
+    "weight": (Events.ITERATION_COMPLETED, lambda trainer: nudge(trainer.update.model[0].weight)),
+    "mean": (Events.ITERATION_COMPLETED, lambda trainer: nudge(trainer.update.model[1].running_mean)),
+    "gradient": (TrainingEvents.OPTIMIZER_STEP_STARTED, lambda trainer: trainer.update.model[4].weight.grad.mul_(1.01)),
+    "moment": (Events.ITERATION_COMPLETED, change_moment),
+    "rate": (Events.ITERATION_STARTED, change_rate),
+    "random": (Events.ITERATION_STARTED, lambda trainer: torch.rand(1)),
+    "average": (Events.ITERATION_COMPLETED, change_average),
+}
 
 
 def loss_fn(model, batch):
@@ -74,5 +103,5 @@ def build(options):
         {"val": Noisy(16, {}, noise=0.0)},
         predict,
         {"accuracy": Accuracy()},
-        handlers=[Plant(plant.get("weight"), options.get("stop_at"))],
+        handlers=[Plant(plant, options.get("stop_at"))],
     )

@@ -2,18 +2,26 @@
 
 import json
 import math
+import random
 import shutil
+from dataclasses import replace
 
 import pytest
+import torch
+from ignite.engine import Events
 
+from ignite_engine.checkpointing import CheckpointStore, read_manifest
+from ignite_engine.checkpointing.manifest import MANIFEST_NAME
 from ignite_engine.errors import ReplayError
-from ignite_engine.ext.replay import audit, bring_to, compare_runs
+from ignite_engine.ext.replay import audit, compare_runs, first_difference, rerun
 from tests.ext.replay.runs import edit_lines, trained
 from tests.kit.processes import ranks
 from tests.kit.refusals import CommandRefused, command, refusals
 from tests.kit.saved import checkpoint
+from tests.kit.tiers import tiered
 
 LOGGED = {"every": {"iterations": 4}, "trail": 5}
+SECOND_OF_FOUR = next(seed for seed in range(99) if random.Random(seed).sample(range(4), 1) == [1])
 CONSTANT = {"schedule": {"name": "constant", "warmup": 0}}
 
 
@@ -42,29 +50,58 @@ def test_honest_run_passes_and_says_what_was_covered(honest):
     assert once.missed == 0.75 and len(once.drawn) == 1 and once.drawn == audit(honest, segments=1, seed=7).drawn
 
 
-def edit_a_weight(run, planted):
-    """One unit in the last place of one weight, in a checkpoint with the right hashes; nothing else."""
-    other = planted({"weight": 20})
-    shutil.rmtree(checkpoint(run / "checkpoints", 20))
-    shutil.copytree(checkpoint(other / "checkpoints", 20), checkpoint(run / "checkpoints", 20))
+def edit_a_checkpoint(iteration, part, edit):
+    """Another state in a checkpoint, written anew with the right hashes."""
+
+    def forge(run):
+        path, other = checkpoint(run / "checkpoints", iteration), CheckpointStore(run / "forged")
+        before, loaded = read_manifest(path), other.load(path)
+        edit({**loaded.shared, **loaded.local}[part])
+        facts = {"kinds": before.kinds, "run_id": before.run_id, "parent": before.parent}
+        made = other.save(loaded.shared, loaded.local, iteration=iteration, epoch=before.epoch, **facts)
+        shutil.rmtree(path)
+        made.rename(path)
+        (path / MANIFEST_NAME).write_bytes(replace(read_manifest(path), sequence=before.sequence).to_json())
+
+    return forge
 
 
-def edit_the_log(run, planted):
-    def edit(lines):
-        line = next(line for line in lines if line["iteration"] == 16)
-        line["loss"] = math.nextafter(line["loss"], math.inf)
+def edit_a_log(name, edit):
+    return lambda run: edit_lines(run / f"{name}.jsonl", edit)
 
-    edit_lines(run / "metrics.jsonl", edit)
+
+def nudge(tensor):
+    tensor.view(-1)[0] = torch.nextafter(tensor.view(-1)[0], torch.tensor(math.inf))
+
+
+def line_of(lines, iteration):
+    return next(line for line in lines if line["iteration"] == iteration)
+
+
+FORGERIES = {
+    "a weight": edit_a_checkpoint(20, "model", lambda state: nudge(state["0.weight"])),
+    "a running mean": edit_a_checkpoint(20, "model", lambda state: nudge(state["1.running_mean"])),
+    "a moment": edit_a_checkpoint(20, "optimizer", lambda state: nudge(state["state"]["0.weight"]["exp_avg"])),
+    "a random number": edit_a_checkpoint(20, "rng", lambda state: state["torch"].view(-1)[700:].zero_()),
+    "an average": edit_a_checkpoint(20, "ema", lambda state: nudge(state["weights"]["0.weight"])),
+    "the place in the data": edit_a_checkpoint(20, "data", lambda state: state.update(batch=0)),
+    "a loss": edit_a_log("metrics", lambda lines: line_of(lines, 16).update(loss=0.1)),
+    "a metric": edit_a_log("metrics", lambda lines: line_of(lines, 14).update({"val/accuracy": 0.9999})),
+    "a line less": edit_a_log("metrics", lambda lines: lines.remove(line_of(lines, 16))),
+    "a digest": edit_a_log("trail", lambda lines: line_of(lines, 15)["weights"].update({"4.bias": "0" * 16})),
+}
+"""Each in the segment after iteration 10, or at its end."""
 
 
 @pytest.mark.row("L3")
-@pytest.mark.parametrize("forge", [pytest.param(edit_a_weight, marks=pytest.mark.nightly), edit_the_log])
-def test_forgery_is_found_where_its_segment_is_drawn(forge, forged, tmp_path):
-    def planted(plant):
-        return trained(tmp_path / "planted", 32, logging=LOGGED, task_options={"plant": plant})
+@pytest.mark.parametrize("what", FORGERIES)
+def test_forgery_is_found_where_its_segment_is_drawn(what, forged):
+    FORGERIES[what](forged)
+    assert spans(audit(forged, segments=1, seed=SECOND_OF_FOUR).found) == [(10, 20)]
 
-    forge(forged, planted)
-    assert (10, 20) in spans(audit(forged, segments=4).found)
+
+def test_command_names_what_was_forged(forged):
+    FORGERIES["a loss"](forged)
     with pytest.raises(AssertionError, match="code 1"):
         command("audit", forged, "--segments", 4)
 
@@ -75,8 +112,7 @@ def test_damaged_checkpoint_is_named(forged):
         file.seek(2000)
         file.write(b"\0\1\2\3")
     found = {(part.first, part.last): text for part, text in audit(forged, segments=4).found.items()}
-    assert "iteration_00000020 is damaged" in found[10, 20]
-    assert "checkpoint of iteration 20 is damaged" in found[20, 30]
+    assert list(found) == [(10, 20)] and "iteration_00000020 is damaged" in found[10, 20]
 
 
 @pytest.mark.nightly  # test_equal_runs_have_none... replays across a stop
@@ -106,27 +142,45 @@ def test_sharded_run_of_two_ranks_passes_and_has_one_trail(tmp_path):
 # ---------------------------------------------------------------------------------------------------- compare-runs
 
 
-@pytest.mark.parametrize(
-    ("what", "iteration", "name"),
-    [
-        ("weight", 9, "0.weight after the step"),
-        pytest.param("sample", 4, "the bytes of the batch", marks=pytest.mark.nightly),
-    ],
-)
-def test_planted_difference_is_named_at_its_iteration(what, iteration, name, tmp_path):
-    plant = {what: iteration}
-    # one unit in the last place may be gone after the next step
-    sections = {"logging": {"every": 5, "trail": 1 if what == "weight" else 4}}
-    run = trained(tmp_path / "run", 16, **sections)
-    if what == "sample":
-        with bring_to(run, at=iteration, before=1) as moment:
-            plant = {"sample": moment.iterations[iteration].samples[0][0]}
-    other = trained(tmp_path / "other", 16, **sections, task_options={"plant": plant})
+NAMES = {
+    "weight": "0.weight after the step",
+    "mean": "1.running_mean after the step",
+    "gradient": "the gradient of 4.weight",
+    "moment": "the state of optimizer, state.0.weight.exp_avg",
+    "rate": "the rate lr",
+    "random": "the random generator torch",
+    "average": "the state of ema, weights.4.bias",
+    "sample": "the bytes of the batch",
+}
+PLANTS = {f"{what} {iteration}": (what, iteration) for iteration in (9, 4, 15) for what in NAMES}
 
-    found = compare_runs(run, other)
-    assert found.sign is not None and found.piece is not None and not found.notes
-    assert found.began_at is not None and found.began_at < iteration <= found.sign.iteration
-    assert found.piece.iteration == iteration and name in found.piece.what, found.piece
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("watched") / "run", 16, logging={"every": 5, "trail": 1})
+
+
+@pytest.mark.parametrize("plant", tiered(PLANTS, "weight 9", "gradient 9", "random 9", "average 9", "sample 9"))
+def test_planted_difference_is_named_at_its_iteration(plant, watched, tmp_path):
+    what, iteration = PLANTS[plant]
+    planted = {what: iteration}
+    if what == "sample":
+        samples = []
+
+        def watch(trainer):
+            trainer.add_event_handler(
+                Events.ITERATION_STARTED, lambda engine: samples.append(engine.progress.samples_of_group())
+            )
+
+        rerun(watched, iteration, since=0, attach=watch, folder=tmp_path / "again")
+        # at the iteration where it comes first
+        planted["sample"] = samples[iteration - 1][0]
+        iteration = 1 + next(at for at, group in enumerate(samples) if planted["sample"] in group)
+    other = trained(tmp_path / "other", 16, logging={"every": 5, "trail": 1}, task_options={"plant": planted})
+
+    found = compare_runs(watched, other)
+    assert not found.notes and found.began_at < iteration <= found.files.difference.iteration
+    assert found.cause.iteration == iteration and NAMES[what] in found.cause.what, found.cause
     assert [line for line in found.settings if "task_options.plant" in line]
 
 
@@ -139,8 +193,8 @@ def test_equal_runs_have_none_however_often_one_was_stopped_and_a_replay_goes_ac
     said = command("compare-runs", run, other)
     assert "Equal: 10 log lines, 8 lines of the trail, 3 checkpoints, of 24 iterations" in said
     for iteration in (13, 14):
-        with bring_to(other, at=iteration) as moment:
-            assert moment.difference is None
+        folder = rerun(other, iteration, folder=tmp_path / f"again_{iteration}")
+        assert first_difference(other, folder, iteration) is None
 
 
 def test_settings_that_differ_come_first(tmp_path):
@@ -149,7 +203,7 @@ def test_settings_that_differ_come_first(tmp_path):
     found = compare_runs(run, other)
     assert found.settings == ["config: optimizer.lr: 0.01 -> 0.02"]
     # the first update of a warm-up has rate 0 in neither
-    assert (found.piece.iteration, found.piece.what) == (1, "the rate lr")
+    assert (found.cause.iteration, found.cause.what) == (1, "the rate lr")
     with pytest.raises(AssertionError, match="code 1"):
         command("compare-runs", run, other)
 
@@ -160,9 +214,9 @@ def test_a_file_that_was_edited_is_said_to_be_no_replay(tmp_path):
     shutil.copytree(run, other)
     edit_lines(other / "metrics.jsonl", lambda lines: lines[1].update(loss=lines[1]["loss"] + 1e-9))
     found = compare_runs(run, other)
-    assert (found.sign.iteration, found.sign.what) == (6, "loss")
+    assert (found.files.difference.iteration, found.files.difference.what) == (6, "loss")
     (note,) = found.notes
-    assert found.piece is None and note.startswith(f"{other} is not") and "iteration 6" in note
+    assert found.cause is None and note.startswith(f"{other} is not") and "iteration 6" in note
 
 
 test_refusals = refusals(

@@ -1,0 +1,357 @@
+"""A run trained again up to one of its iterations: the same run in another folder, from the checkpoint before."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from ignite.engine import Events
+
+from ignite_engine import rng
+from ignite_engine.checkpointing import CheckpointStore
+from ignite_engine.checkpointing.in_use import in_use
+from ignite_engine.checkpointing.layout import named_iteration
+from ignite_engine.config import Config
+from ignite_engine.config.load import config_from_dict
+from ignite_engine.config.sections import OptimizerSection, ScheduleSection, Section
+from ignite_engine.data.workers import end_workers
+from ignite_engine.engine import bus
+from ignite_engine.engine.intervals import Clock
+from ignite_engine.errors import CheckpointError, ReplayError
+from ignite_engine.events import Phase, TrainingEvents
+from ignite_engine.handlers import Checkpoint, MetricLogger
+from ignite_engine.ranks import agreement
+from ignite_engine.run_directory import RunDirectory, lines_of, read_yaml
+from ignite_engine.runs import recipe
+from ignite_engine.runs.fit import changed
+from ignite_engine.runs.run import Run
+from ignite_engine.task import IN_PYTHON
+from ignite_engine.trainer import Trainer
+
+Build = Callable[[Path], Any]
+"""``build(directory)`` builds the run in that folder: it calls ``fit``, or returns a trainer and what its run() gets.
+
+``(trainer, {"data": loader, "max_epochs": 5})`` is neither resumed nor trained.
+"""
+Call = Callable[[Trainer], object]
+
+OFF: dict[str, dict[str, Any]] = {
+    "run": {"time_limit": None, "stop_file": None, "must_be_new": False, "restart": False},
+    "evaluation": {"sanity_batches": 0},
+    "checkpoint": {"memory": None, "mirror": None},
+    "logging": dict.fromkeys(
+        ("console", "progress", "clearml", "tensorboard", "wandb", "mlflow", "report"),
+        False,
+    ),
+    "profiler": {"active": None},
+}
+"""Settings that decide nothing of what is trained, and would speak, end the run early or write elsewhere."""
+
+
+def settings_in(folder: Path) -> dict[str, dict[str, Any]]:
+    """What a run has instead of its own settings, by section, to be the same run in another folder."""
+    return {**OFF, "run": {**OFF["run"], "directory": str(folder)}}
+
+
+def rerun(
+    run: str | Path,
+    at: int,
+    *,
+    since: int | None = None,
+    build: Build | None = None,
+    attach: Call | None = None,
+    call: Call | None = None,
+    folder: str | Path | None = None,
+) -> Path:
+    """Train a run again up to the step boundary after one of its iterations, in a folder of its own; a collective.
+
+    The newest valid checkpoint before that iteration and the log are copied, and the run goes on there as any run does:
+    with everything that has a part in it, and with the settings of the start that trained the iteration. It logs what
+    it logged, and ends with a checkpoint of the moment. Nothing in the run's own folder is written.
+
+    Args:
+        run: its folder.
+        at: the iteration, from 1.
+        since: begin at the newest checkpoint up to this iteration; None: at the newest before ``at``.
+        build: builds a run that no config names, see :data:`Build`.
+        attach: called with the trainer before it runs.
+        call: called with the trainer at the moment, with ``state.batch``, gradients and random numbers in place.
+        folder: a new one, where the run goes on; None: a temporary one, which is the caller's to delete.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ReplayError: one line; there is no such run or iteration, or it had another number of ranks.
+    """
+    directory = Path(run)
+    stored = agreement.on_rank_0(lambda: config_at(directory, at))
+    _check_ranks(directory, stored)
+    copy, epochs = agreement.on_rank_0(lambda: (_make(directory, folder), _epochs_at(directory, at)))
+    try:
+        with _as_it_was(directory), RunDirectory(copy).logging_to(agreement.rank(), console=False):
+            trainer, train, data = _built(directory, copy, stored, build)
+            _follow_clocks(trainer, directory)
+            until = at - 1 if since is None else since
+            stores = [checkpoint.store.directory for checkpoint in checkpoints_of(trainer)]
+            agreement.on_rank_0(lambda: _copy(directory, copy, stores, until))
+            if attach is not None:
+                attach(trainer)
+            end_at(trainer, at, call, epochs=epochs)
+            try:
+                train()
+            finally:
+                end_workers(getattr(data, "_iterator", None), data)  # persistent ones of a loader of the user's own
+        if trainer.state.iteration < at:
+            raise ReplayError(
+                f"Trained again, {directory} ends at iteration {trainer.state.iteration}, and it has come to {at}: it "
+                "was trained further with other settings, or ended by a handler."
+            )
+    except BaseException:
+        shutil.rmtree(copy, ignore_errors=True)
+        raise
+    return copy
+
+
+def checkpoints_of(trainer: Trainer) -> list[Checkpoint]:
+    """The handlers that save the run."""
+    return [obj for obj in trainer.registry.objects.values() if isinstance(obj, Checkpoint)]
+
+
+def end_at(trainer: Trainer, at: int, call: Call | None = None, *, epochs: int = 0) -> None:
+    """Let the run pause at the step boundary after an iteration, saved, after ``call``; attached last.
+
+    Args:
+        epochs: that are completed there: where data turns out to have ended an iteration has a second boundary.
+    """
+
+    def save() -> None:
+        if trainer.state.iteration == at:
+            for checkpoint in checkpoints_of(trainer):
+                checkpoint.save()
+
+    def end() -> None:
+        if trainer.state.iteration == at and trainer.progress.epochs_completed >= epochs:
+            if call is not None:
+                call(trainer)
+            trainer.interrupt()
+
+    end.phase = Phase.LAST  # type: ignore[attr-defined]  # read by the Trainer
+    trainer.add_event_handler(Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED, save)
+    trainer.add_event_handler(TrainingEvents.RESUME_POINT, end)
+
+
+def iterations_of(directory: Path) -> int:
+    """How far the run has come, as its files say."""
+    files = RunDirectory(directory)
+    logged = [line["iteration"] for line in lines_of(files.metrics) if isinstance(line.get("iteration"), int)]
+    saved = map(named_iteration, files.checkpoints.glob("*"))  # others may lie among them
+    known: list[int] = [files.read_summary().get("iteration") or 0, *logged[-1:], *filter(None, saved)]
+    return max(known)
+
+
+def environment_of(directory: Path) -> dict[str, Any]:
+    """What the run's last start has recorded of its machine; empty: nothing."""
+    try:
+        values = json.loads(RunDirectory(directory).environment.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def config_at(directory: Path, at: int) -> dict[str, Any]:
+    """The config of the start that trained the iteration, as stored; empty: the run has none.
+
+    Raises:
+        ReplayError: there is no run, it has no such iteration, or its config cannot be read.
+    """
+    files = RunDirectory(directory)
+    if not directory.is_dir():
+        raise ReplayError(f"{directory} does not exist: expected the folder of a run.")
+    if not 1 <= at <= (known := iterations_of(directory)):
+        raise ReplayError(f"{directory} has {known} iterations, got {at}.")
+    starts = [line for line in files.read_history() if isinstance(line.get("config"), dict)]
+    found = [line["config"] for line in starts if line["iteration"] < at]
+    if found or not files.config.exists():
+        return dict(found[-1]) if found else {}
+    try:
+        values = read_yaml(files.config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ReplayError(f"{files.config} cannot be read: {' '.join(str(error).split())}") from None
+    return values if isinstance(values, dict) else {}
+
+
+def _check_ranks(directory: Path, stored: Mapping[str, Any]) -> None:
+    """Refuse another number of ranks than the run had, unless its bits do not depend on it."""
+    had, now = environment_of(directory).get("world_size", 1), agreement.world_size()
+    invariant = stored.get("update", {}).get("accumulate") == "rank_invariant"
+    if now != had and not (invariant and now == 1):
+        raise ReplayError(
+            f"{directory} was trained on {had} ranks, and this is {now}: replay it on as many, such as by "
+            f"--nproc-per-node {had}{' or 1' if invariant else ''}."
+        )
+
+
+def _make(directory: Path, folder: str | Path | None) -> Path:
+    if folder is None:
+        return Path(tempfile.mkdtemp(prefix="rerun-"))
+    path = Path(folder).absolute()
+    if path.resolve().is_relative_to(directory.resolve()):
+        raise ReplayError(f"{folder} is in the folder of the run, which is only read: give another one.")
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ReplayError(f"{folder} is there already: give the name of a new folder.")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _epochs_at(directory: Path, at: int) -> int:
+    """The epochs that the run had completed where it has saved a checkpoint after this iteration; else 0."""
+    store = CheckpointStore(RunDirectory(directory).checkpoints)
+    for checkpoint in reversed(store.checkpoints()):
+        if checkpoint.iteration == at:
+            with suppress(CheckpointError):  # a damaged one says nothing
+                loaded = store.load(checkpoint.path, mmap=True)
+                completed: int = {**loaded.shared, **loaded.local}["trainer"]["epochs_completed"]
+                return completed
+    return 0
+
+
+def _built(
+    directory: Path, folder: Path, stored: Mapping[str, Any], build: Build | None
+) -> tuple[Trainer, Callable[[], object], Any]:
+    """The trainer of the run in ``folder``, a function that resumes and trains it, and its data.
+
+    Raises:
+        ReplayError: one line; ``build`` does not give one, or it would write elsewhere.
+        ConfigError: its config or its task cannot be built again.
+    """
+    made: Any
+    if build is None:
+        made = recipe.build_run(_moved(directory, folder, stored))
+    else:
+        with changed(settings_in(folder), lambda run: None):
+            made = build(folder)
+    if isinstance(made, Run):
+        trainer: Any = made.trainer
+        train: Callable[[], object] = made.train
+        data: Any = made.loader
+    else:
+        arguments: Any
+        trainer, arguments = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        if not isinstance(trainer, Trainer) or not isinstance(arguments, Mapping):
+            raise ReplayError(
+                "build(directory) must return the run of fit(), or the trainer and the arguments of its run(), such as "
+                f"(trainer, {{'data': loader, 'max_epochs': 5}}); got a {type(made).__name__}."
+            )
+        data = arguments.get("data")
+
+        def resume_and_run() -> None:
+            for checkpoint in checkpoints_of(trainer):
+                checkpoint.resume()
+            trainer.run(**arguments)
+
+        train = resume_and_run
+    if trainer.resume_state.is_pending:
+        raise ReplayError("build(directory) has resumed a checkpoint: leave that to the replay, and only build.")
+    for obj in trainer.registry.objects.values():
+        if reason := getattr(obj, "outside_of_run", None):
+            raise ReplayError(f"The run cannot be replayed: it {reason}, and which it was is not kept.")
+        own = obj.store.directory if isinstance(obj, Checkpoint) else getattr(obj, "directory", None)
+        if isinstance(obj, Checkpoint | MetricLogger) and own and not own.resolve().is_relative_to(folder.resolve()):
+            raise ReplayError(f"build(directory) has made a run that writes to {own}: let it write to directory.")
+        if isinstance(obj, Checkpoint) and obj.tiers:
+            raise ReplayError(
+                "build(directory) has made a Checkpoint with a mirror or a memory, which are those of the run: leave "
+                "mirror and memory out."
+            )
+    return trainer, train, data
+
+
+def _moved(directory: Path, folder: Path, stored: Mapping[str, Any]) -> Config:
+    """The stored config of the same run in another folder."""
+    if not stored:
+        raise ReplayError(f"{directory} holds no config.yaml: give the function that builds the run (build, --build).")
+    if stored.get("task") == IN_PYTHON:
+        raise ReplayError(
+            f"{directory} was made by fit() in Python: give the function that calls it (build, --build FILE:FUNCTION)."
+        )
+    values: dict[str, Any] = {
+        key: dict(value) if isinstance(value, Mapping) else value for key, value in stored.items()
+    }
+    models: dict[str, type[Section]] = {"optimizer": OptimizerSection, "schedule": ScheduleSection}
+    for section, model in models.items():  # in whose place may be what the task has made, a scheduler of its own say
+        try:
+            model.model_validate(values.get(section, {}))
+        except ValueError:  # pydantic's error is one
+            del values[section]
+    for section, settings in settings_in(folder).items():
+        values.setdefault(section, {}).update(settings)
+    values["task"] = _where_it_was(values["task"], directory)
+    return config_from_dict(values)
+
+
+def _where_it_was(task: str, directory: Path) -> str:
+    """A task's file with its whole path, where it was found when the run was started."""
+    file, _, function = task.rpartition(":")
+    if not file.endswith(".py") or Path(file).is_absolute():
+        return task
+    environment = environment_of(directory)
+    worked_in = Path(environment.get("working_directory", "."))
+    configs = [worked_in / word for word in environment.get("command", []) if str(word).endswith((".yaml", ".yml"))]
+    folders = [folder for config in configs for folder in config.parents]
+    folders += [worked_in, *directory.resolve().parents]
+    found = next((folder / file for folder in folders if (folder / file).is_file()), None)
+    return task if found is None else f"{found}:{function}"
+
+
+def _follow_clocks(trainer: Trainer, directory: Path) -> None:
+    """What comes by a clock comes where the run has logged."""
+    logged = {line.get("iteration") for line in lines_of(RunDirectory(directory).metrics)}
+    for _, handler in bus.filtered(trainer):
+        if isinstance(handler.filter, Clock):
+            handler.filter = lambda engine, count: count in logged
+
+
+def _copy(directory: Path, folder: Path, stores: Iterable[Path], until: int) -> None:
+    """Copy the newest valid checkpoint up to an iteration of each store, and the logs if there is one."""
+    for store in stores:
+        there = CheckpointStore(directory / store.relative_to(folder))
+        for checkpoint in reversed(there.checkpoints()):
+            with in_use(checkpoint.path):
+                if checkpoint.iteration <= until and not there.verify(checkpoint.path):
+                    shutil.copytree(checkpoint.path, store / checkpoint.path.name, copy_function=_link)
+                    break
+    if any(any(store.glob("*")) for store in stores):  # else the run begins anew
+        for log in directory.glob("*.jsonl"):
+            if log.name in ("metrics.jsonl", "trail.jsonl"):
+                shutil.copyfile(log, folder / log.name)
+
+
+def _link(source: str, target: str) -> None:
+    """No file of a checkpoint is ever changed in its place."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+@contextmanager
+def _as_it_was(directory: Path) -> Iterator[None]:
+    """The number of threads that the run had; afterwards torch and all random numbers are as before."""
+    threads, had = torch.get_num_threads(), environment_of(directory).get("threads")
+    with ExitStack() as stack:
+        stack.enter_context(rng.isolated())
+        stack.callback(torch.set_num_threads, threads)
+        stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+        stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        if isinstance(had, int) and had != threads:
+            torch.set_num_threads(had)
+        yield
