@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ignite.engine import Engine
 from torch import Tensor
 
 from ignite_engine import Phase, Trainer, TrainingEvents
@@ -54,8 +55,9 @@ class DigestTrail:
         self._file = LogFile(self.path)
         self._newest = -1
 
-    def attach(self, trainer: Trainer, event: Any = None) -> None:
+    def attach(self, engine: Engine, event: Any = None) -> None:
         """Write at ``event``, by default the step boundary of every ``every``-th update."""
+        trainer = Trainer.of(engine)
         trainer.add_event_handler(TrainingEvents.RESUME_POINT(every=self.every) if event is None else event, self)
 
     def __call__(self, trainer: Trainer) -> None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ignite.engine import Events
+from ignite.engine import Engine, Events
 
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.checkpointing.retention import usual_mode
@@ -75,9 +75,9 @@ class EarlyStopping:
         """Number of values since the best one."""
         self._followed = FollowedMetric(key, f"EarlyStopping(key={key!r})", mode)
 
-    def attach(self, trainer: Trainer, event: Any = TrainingEvents.METRICS_READY) -> None:
+    def attach(self, engine: Engine, event: Any = TrainingEvents.METRICS_READY) -> None:
         """Compare at ``event``, if there is a new value."""
-        check_type("what EarlyStopping is attached to", trainer, isinstance(trainer, Trainer), "a Trainer")
+        trainer = Trainer.of(engine)
         trainer.register(self.name, self, shared=True)
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(event, self)

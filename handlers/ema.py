@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from ignite.engine import Events
+from ignite.engine import Engine, Events
 from torch import Tensor, nn
 
 from ignite_engine import Phase, Trainer, TrainingEvents, Updates
@@ -61,17 +61,18 @@ class EMA:
         self._averages: dict[str, Tensor] = {}
         self._pairs: list[tuple[list[Tensor], list[Tensor]]] = []
 
-    def attach(self, trainer: Trainer, event: Any = TrainingEvents.OPTIMIZER_STEP_COMPLETED) -> None:
+    def attach(self, engine: Engine, event: Any = TrainingEvents.OPTIMIZER_STEP_COMPLETED) -> None:
         """Update the average at ``event``; of a trainer with several updates, at that of one of them.
 
         Raises:
             ValueError: it has several, and ``event`` does not say which.
         """
-        check_type("what EMA is attached to", trainer, isinstance(trainer, Trainer), "a Trainer")
+        trainer = Trainer.of(engine)
         model = trainer.update.model
         if model is None:
             raise TypeError(
-                "EMA needs to know the model: make the Trainer from an Update, or a BaseUpdate with a 'model'."
+                "EMA needs to know the model: make the Trainer from an Update, or a BaseUpdate with a 'model'; to "
+                "another engine attach Checkpoint(directory, to_save={'model': model, 'optimizer': optimizer}) before."
             )
         if isinstance(trainer.update, Updates) and event is TrainingEvents.OPTIMIZER_STEP_COMPLETED:
             name = list(trainer.update.updates)[-1]

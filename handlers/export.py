@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from ignite.engine import Events
+from ignite.engine import Engine, Events
 from torch import Tensor
 
 from ignite_engine import Trainer, TrainingEvents
@@ -74,9 +74,9 @@ class Export:
         self._has_failed = False
         """The last export did, and that was said."""
 
-    def attach(self, trainer: Trainer, event: Any = TrainingEvents.CHECKPOINT_SAVED) -> None:
+    def attach(self, engine: Engine, event: Any = TrainingEvents.CHECKPOINT_SAVED) -> None:
         """Export at ``event``, by default whenever a checkpoint was saved; the weights are those of that moment."""
-        check_type("what Export is attached to", trainer, isinstance(trainer, Trainer), "a Trainer")
+        trainer = Trainer.of(engine)
         if not trainer.has_event_handler(self._start, Events.STARTED):
             trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(event, self)

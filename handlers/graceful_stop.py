@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
-from ignite.engine import Events
+from ignite.engine import Engine, Events
 
 from ignite_engine import Interrupted, Phase, StopRequested, Trainer, TrainingEvents
 from ignite_engine.ranks import agreement, signals
@@ -57,8 +57,9 @@ class GracefulStop:
         self._lines: _Lines = SimpleQueue()
         self._logging: threading.Thread | None = None
 
-    def attach(self, trainer: Trainer, event: Any = Events.STARTED) -> None:
+    def attach(self, engine: Engine, event: Any = Events.STARTED) -> None:
         """Handle signals from ``event`` on."""
+        trainer = Trainer.of(engine)
         trainer.add_event_handler(event, self)
         trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, self._committed)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ignite.engine import Events
+from ignite.engine import Engine, Events
 
 from ignite_engine import Phase, Trainer, TrainingEvents
 from ignite_engine.ranks import agreement
@@ -40,8 +40,9 @@ class SaveEvery:
             raise ValueError(f"{name} must be a number above 0, got {number}.")
         self._due = math.inf
 
-    def attach(self, trainer: Trainer, event: Any = Events.ITERATION_COMPLETED) -> None:
+    def attach(self, engine: Engine, event: Any = Events.ITERATION_COMPLETED) -> None:
         """Read the clock at ``event``; the save is at the next step boundary on which all ranks agree."""
+        trainer = Trainer.of(engine)
         trainer.add_event_handler(Events.STARTED, self._restart)
         trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, self._restart)
         trainer.add_event_handler(event, self)
@@ -93,8 +94,9 @@ class WallClockLimit:
         self._deadline = math.inf
         self._checked_at = self._gap = 0.0
 
-    def attach(self, trainer: Trainer, event: Any = Events.ITERATION_COMPLETED) -> None:
+    def attach(self, engine: Engine, event: Any = Events.ITERATION_COMPLETED) -> None:
         """Read the clock at ``event``, during evaluations, and while the run waits for a window."""
+        trainer = Trainer.of(engine)
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(event, self)
         trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, self._start_evaluation)
@@ -143,8 +145,9 @@ class StopFile:
         self._next_check = 0.0
         self._old: tuple[int, int] | None = None
 
-    def attach(self, trainer: Trainer, event: Any = Events.ITERATION_COMPLETED) -> None:
+    def attach(self, engine: Engine, event: Any = Events.ITERATION_COMPLETED) -> None:
         """Check at ``event``, during evaluations, and while the run waits for a window."""
+        trainer = Trainer.of(engine)
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(event, self)
         trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, self._start_evaluation)

@@ -96,8 +96,9 @@ class LRSchedule:
         self._spans: list[Any] | None = None
         """What the length of the run was computed from, where the schedule spans it."""
 
-    def attach(self, trainer: Engine, event: Any = TrainingEvents.OPTIMIZER_STEP_COMPLETED) -> None:
+    def attach(self, engine: Engine, event: Any = TrainingEvents.OPTIMIZER_STEP_COMPLETED) -> None:
         """Step at ``event``; register the state under :attr:`name`, and set the LR of the first update."""
+        trainer = Trainer.of(engine)
         self._per_update = event is TrainingEvents.OPTIMIZER_STEP_COMPLETED
         if self._followed is not None and not self._per_update:
             raise ValueError("ReduceLROnPlateau steps at each new value of its metric: attach it without an event.")

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ignite.engine import Events
+from ignite.engine import Engine, Events
 
 from ignite_engine import Phase, Trainer, TrainingEvents
-from ignite_engine.errors import check_type
 from ignite_engine.handlers.history import History
 from ignite_engine.handlers.meters import CHUNK, Meter, Running, packed, unpacked
 from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink, Sink, attach_sink
@@ -76,13 +75,13 @@ class MetricLogger:
         self._not_finite_at: int | None = None
         """The first iteration whose loss was not finite."""
 
-    def attach(self, trainer: Trainer, event: Any = Events.ITERATION_COMPLETED) -> None:
+    def attach(self, engine: Engine, event: Any = Events.ITERATION_COMPLETED) -> None:
         """Log at ``event``.
 
         Raises:
             ValueError: another MetricLogger of this trainer writes to the same directory.
         """
-        check_type("what MetricLogger is attached to", trainer, isinstance(trainer, Trainer), "a Trainer")
+        trainer = Trainer.of(engine)
         self._refuse_a_second_writer(trainer)
         trainer.register(self.name, self)
         trainer.add_event_handler(Events.STARTED, self._start)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ignite.engine import Events
+from ignite.engine import Engine, Events
 
 from ignite_engine import Phase, Trainer
 from ignite_engine.checkpointing import CheckpointError, CheckpointStore, LoadReport, LoadSource, Source
@@ -54,8 +54,9 @@ class ModelBank:
         self._watches = {at: SourceWatch(source) for at, source in enumerate(self.sources) if source.dynamic}
         self._trainer: Trainer | None = None
 
-    def attach(self, trainer: Trainer, event: Any = Events.EPOCH_COMPLETED) -> None:
+    def attach(self, engine: Engine, event: Any = Events.EPOCH_COMPLETED) -> None:
         """Look for newer sources at ``event``, such as ``Events.ITERATION_COMPLETED(every=100)``; once per bank."""
+        trainer = Trainer.of(engine)
         self._trainer = trainer
         trainer.register(self.name, self, shared=True)
         trainer.add_event_handler(Events.STARTED, self._start)

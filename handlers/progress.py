@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from time import perf_counter
 
 import ignite.distributed as idist
-from ignite.engine import Events
+from ignite.engine import Engine, Events
 
 from ignite_engine import Trainer
 from ignite_engine.events import Phase, TrainingEvents
@@ -46,7 +46,8 @@ class Progress:
         self._next_time = self._next_iteration = self._not_before = 0.0
         self._started_at, self._first_iteration, self._printed_iteration, self._more_iterations = 0.0, 0, -1, 0
 
-    def attach(self, trainer: Trainer, event: object = Events.ITERATION_COMPLETED) -> None:
+    def attach(self, engine: Engine, event: object = Events.ITERATION_COMPLETED) -> None:
+        trainer = Trainer.of(engine)
         if idist.get_rank() != 0:
             return
         trainer.add_event_handler(Events.STARTED, self._start)

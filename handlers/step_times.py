@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from ignite.engine import Events
+from ignite.engine import Engine, Events
 
 from ignite_engine import Phase, Trainer, TrainingEvents, devices
 from ignite_engine.ranks import agreement
@@ -42,8 +42,9 @@ class StepTimes:
         self._written = (0, dict.fromkeys(PARTS, 0.0))
         self._waiting = False
 
-    def attach(self, trainer: Trainer, event: Any = Events.ITERATION_COMPLETED(every=50)) -> None:  # noqa: B008  # immutable
+    def attach(self, engine: Engine, event: Any = Events.ITERATION_COMPLETED(every=50)) -> None:  # noqa: B008  # immutable
         """Write at ``event``."""
+        trainer = Trainer.of(engine)
         on, own = trainer.add_event_handler, TrainingEvents
         on(Events.STARTED, self._start)
         on(Events.EPOCH_STARTED, self._wait_starts)  # a pass is opened next, with its workers

@@ -12,6 +12,7 @@ from typing import Any
 from ignite.engine import Engine, Events
 from torch.utils.flop_counter import FlopCounterMode
 
+from ignite_engine import Trainer
 from ignite_engine.errors import is_number
 from ignite_engine.events import Phase
 from ignite_engine.ranks import agreement, mesh
@@ -61,7 +62,8 @@ class Throughput:
         self._began: float | None = None
         self._reset()
 
-    def attach(self, trainer: Engine, event: Any = Events.ITERATION_COMPLETED(every=50)) -> None:  # noqa: B008  # immutable
+    def attach(self, engine: Engine, event: Any = Events.ITERATION_COMPLETED(every=50)) -> None:  # noqa: B008  # immutable
+        trainer = Trainer.of(engine)
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(Events.GET_BATCH_STARTED, self._begin_iteration)
         trainer.add_event_handler(Events.ITERATION_COMPLETED, self._end_iteration)

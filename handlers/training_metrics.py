@@ -68,8 +68,9 @@ class TrainingMetrics:
         if self._forward is not None:
             self._pending.setdefault(self._forward, []).append(apply_to_tensor(output, Tensor.detach))
 
-    def attach(self, trainer: Trainer, event: Any = Events.EPOCH_COMPLETED) -> None:
+    def attach(self, engine: Engine, event: Any = Events.EPOCH_COMPLETED) -> None:
         """Write at ``event``."""
+        trainer = Trainer.of(engine)
         check_type("the trainer's update", trainer.update, isinstance(trainer.update, Update | Updates), "an Update")
         trainer.register(self.name, self)
         for key, metric in self.metrics.items():

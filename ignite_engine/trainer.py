@@ -18,7 +18,7 @@ from ignite_engine.engine.position import Plan, last_iteration
 from ignite_engine.engine.progress import Progress
 from ignite_engine.engine.requests import COLLECT, END, SAVE, Requests
 from ignite_engine.engine.roll_back import RollBacks, arguments_again
-from ignite_engine.errors import Interrupted, RollBack, is_whole
+from ignite_engine.errors import Interrupted, RollBack, check_type, is_whole
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp_buckets import settle_buckets
@@ -28,6 +28,7 @@ from ignite_engine.states.registry import Registry, Stateful
 from ignite_engine.states.resume_state import ResumeState
 from ignite_engine.step.micro_batches import check_steps
 from ignite_engine.update.base import update_of
+from ignite_engine.update.of_engine import EngineUpdate
 
 if TYPE_CHECKING:
     from ignite_engine.checkpointing import SaveFilter
@@ -118,6 +119,40 @@ class Trainer(Engine):
         for attach in attached_to_each:
             attach(self)
 
+    @classmethod
+    def of(cls, engine: Engine) -> Trainer:
+        """The Trainer that an engine is, or becomes: one of Ignite's own, or of a subclass, is made one in place.
+
+        It keeps its process function, handlers, events, attributes and methods; its loop is the Trainer's. Handlers of
+        this package call this when they are attached. Its data is read as it is: a loader of ``loader()`` is resumed
+        exactly; what else is read again from the start of the pass, or not at all, stands in ``reproducibility()``.
+
+        Raises:
+            TypeError: it is not an engine.
+            RuntimeError: it is running.
+        """
+        if isinstance(engine, Trainer):
+            return engine
+        check_type("what a handler is attached to", engine, isinstance(engine, Engine), "an Ignite Engine")
+        if engine._dataloader_iter is not None:
+            raise RuntimeError("A handler of ignite_engine is attached before the engine runs: attach it before run().")
+        kind, before = type(engine), dict(vars(engine))
+        update = EngineUpdate(engine._process_function, engine)
+        engine.__class__ = cls if kind is Engine else type(kind.__name__, (kind, cls), {})
+        assert isinstance(engine, Trainer)
+        Trainer.__init__(engine, update)
+        engine.logger = before["logger"]
+        engine.progress.rebuilds_loaders = False
+        own_events = [event for event in before["_allowed_events"] if event not in engine._allowed_events]
+        engine.register_events(*own_events)
+        for name, value in vars(before["state"]).items():
+            setattr(engine.state, name, value)
+        for event, handlers in before["_event_handlers"].items():
+            engine._event_handlers[event] = sorted(
+                [*handlers, *engine._event_handlers[event]], key=lambda entry: bus.phase_of(entry[0])
+            )
+        return engine
+
     # -- what users call ------------------------------------------------------------------------------------------
 
     @property
@@ -183,7 +218,10 @@ class Trainer(Engine):
         from ignite_engine.states.reproducibility import reasons_of
 
         filters = self.registry.filters if only is None else [only]
-        return reasons_of(
+        unsaved = (
+            ["gradients of iterations without an optimizer step are not saved"] if self.update.between_steps else []
+        )
+        return unsaved + reasons_of(
             self.update.model, self.update.variables(), self.registry, self.progress.source, self._models(), filters
         )
 

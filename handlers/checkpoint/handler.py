@@ -11,7 +11,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from ignite.engine import Events
+from ignite.engine import Engine, Events
+from torch import nn
+from torch.optim import Optimizer
 
 from ignite_engine import Phase, Trainer, TrainingEvents
 from ignite_engine.checkpointing import (
@@ -35,8 +37,10 @@ from ignite_engine.handlers.followed_metric import FollowedMetric, improves
 from ignite_engine.ranks import agreement
 from ignite_engine.state import Start
 from ignite_engine.states import loading
+from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState
 from ignite_engine.states.rates import Rates, set_rates
 from ignite_engine.states.tiers import TIERS, tiers_of
+from ignite_engine.update.of_engine import EngineUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +51,9 @@ class Checkpoint:
     Args:
         directory: of all checkpoints of the run, shared by the ranks.
         name: of the handler's own state in a checkpoint.
+        to_save: objects with ``state_dict`` and ``load_state_dict``, by name: what is trained by an engine that was not
+            made of an :class:`~ignite_engine.Update`. None: of such an engine the model and the optimizers to which its
+            process function refers.
         must_be_new: refuse a directory that holds checkpoints when the run starts or resumes; nothing is changed.
         options: the fields of :class:`~ignite_engine.checkpointing.SaveOptions`, and second places of the checkpoints:
             ``memory``: after how many iterations the state is copied into shared memory, from where a run that was
@@ -62,18 +69,20 @@ class Checkpoint:
         self,
         directory: str | Path,
         *,
+        to_save: Mapping[str, Any] | None = None,
         name: str = "checkpoint",
         must_be_new: bool = False,
         **options: Any,
     ) -> None:
         check_type("directory", directory, bool(directory) and isinstance(directory, str | PathLike), "a path")
+        check_type("to_save", to_save, to_save is None or isinstance(to_save, Mapping), "objects by name or None")
         check_type("must_be_new", must_be_new, isinstance(must_be_new, bool), "True or False")
         known = inspect.signature(type(self)).parameters
         if unknown := [key for key in options if key not in known]:
             raise TypeError(f"{type(self).__name__}() has no option {unknown[0]!r}{did_you_mean(unknown[0], known)}")
         tiers = {key: options.pop(key) for key in TIERS.keys() & options.keys()}
         self.name, self.options = name, SaveOptions(**options)
-        self._must_be_new = must_be_new
+        self._must_be_new, self._to_save = must_be_new, to_save
         self._lr: Rates | None = None
         self._ignored: tuple[Sequence[str], int] = ((), 0)
         self._saver = Saver(directory, self.options, self._metrics_of)
@@ -104,9 +113,10 @@ class Checkpoint:
         self._stale: set[str] = set()
         """Metrics of this boundary that were measured before weights were loaded again."""
 
-    def attach(self, trainer: Trainer, event: Any = Events.EPOCH_COMPLETED) -> None:
+    def attach(self, engine: Engine, event: Any = Events.EPOCH_COMPLETED) -> None:
         """Save at the step boundary after ``event``; always at the end and on a stop."""
-        check_type("what Checkpoint is attached to", trainer, isinstance(trainer, Trainer), "a Trainer")
+        trainer = Trainer.of(engine)
+        self._register(trainer)
         folder = self.store.directory
         for other in trainer.registry.objects.values():
             if isinstance(other, Checkpoint) and other is not self and other.store.directory == folder:
@@ -127,6 +137,30 @@ class Checkpoint:
         for tier in self.tiers.values():
             tier.attach(trainer)
         trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, self._name_what_came_late)
+
+    def _register(self, trainer: Trainer) -> None:
+        """Register what is to be saved, under names that do not depend on its wrapping.
+
+        Raises:
+            ValueError: nothing is known that the engine trains.
+        """
+        update, to_save = trainer.update, self._to_save or {}
+        if isinstance(update, EngineUpdate):
+            update.know(to_save)
+            to_save = to_save or update.found()
+            if not to_save:
+                raise ValueError(
+                    "Checkpoint knows no model of this engine: name what is saved, such as "
+                    "Checkpoint(directory, to_save={'model': model, 'optimizer': optimizer})."
+                )
+        models = [obj for obj in to_save.values() if isinstance(obj, nn.Module)]
+        for name, obj in to_save.items():
+            state = obj
+            if isinstance(obj, nn.Module):
+                state = ModelState(obj)
+            elif isinstance(obj, Optimizer) and (owner := _owner_of(obj, models)) is not None:
+                state = OptimizerState(obj, owner, part=name)
+            trainer.register(name, state, shared=isinstance(obj, nn.Module | Optimizer))
 
     @property
     def store(self) -> CheckpointStore:
@@ -515,6 +549,12 @@ class Checkpoint:
                     tier.end(trainer)
             finally:
                 self._saver.release()
+
+
+def _owner_of(optimizer: Optimizer, models: Iterable[nn.Module]) -> nn.Module | None:
+    """The model that holds all parameters of an optimizer."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return next((model for model in models if held <= {id(parameter) for parameter in model.parameters()}), None)
 
 
 def _signature() -> inspect.Signature:

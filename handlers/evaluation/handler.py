@@ -113,9 +113,9 @@ class Evaluation:
         if self._windows is not None:
             self._windows.reset()
 
-    def attach(self, trainer: Trainer, event: Any = Events.EPOCH_COMPLETED) -> None:
+    def attach(self, engine: Engine, event: Any = Events.EPOCH_COMPLETED) -> None:
         """Evaluate at ``event``; several events: ``|``, or attach again."""
-        check_type("what Evaluation is attached to", trainer, isinstance(trainer, Trainer), "a Trainer")
+        trainer = Trainer.of(engine)
         trainer.register(self.name, self)
         why = "the update is rank-invariant" if trainer.update.rank_invariant else None
         if self._resumes and (why := why or unsupported_reason(self.evaluator, sized=hasattr(self.data, "__len__"))):

@@ -20,7 +20,8 @@ class Place(NamedTuple):
     """What belongs to it beside its numbers, of a loader that is not at its place itself:
 
     - ``loader``: its own state, with ``generators``, those of its own random number generators
-    - ``samplers``: states of the samplers of data without one, where the pass began
+    - ``samplers``: states of the samplers of data without one, where the pass began; ``drawn_with``: the random numbers
+      with which it began
     - ``exhausted``: this rank has no batch left, a peer has
     - ``between_passes``: the pass before has ended, and this one is not open yet; ``loader`` is the state at that end
     """

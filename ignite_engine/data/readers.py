@@ -8,7 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
-from torch.utils.data import IterableDataset, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from ignite_engine import rng
 from ignite_engine.data.place import Place
@@ -52,7 +61,7 @@ class Replayed:
     @property
     def inexact(self) -> str | None:
         """Why a resumed run would not see the same bits, None if it would."""
-        if not self.draws:
+        if not self.draws or _draws_at_once(self.data):
             return None
         order = getattr(self.data, "sampler", None)
         if isinstance(getattr(self.data, "dataset", None), IterableDataset):
@@ -87,16 +96,20 @@ class Replayed:
     def open(self, place: Place) -> Iterator[Any]:
         """The batches from ``place`` on."""
         self._load_samplers(place)
+        drawn_with = place.held.get("drawn_with")
         self._began_with = self.state()
+        if self.draws:
+            self._began_with = {**self._began_with, "drawn_with": drawn_with or rng.capture()}
+        if drawn_with is not None and place.batch:
+            rng.restore(drawn_with)
         iterator, fetched, self.fetched = self.begin(), self.fetched, None
         if fetched is not None:
             return chain(fetched, iterator)
         if not place.batch:
             return iterator
         if self.draws:
-            logger.warning(
-                "%s: the %d batches that were consumed are loaded again and skipped.", self.inexact, place.batch
-            )
+            what = self.inexact or type(self.data).__name__
+            logger.warning("%s: the %d batches that were consumed are loaded again and skipped.", what, place.batch)
         return _from(iterator, place.batch, rng.capture())
 
     def put_back(self, group: Sequence[Any]) -> None:
@@ -197,6 +210,19 @@ def _from(iterator: Iterator[Any], batch: int, began_with: Any) -> Iterator[Any]
         for _ in islice(iterator, batch):
             pass
     yield from iterator
+
+
+def _draws_at_once(data: Any) -> bool:
+    """Whether a loader draws all that its batches depend on where a pass begins: its order, the seed of its workers."""
+    samplers = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+    return (
+        type(data) is DataLoader
+        and not isinstance(data.dataset, IterableDataset)
+        and type(data.sampler) in samplers
+        and type(data.batch_sampler) in (BatchSampler, type(None))
+        and (data.generator or getattr(data.sampler, "generator", None)) is None
+        and not data.persistent_workers
+    )
 
 
 def orders_of(data: Any) -> list[Any]:

@@ -13,6 +13,7 @@ from ignite_engine.engine.requests import COLLECT, END, SAVE, STOP, Requests
 from ignite_engine.events import TrainingEvents
 from ignite_engine.ranks import agreement
 from ignite_engine.state import Boundary, TrainingState
+from ignite_engine.update.base import BaseUpdate
 
 _METRICS_READY, _RESUME_POINT = TrainingEvents.METRICS_READY, TrainingEvents.RESUME_POINT
 
@@ -32,8 +33,11 @@ class RunPauses(Exception):
 class StepBoundary:
     """The step boundaries of one run; ``state.boundary`` says what each of them is."""
 
-    def __init__(self, engine: Engine, state: TrainingState, progress: Progress, requests: Requests) -> None:
+    def __init__(
+        self, engine: Engine, update: BaseUpdate, state: TrainingState, progress: Progress, requests: Requests
+    ) -> None:
         self._engine, self._state, self._progress, self._requests = engine, state, progress, requests
+        self._update = update
         self._fire: Callable[..., bool] = engine._fire_event  # type: ignore[assignment]  # the Trainer's, which may be wrapped
 
     def after_iteration(self) -> None:
@@ -59,6 +63,9 @@ class StepBoundary:
         Where what was published ends the epoch, the rest is left to the boundary at its end.
         """
         state, engine = self._state, self._engine
+        if self._update.between_steps and not last:
+            self.publish()
+            return
         agreed = self._agree()
         if STOP in agreed:
             terminate(engine)

@@ -54,7 +54,7 @@ class Loop:
     ) -> None:
         self.engine, self.update, self.state, self.progress = engine, update, state, progress
         self.requests, self.registry, self.resume = requests, registry, resume
-        self.boundary = StepBoundary(engine, state, progress, requests)
+        self.boundary = StepBoundary(engine, update, state, progress, requests)
         self.feed = Feed(engine, state, progress, self.boundary)
         self._fire: Callable[..., bool] = engine._fire_event  # type: ignore[assignment]  # the Trainer's, which may be wrapped
         self._reported: BaseException | None = None

@@ -44,6 +44,8 @@ class Progress:
     ) -> None:
         self.state = state
         self._may_be_empty, self._weigh, self._waiting = may_be_empty, weigh, waiting
+        self.rebuilds_loaders = True
+        """A plain ``DataLoader`` is rebuilt into one of ours; False: data are read as they are."""
         self.max_read_errors = max_read_errors
         self.grouping = grouping
         self.source: DataSource | None = None
@@ -127,8 +129,9 @@ class Progress:
         }
         if isinstance(data, OwnSource):
             return data.make_source(self.state, **how)
-        # a sampler of torch's would be drawn alike on each rank
-        source = DataSource(resumable(data, any_sampler=mesh.data_size() > 1), **how)
+        if self.rebuilds_loaders:  # a sampler of torch's would be drawn alike on each rank
+            data = resumable(data, any_sampler=mesh.data_size() > 1)
+        source = DataSource(data, **how)
         try:
             source.agree_lengths()
         except BaseException:

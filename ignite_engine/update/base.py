@@ -34,6 +34,8 @@ class BaseUpdate:
     """On which it computes; None: it does not say."""
     rank_invariant = False
     """Weights and losses have the same bits on any number of ranks."""
+    between_steps = False
+    """Gradients are held that no checkpoint has: nothing is saved at this boundary, and no stop takes effect."""
     stepping = True
     """After an error: the weights may be of no iteration, as an optimizer had begun to step."""
 

@@ -164,13 +164,6 @@ class Bare:
 
 
 REPORTED = {
-    "DataLoader with WeightedRandomSampler": lambda: DataLoader(
-        Indices(6), 2, sampler=WeightedRandomSampler([1.0] * 6, 6)
-    ),
-    "DataLoader with SubsetRandomSampler": lambda: DataLoader(Indices(6), 2, sampler=SubsetRandomSampler([1, 2, 4])),
-    "DataLoader with RandomSampler": lambda: DataLoader(
-        Indices(6), 2, sampler=RandomSampler(Indices(6), replacement=True)
-    ),
     "DataLoader with list": lambda: DataLoader(Indices(6), batch_sampler=[[0, 1], [2, 3]]),
     "Subclass": lambda: Subclass(Indices(6), 2),
     "DataLoader with Stream": lambda: DataLoader(Stream(), 2),
@@ -182,6 +175,13 @@ EXACT = {
     "tuple": lambda: ([1], [2]),
     "loader": lambda: loader(Indices(6), 2, shuffle=True),
     "DataLoader": lambda: DataLoader(Indices(6), 2, shuffle=True),
+    "DataLoader with WeightedRandomSampler": lambda: DataLoader(
+        Indices(6), 2, sampler=WeightedRandomSampler([1.0] * 6, 6)
+    ),
+    "DataLoader with SubsetRandomSampler": lambda: DataLoader(Indices(6), 2, sampler=SubsetRandomSampler([1, 2, 4])),
+    "DataLoader with RandomSampler": lambda: DataLoader(
+        Indices(6), 2, sampler=RandomSampler(Indices(6), replacement=True)
+    ),
     "torchdata": lambda: StatefulDataLoader(Indices(6), 2, shuffle=True),
     "torchdata in order": lambda: StatefulDataLoader(Indices(6), 2),
     "torchdata of single samples": lambda: StatefulDataLoader(Indices(6), batch_size=None),
