@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ignite_engine import __version__
-from ignite_engine.cli import checkpoints, commands, doctor, pages, time_travel, verify_resume
+from ignite_engine.cli import checkpoints, commands, doctor, launch, pages, time_travel, verify_resume
 from ignite_engine.config import ConfigWarning
 from ignite_engine.errors import did_you_mean
 from ignite_engine.ranks import signals
@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
         if message.endswith("required: command"):
             message = f"expected a command: {', '.join(commands.COMMANDS)}; --help says what each does"
         # argparse lists the overrides too, which are optional
-        self.exit(commands.USAGE_ERROR, f"error: {message.replace(', section.key=value', '')}\n")
+        self.exit(launch.USAGE_ERROR, f"error: {message.replace(', section.key=value', '')}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,11 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             with signals.stops_go_to(signals.Ending()):
                 return commands.COMMANDS[options.command](options) or 0
-        except (*commands.USER_ERRORS, *commands.RUN_ERRORS, FileNotFoundError) as error:
-            if options.traceback or not commands.one_line_is_enough(error, options.command):
+        except (*launch.USER_ERRORS, *launch.RUN_ERRORS, FileNotFoundError) as error:
+            if options.traceback or not launch.one_line_is_enough(error, options.command):
                 raise
             _print_line(f"error: {error}")
-            return commands.code_of(error, options.command)
+            return launch.code_of(error, options.command)
         except KeyboardInterrupt:  # before the run handled signals
             return 130
         except BrokenPipeError:  # such as: describe ... | head
@@ -101,12 +101,12 @@ def make_parser() -> tuple[Parser, Mapping[str, Parser]]:
             allow_abbrev=False,
             epilog="section.key=value overrides the file's value.",
         )
-        takes_scripts = name == "verify-resume"
+        takes_functions = name == "verify-resume"
         command.add_argument(
             "config",
             type=Path,
-            metavar="CONFIG|SCRIPT" if takes_scripts else "CONFIG",
-            help="a YAML file" + (", or a program that calls fit()" if takes_scripts else ""),
+            metavar="CONFIG|FILE:FUNCTION" if takes_functions else "CONFIG",
+            help="a YAML file" + (", or function(directory), which builds a run" if takes_functions else ""),
         )
         command.add_argument(
             "overrides", nargs="*", metavar="section.key=value", help="settings that override the file's"

@@ -5,59 +5,38 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
-
 from ignite_engine import devices
-from ignite_engine.checkpointing import CheckpointError, CheckpointStore, NotExact
+from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.checkpointing.naming import followed
 from ignite_engine.cli import checkpoints, doctor, pages, time_travel
 from ignite_engine.cli import verify_resume as resume_verification
+from ignite_engine.cli.launch import on_ranks
 from ignite_engine.config import Config, ConfigError, load_config
 from ignite_engine.config.load import default_values
-from ignite_engine.errors import LaunchError, NotFinite, PeerFailed, RanksDiffer, ReplayError, StateMismatch
 from ignite_engine.ext.follow.follow import follow_with
-from ignite_engine.ext.recovery.parallel import Parallel
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.joining import is_launched
-from ignite_engine.run_directory import RunDirectory, RunDirectoryInUse, json_values
+from ignite_engine.run_directory import RunDirectory, json_values
 from ignite_engine.runs import recipe
 from ignite_engine.task import TaskError, find_task
 
-FAILED, USAGE_ERROR = 1, 2
-USER_ERRORS = (ConfigError, StateMismatch, NotExact, ReplayError, RunDirectoryInUse)
-"""What a user can fix, whatever the command: one line and code 2."""
-RUN_ERRORS = (CheckpointError, LaunchError, NotFinite, RanksDiffer)
-"""What ends a run and needs no traceback: one line and code 1."""
 
-
-def one_line_is_enough(error: BaseException, command: str) -> bool:
-    """Whether a traceback would add nothing for the user."""
-    return isinstance(error, (*USER_ERRORS, *RUN_ERRORS)) or (
-        isinstance(error, FileNotFoundError) and command != "train"
-    )
-
-
-def code_of(error: BaseException, command: str) -> int:
-    """The exit code of an error that is reported in one line."""
-    return FAILED if isinstance(error, RUN_ERRORS) and command == "train" else USAGE_ERROR
-
-
-def train(options: argparse.Namespace) -> None:
+def train(options: argparse.Namespace) -> int:
     """Run to the end, resuming if there is something to resume."""
-    _on_ranks(options, _train)
+    return _on_ranks(options, _train)
 
 
-def evaluate(options: argparse.Namespace) -> None:
+def evaluate(options: argparse.Namespace) -> int:
     """Print the metrics of a checkpoint as one line of JSON; of a run that is followed a line for each checkpoint."""
     if options.follow and options.checkpoint is not None:
         raise ConfigError("--checkpoint: --follow evaluates all that the run saves; leave one of them out.")
     if not options.follow and (options.all or options.wait is not None):
         raise ConfigError(f"--{'all' if options.all else 'wait'}: it belongs to --follow, which is not given.")
-    _on_ranks(options, _follow if options.follow else _evaluate)
+    return _on_ranks(options, _follow if options.follow else _evaluate)
 
 
 def describe(options: argparse.Namespace) -> None:
@@ -66,18 +45,17 @@ def describe(options: argparse.Namespace) -> None:
     print(run.describe())
 
 
-def verify_resume(options: argparse.Namespace) -> None:
+def verify_resume(options: argparse.Namespace) -> int:
     """Kill a run, resume it, and compare it with one that was not killed."""
-    script = resume_verification.is_script(options.config)
+    is_built = resume_verification.is_built(options)
     if options.phase is None:
-        resume_verification.check_starts(options)
-        if not script:
+        if not is_built:
             load_config(options.config, options.overrides)  # a mistake is said once
-        resume_verification.verify(options)
-    elif script:
-        resume_verification.run_script(options)
-    else:
-        _on_ranks(options, resume_verification.run_phase)
+        return resume_verification.verify(options)
+    if is_built:
+        work = partial(resume_verification.train_phase, None)
+        return on_ranks(options, work, options.nproc_per_node, options.backend)
+    return _on_ranks(options, resume_verification.train_phase)
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
@@ -92,10 +70,9 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
 }
 
 
-def _on_ranks(options: argparse.Namespace, work: Callable[[Config, argparse.Namespace], None]) -> None:
-    """Call ``work`` here, on the ranks of a launcher that started this process, or on ranks that are spawned."""
-    launched = is_launched()
-    restarts = getattr(options, "restarts", None)
+def _on_ranks(options: argparse.Namespace, work: Callable[[Config, argparse.Namespace], int | None]) -> int:
+    """Call ``work`` with the config, on as many ranks as it or the options say."""
+    launched, restarts = is_launched(), getattr(options, "restarts", None)
     if restarts is not None:
         devices.look_without_using()
     try:
@@ -103,37 +80,34 @@ def _on_ranks(options: argparse.Namespace, work: Callable[[Config, argparse.Name
     except ConfigError as error:
         if not launched:
             raise
-        backend = options.backend or devices.default_backend()
-        with Parallel(backend=backend) as parallel:  # the peers wait for this rank: say it there, once
-            parallel.run(_rank_main, work, error, options)
-        return
+        # the peers wait for this rank: it is said there, once
+        return on_ranks(options, partial(_configured, work, error), None, options.backend)
     section = config.distributed
-    waits: dict[str, Any] = {
+    how: dict[str, Any] = {
         "timeout": section.timeout.total_s if section.timeout else None,
         "heartbeat_timeout": section.heartbeat_timeout,
     }
-    processes = options.nproc_per_node or config.distributed.nproc_per_node
     if restarts is not None:
-        waits["restarts"] = restarts
+        how["restarts"] = restarts
         recipe.prepare_ranks()
         with contextlib.suppress(TaskError):  # each rank says so
             find_task(config.task, config.folder)  # imported once, here
-    if launched:
-        with Parallel(backend=_backend(options, config), **waits) as parallel:
-            parallel.run(_rank_main, work, config, options)
-    elif restarts is not None or (processes is not None and processes > 1):
-        several = processes is not None and processes > 1
-        ranks: dict[str, Any] = {"backend": _backend(options, config), "nproc_per_node": processes} if several else {}
-        try:
-            with Parallel(**ranks, **waits) as parallel:
-                parallel.run(_rank_main, work, config, options)
-        except (ProcessRaisedException, ProcessExitedException) as error:
-            if options.command == "train":
-                recipe.note_failure(config, error)
-            print(f"error: {str(error).strip()}", file=sys.stderr, flush=True)
-            sys.exit(FAILED)
-    else:
-        work(config, options)
+    note_failure = partial(recipe.note_failure, config) if options.command == "train" else None
+    processes = options.nproc_per_node or section.nproc_per_node
+    return on_ranks(
+        options, partial(_configured, work, config), processes, _backend(options, config), note_failure, **how
+    )
+
+
+def _configured(
+    work: Callable[[Config, argparse.Namespace], int | None], loaded: Config | ConfigError, options: argparse.Namespace
+) -> int | None:
+    def config() -> Config:
+        if isinstance(loaded, ConfigError):
+            raise loaded
+        return loaded
+
+    return work(agreement.together(config), options)
 
 
 def _checked(options: argparse.Namespace, *, launched: bool) -> Config:
@@ -149,30 +123,6 @@ def _checked(options: argparse.Namespace, *, launched: bool) -> Config:
 
 def _backend(options: argparse.Namespace, config: Config) -> str:
     return options.backend or config.distributed.backend or devices.default_backend()
-
-
-def _rank_main(
-    local_rank: int, work: Callable[..., None], loaded: Config | ConfigError, options: argparse.Namespace
-) -> None:
-    """One rank of several: a user error is printed once, and all ranks exit with its code."""
-
-    def config() -> Config:
-        if isinstance(loaded, ConfigError):
-            raise loaded
-        return loaded
-
-    try:
-        work(agreement.together(config), options)
-    except (*USER_ERRORS, *RUN_ERRORS, FileNotFoundError) as error:
-        if options.traceback or not one_line_is_enough(error, options.command):
-            raise
-        if agreement.rank() == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(code_of(error, options.command))
-    except PeerFailed as error:  # which all ranks have logged; the rank that failed prints its traceback
-        if options.traceback:
-            raise
-        sys.exit(error.code)
 
 
 def _train(config: Config, options: argparse.Namespace) -> None:

@@ -78,7 +78,6 @@ def in_folder(*words):
         with pytest.MonkeyPatch.context() as patch:
             prepared(folder, patch)
             (folder / "broken.py").write_text("def build(:\n")
-            (folder / "starting.py").write_text("with Parallel('gloo') as parallel: ...")
             (folder / "raising.py").write_text("values = {}\nvalues['gone']\n")
             try:
                 command(*words)
@@ -122,9 +121,8 @@ CALLS = [
         "checkpoint.best metric",
     ),
     ("no such checkpoint", in_folder("evaluate", "my_config.yaml", "--checkpoint", "x"), "x does not exist"),
-    ("no script", in_folder("verify-resume", "nowhere.py"), "nowhere.py no such file config"),
-    ("script's settings", in_folder("verify-resume", "my_task.py", "run.seed=1"), "my_task.py 'run.seed=1' script"),
-    ("script with ranks", in_folder("verify-resume", "starting.py"), "starting.py Parallel() fit()"),
+    ("no function", in_folder("verify-resume", "my_task.py"), "my_task.py FILE:FUNCTION"),
+    ("function's settings", in_folder("verify-resume", "my_task.py:build", "run.seed=1"), "'run.seed=1' function"),
     ("config of fit", of_fit, "program model data"),
     ("report of nothing", in_folder("report", "nowhere"), "nowhere not a directory"),
     ("report of no run", in_folder("report", "."), "not the directory of a run metrics.jsonl"),

@@ -6,11 +6,12 @@ import random
 import secrets
 import shutil
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ignite_engine.checkpointing import CheckpointInfo, CheckpointStore
 from ignite_engine.errors import ReplayError
-from ignite_engine.ext.replay.compare import compare
+from ignite_engine.ext.replay.compare import Difference, first_difference
 from ignite_engine.ext.replay.rerun import Build, rerun
 from ignite_engine.ranks import agreement
 from ignite_engine.run_directory import RunDirectory
@@ -42,7 +43,7 @@ class Audit:
     drawn: list[Segment]
     segments: list[Segment]
     seed: int
-    found: dict[Segment, str] = field(default_factory=dict)
+    found: dict[Segment, Difference] = field(default_factory=dict)
 
     @property
     def missed(self) -> float:
@@ -83,21 +84,13 @@ def audit(run: str | Path, build: Build | None = None, *, segments: int, seed: i
     result = Audit(sorted(drawn, key=lambda segment: segment.first), known, chosen)
     for segment in result.drawn:
         folder = rerun(directory, segment.last, since=segment.first, build=build)
-        problem = agreement.on_rank_0(lambda: _problem(directory, folder, segment))  # noqa: B023  # called at once
-        if problem:
-            result.found[segment] = problem
-    return result
-
-
-def _problem(directory: Path, folder: Path, segment: Segment) -> str:
-    try:
-        store = CheckpointStore(segment.checkpoint.parent)
-        if damage := store.verify(segment.checkpoint):
-            return f"{segment.checkpoint.name} is damaged: {'; '.join(damage).rstrip('.')}"
-        difference = compare(directory, folder, segment.last, since=segment.first).difference
-        return "" if difference is None else str(difference)
-    finally:
+        difference = agreement.on_rank_0(
+            partial(first_difference, directory, folder, segment.last, since=segment.first)
+        )
         shutil.rmtree(folder, ignore_errors=True)
+        if difference is not None:
+            result.found[segment] = difference
+    return result
 
 
 def segments_of(directory: Path) -> list[Segment]:

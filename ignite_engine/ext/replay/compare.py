@@ -6,7 +6,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,14 @@ from typing import Any
 from ignite_engine.checkpointing import CheckpointInfo, CheckpointStore
 from ignite_engine.checkpointing.digests import digests
 from ignite_engine.errors import CheckpointError, ReplayError
-from ignite_engine.ext.replay.rerun import Build, config_at, environment_of, iterations_of, rerun
+from ignite_engine.ext.replay.rerun import Build, iterations_of, rerun, start_of
 from ignite_engine.ext.replay.steps import STEPS, Steps, state_name
 from ignite_engine.ranks import agreement
 from ignite_engine.run_directory import RunDirectory, config_differences, flat, lines_of
 
-_MEASURED = re.compile(r"(^|\.|, )(memory|throughput|time)/")
-"""Names of values that clocks and the machine decide."""
+_LEFT_OUT = re.compile(r"(^|\.|, )(memory|throughput|time)/|^the state of trainer( of rank \d+)?, checkpoints$")
+"""Names of values that clocks and the machine decide, and how often was saved."""
 _TRAIL = "lines of the trail"
-_HOW_OFTEN_SAVED = "the state of trainer, checkpoints"
 _NOT_COMPARED = ("run.directory", "run.name", "logging.", "checkpoint.keep_")
 """Beginnings of settings that decide nothing of what is trained."""
 _ENVIRONMENT = (
@@ -62,23 +60,25 @@ class Comparison:
         return ", ".join(f"{len(iterations)} {where}" for where, iterations in self.equal.items())
 
 
-def first_difference(first: str | Path, second: str | Path, upto: int) -> Difference | None:
+def first_difference(
+    first: str | Path, second: str | Path, upto: int, *, since: int = 0, ignore: Collection[str] = ()
+) -> Difference | None:
     """The first difference of two runs up to an iteration: in their logs, trails and checkpoints.
 
     What clocks and the machine decide is not compared, nor how often was saved. The second may be the replay of the
     first, or have ended there: then its last line may have more.
+
+    Args:
+        since: what comes after this iteration.
+        ignore: names of values that may differ.
     """
-    return compare(first, second, upto).difference
+    return compare(first, second, upto, since=since, ignore=ignore).difference
 
 
 def compare(
     first: str | Path, second: str | Path, upto: int, *, since: int = 0, ignore: Collection[str] = ()
 ) -> Comparison:
-    """As :func:`first_difference`, after the iteration ``since``, with what was compared.
-
-    Args:
-        ignore: names of values that may differ.
-    """
+    """As :func:`first_difference`, with what was compared."""
     folders = Path(first), Path(second)
     result, found = Comparison(), list[Difference]()
     # what is logged where a run is stopped, a replay that only pauses there does not log
@@ -89,16 +89,18 @@ def compare(
         equal = result.equal[where] = []
         for number in sorted(number for number in numbers if since < number <= end):
             pair = first.get(number), second.get(number)
-            with suppress(CheckpointError):  # one that is damaged is not compared
-                if difference := _difference(number, where, *pair, ignore, number == upto, number == stopped_at):
-                    found.append(difference)
-                    return
-                if None not in pair:
-                    equal.append(number)
+            try:
+                difference = _difference(number, where, *pair, ignore, number == upto, number == stopped_at)
+            except CheckpointError as damage:
+                difference = Difference(number, where, str(damage).rstrip("."), None, None)
+            if difference is not None:
+                found.append(difference)
+                return
+            if None not in pair:
+                equal.append(number)
 
-    logs = {
-        f"steps of rank {rank}": STEPS.format(rank) for rank in range(len(list(folders[0].glob(STEPS.format("*")))))
-    }
+    ranks = len(list(folders[0].glob(STEPS.format("*"))))
+    logs = {f"steps of rank {rank}": STEPS.format(rank) for rank in range(ranks)}
     one: Mapping[int, Any]
     other: Mapping[int, Any]
     for where, name in {**logs, "log lines": "metrics.jsonl", _TRAIL: "trail.jsonl"}.items():
@@ -132,7 +134,7 @@ def _difference(
         return None
     for name in sorted({**one, **other}, key=lambda name: name == "all"):  # after what it is the digest of
         left_out = (second_ends and name not in one) or (first_ends and name not in other)
-        ignored = left_out or name in ignore or _MEASURED.search(name)
+        ignored = left_out or name in ignore or _LEFT_OUT.search(name)
         if not ignored and one.get(name) != other.get(name):
             return Difference(number, where, name, one.get(name), other.get(name))
     return None
@@ -148,14 +150,12 @@ def _pieces(checkpoint: CheckpointInfo, other: CheckpointInfo) -> dict[str, str]
         parts |= {f"{name}{f' of rank {rank}' if rank else ''}": (name, state) for name, state in local.items()}
     shared = store.load(checkpoint.path).shared
     parts = {name: (name, state) for name, state in shared.items()} | parts
-    pieces = {
+    return {
         state_name(label).format(piece).rstrip(", "): text
         for label, (name, state) in sorted(parts.items(), key=lambda part: kinds.get(part[1][0]) != "model")
         if kinds.get(name) != "log"
         for piece, text in digests(state).items()
     }
-    pieces.pop(_HOW_OFTEN_SAVED, None)
-    return pieces
 
 
 def _short(value: Any) -> str:
@@ -230,7 +230,7 @@ def compare_runs(
         agreement.wait_for_all()
         result.cause, *own = agreement.on_rank_0(
             lambda: [
-                compare(one, other, seen.iteration, since=since).difference
+                first_difference(one, other, seen.iteration, since=since)
                 for one, other in (copies, *zip(folders, copies, strict=True))
             ]
         )
@@ -252,12 +252,13 @@ def _files(first: Path, second: Path) -> RunComparison:
     lengths = [iterations_of(folder) for folder in (first, second)]
     if not (common := min(lengths)):
         raise ReplayError(f"{first} and {second} have no iteration that both have.")
-    configs = [config_at(folder, common) for folder in (first, second)]
-    changes = [f"config: {line}" for line in config_differences(*configs) if not line.startswith(_NOT_COMPARED)]
-    environments = [
-        {key: value for key, value in environment_of(folder).items() if key in _ENVIRONMENT}
-        for folder in (first, second)
+    starts = [start_of(folder, common) for folder in (first, second)]
+    changes = [
+        f"config: {line}"
+        for line in config_differences(*(start.config for start in starts))
+        if not line.startswith(_NOT_COMPARED)
     ]
+    environments = [{key: value for key, value in start.environment.items() if key in _ENVIRONMENT} for start in starts]
     changes += [f"environment: {line}" for line in config_differences(*environments)]
     folders = (first, second) if lengths[0] >= lengths[1] else (second, first)
     files = compare(*folders, common)

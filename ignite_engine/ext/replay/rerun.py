@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,9 @@ from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.checkpointing.in_use import in_use
 from ignite_engine.checkpointing.layout import named_iteration
 from ignite_engine.config import Config
-from ignite_engine.config.load import config_from_dict
+from ignite_engine.config.load import validated
 from ignite_engine.config.sections import OptimizerSection, ScheduleSection, Section
+from ignite_engine.config.yaml_file import ConfigSource
 from ignite_engine.data.workers import end_workers
 from ignite_engine.engine import bus
 from ignite_engine.engine.intervals import Clock
@@ -93,23 +93,21 @@ def rerun(
         ReplayError: one line; there is no such run or iteration, or it had another number of ranks.
     """
     directory = Path(run)
-    stored = agreement.on_rank_0(lambda: config_at(directory, at))
-    _check_ranks(directory, stored)
-    copy, epochs = agreement.on_rank_0(lambda: (_make(directory, folder), _epochs_at(directory, at)))
+    start, copy = agreement.on_rank_0(lambda: (_start_checked(directory, at), _make(directory, folder)))
     try:
-        with _as_it_was(directory), RunDirectory(copy).logging_to(agreement.rank(), console=False):
-            trainer, train, data = _built(directory, copy, stored, build)
+        with _as_it_was(start), RunDirectory(copy).logging_to(agreement.rank(), console=False):
+            trainer, train = built(build or _moved(directory, copy, start), copy)
+            _check_ranks(directory, trainer, start)
             _follow_clocks(trainer, directory)
-            until = at - 1 if since is None else since
             stores = [checkpoint.store.directory for checkpoint in checkpoints_of(trainer)]
-            agreement.on_rank_0(lambda: _copy(directory, copy, stores, until))
+            agreement.on_rank_0(lambda: _copy(directory, copy, stores, at - 1 if since is None else since))
             if attach is not None:
                 attach(trainer)
-            end_at(trainer, at, call, epochs=epochs)
+            end_at(trainer, at, call, epochs=start.epochs)
             try:
                 train()
-            finally:
-                end_workers(getattr(data, "_iterator", None), data)  # persistent ones of a loader of the user's own
+            finally:  # persistent workers of a loader of the user's own
+                end_workers(getattr(trainer.progress.user_data, "_iterator", None), trainer.progress.user_data)
         if trainer.state.iteration < at:
             raise ReplayError(
                 f"Trained again, {directory} ends at iteration {trainer.state.iteration}, and it has come to {at}: it "
@@ -126,17 +124,23 @@ def checkpoints_of(trainer: Trainer) -> list[Checkpoint]:
     return [obj for obj in trainer.registry.objects.values() if isinstance(obj, Checkpoint)]
 
 
+def save_at(trainer: Trainer, at: int) -> None:
+    """Let the run be saved after an iteration, beside its own saves."""
+
+    def save() -> None:
+        if trainer.state.iteration == at:
+            for checkpoint in checkpoints_of(trainer):
+                checkpoint.save()
+
+    trainer.add_event_handler(Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED, save)
+
+
 def end_at(trainer: Trainer, at: int, call: Call | None = None, *, epochs: int = 0) -> None:
     """Let the run pause at the step boundary after an iteration, saved, after ``call``; attached last.
 
     Args:
         epochs: that are completed there: where data turns out to have ended an iteration has a second boundary.
     """
-
-    def save() -> None:
-        if trainer.state.iteration == at:
-            for checkpoint in checkpoints_of(trainer):
-                checkpoint.save()
 
     def end() -> None:
         if trainer.state.iteration == at and trainer.progress.epochs_completed >= epochs:
@@ -145,7 +149,7 @@ def end_at(trainer: Trainer, at: int, call: Call | None = None, *, epochs: int =
             trainer.interrupt()
 
     end.phase = Phase.LAST  # type: ignore[attr-defined]  # read by the Trainer
-    trainer.add_event_handler(Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED, save)
+    save_at(trainer, at)
     trainer.add_event_handler(TrainingEvents.RESUME_POINT, end)
 
 
@@ -158,45 +162,69 @@ def iterations_of(directory: Path) -> int:
     return max(known)
 
 
-def environment_of(directory: Path) -> dict[str, Any]:
-    """What the run's last start has recorded of its machine; empty: nothing."""
-    try:
-        values = json.loads(RunDirectory(directory).environment.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
+@dataclass(frozen=True)
+class Start:
+    """A start of a run.
+
+    Attributes:
+        config: its settings; empty: they are not known.
+        environment: what it ran with.
+        epochs: that the run had completed where it saved the iteration that is asked for; 0: it did not.
+    """
+
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    epochs: int = 0
+
+    @property
+    def world_size(self) -> int:
+        return int(self.environment.get("world_size", 1))
 
 
-def config_at(directory: Path, at: int) -> dict[str, Any]:
-    """The config of the start that trained the iteration, as stored; empty: the run has none.
+def start_of(directory: Path, at: int) -> Start:
+    """The start that trained an iteration: it has saved the first checkpoint from there on, or it is the last one.
 
     Raises:
-        ReplayError: there is no run, it has no such iteration, or its config cannot be read.
+        ReplayError: the run's config cannot be read.
     """
     files = RunDirectory(directory)
+    try:
+        config, environment = (
+            read_yaml(path.read_text(encoding="utf-8")) if path.exists() else {}
+            for path in (files.config, files.environment)
+        )
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ReplayError(f"{directory} cannot be replayed: {' '.join(str(error).split())}") from None
+    store, epochs = CheckpointStore(files.checkpoints), 0
+    for checkpoint in reversed(store.checkpoints()):
+        if checkpoint.iteration < at:
+            break
+        config, environment = checkpoint.manifest.config or {}, environment | checkpoint.manifest.environment
+        if checkpoint.iteration == at:
+            with suppress(CheckpointError):  # a damaged one says nothing
+                loaded = store.load(checkpoint.path, mmap=True)
+                epochs = {**loaded.shared, **loaded.local}["trainer"]["epochs_completed"]
+    return Start(config, environment, epochs)
+
+
+def _start_checked(directory: Path, at: int) -> Start:
     if not directory.is_dir():
         raise ReplayError(f"{directory} does not exist: expected the folder of a run.")
     if not 1 <= at <= (known := iterations_of(directory)):
         raise ReplayError(f"{directory} has {known} iterations, got {at}.")
-    starts = [line for line in files.read_history() if isinstance(line.get("config"), dict)]
-    found = [line["config"] for line in starts if line["iteration"] < at]
-    if found or not files.config.exists():
-        return dict(found[-1]) if found else {}
-    try:
-        values = read_yaml(files.config.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ReplayError(f"{files.config} cannot be read: {' '.join(str(error).split())}") from None
-    return values if isinstance(values, dict) else {}
+    return start_of(directory, at)
 
 
-def _check_ranks(directory: Path, stored: Mapping[str, Any]) -> None:
-    """Refuse another number of ranks than the run had, unless its bits do not depend on it."""
-    had, now = environment_of(directory).get("world_size", 1), agreement.world_size()
-    invariant = stored.get("update", {}).get("accumulate") == "rank_invariant"
-    if now != had and not (invariant and now == 1):
+def _check_ranks(directory: Path, trainer: Trainer, start: Start) -> None:
+    """Refuse what reads other runs, and another number of ranks, unless the run's bits do not depend on it."""
+    for obj in trainer.registry.objects.values():
+        if reason := getattr(obj, "outside_of_run", None):
+            raise ReplayError(f"{directory} cannot be replayed: it {reason}, and which it was is not kept.")
+    had, now, any_ranks = start.world_size, agreement.world_size(), trainer.update.rank_invariant
+    if now != had and not any_ranks:
         raise ReplayError(
             f"{directory} was trained on {had} ranks, and this is {now}: replay it on as many, such as by "
-            f"--nproc-per-node {had}{' or 1' if invariant else ''}."
+            f"--nproc-per-node {had}."
         )
 
 
@@ -212,77 +240,54 @@ def _make(directory: Path, folder: str | Path | None) -> Path:
     return path
 
 
-def _epochs_at(directory: Path, at: int) -> int:
-    """The epochs that the run had completed where it has saved a checkpoint after this iteration; else 0."""
-    store = CheckpointStore(RunDirectory(directory).checkpoints)
-    for checkpoint in reversed(store.checkpoints()):
-        if checkpoint.iteration == at:
-            with suppress(CheckpointError):  # a damaged one says nothing
-                loaded = store.load(checkpoint.path, mmap=True)
-                completed: int = {**loaded.shared, **loaded.local}["trainer"]["epochs_completed"]
-                return completed
-    return 0
+def built(recipe_or_build: Config | Build, folder: Path) -> tuple[Trainer, Callable[[], object]]:
+    """The trainer of a run in ``folder``, and a function that resumes and trains it.
 
-
-def _built(
-    directory: Path, folder: Path, stored: Mapping[str, Any], build: Build | None
-) -> tuple[Trainer, Callable[[], object], Any]:
-    """The trainer of the run in ``folder``, a function that resumes and trains it, and its data.
+    Args:
+        recipe_or_build: its config, of that folder, or what builds it.
 
     Raises:
         ReplayError: one line; ``build`` does not give one, or it would write elsewhere.
-        ConfigError: its config or its task cannot be built again.
+        ConfigError: its config or its task cannot be built.
     """
     made: Any
-    if build is None:
-        made = recipe.build_run(_moved(directory, folder, stored))
+    if isinstance(recipe_or_build, Config):
+        made = recipe.build_run(recipe_or_build)
     else:
         with changed(settings_in(folder), lambda run: None):
-            made = build(folder)
+            made = recipe_or_build(folder)
     if isinstance(made, Run):
-        trainer: Any = made.trainer
-        train: Callable[[], object] = made.train
-        data: Any = made.loader
-    else:
-        arguments: Any
-        trainer, arguments = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-        if not isinstance(trainer, Trainer) or not isinstance(arguments, Mapping):
-            raise ReplayError(
-                "build(directory) must return the run of fit(), or the trainer and the arguments of its run(), such as "
-                f"(trainer, {{'data': loader, 'max_epochs': 5}}); got a {type(made).__name__}."
-            )
-        data = arguments.get("data")
-
-        def resume_and_run() -> None:
-            for checkpoint in checkpoints_of(trainer):
-                checkpoint.resume()
-            trainer.run(**arguments)
-
-        train = resume_and_run
+        return made.trainer, made.train
+    trainer, arguments = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(trainer, Trainer) or not isinstance(arguments, Mapping):
+        raise ReplayError(
+            "build(directory) must return the run of fit(), or the trainer and the arguments of its run(), such as "
+            f"(trainer, {{'data': loader, 'max_epochs': 5}}); got a {type(made).__name__}."
+        )
     if trainer.resume_state.is_pending:
         raise ReplayError("build(directory) has resumed a checkpoint: leave that to the replay, and only build.")
-    for obj in trainer.registry.objects.values():
-        if reason := getattr(obj, "outside_of_run", None):
-            raise ReplayError(f"The run cannot be replayed: it {reason}, and which it was is not kept.")
-        own = obj.store.directory if isinstance(obj, Checkpoint) else getattr(obj, "directory", None)
-        if isinstance(obj, Checkpoint | MetricLogger) and own and not own.resolve().is_relative_to(folder.resolve()):
-            raise ReplayError(f"build(directory) has made a run that writes to {own}: let it write to directory.")
-        if isinstance(obj, Checkpoint) and obj.tiers:
-            raise ReplayError(
-                "build(directory) has made a Checkpoint with a mirror or a memory, which are those of the run: leave "
-                "mirror and memory out."
-            )
-    return trainer, train, data
+    loggers = [obj for obj in trainer.registry.objects.values() if isinstance(obj, MetricLogger)]
+    written = [checkpoint.store.directory for checkpoint in checkpoints_of(trainer)]
+    written += [logger.directory for logger in loggers if logger.directory is not None]
+    outside = [str(path) for path in written if not path.resolve().is_relative_to(folder.resolve())]
+    outside += [name for checkpoint in checkpoints_of(trainer) for name in checkpoint.tiers]
+    if outside:
+        raise ReplayError(f"build(directory) must write into directory alone: leave out {', '.join(outside)}.")
+
+    def train() -> None:
+        for checkpoint in checkpoints_of(trainer):
+            checkpoint.resume()
+        trainer.run(**arguments)
+
+    return trainer, train
 
 
-def _moved(directory: Path, folder: Path, stored: Mapping[str, Any]) -> Config:
-    """The stored config of the same run in another folder."""
-    if not stored:
-        raise ReplayError(f"{directory} holds no config.yaml: give the function that builds the run (build, --build).")
-    if stored.get("task") == IN_PYTHON:
-        raise ReplayError(
-            f"{directory} was made by fit() in Python: give the function that calls it (build, --build FILE:FUNCTION)."
-        )
+def _moved(directory: Path, folder: Path, start: Start) -> Config:
+    """The config of the same run in another folder."""
+    stored = start.config
+    if stored.get("task", IN_PYTHON) == IN_PYTHON:
+        made = "was made by fit() in Python" if stored else "holds no config.yaml"
+        raise ReplayError(f"{directory} {made}: give the function that builds the run (build, --build FILE:FUNCTION).")
     values: dict[str, Any] = {
         key: dict(value) if isinstance(value, Mapping) else value for key, value in stored.items()
     }
@@ -294,22 +299,11 @@ def _moved(directory: Path, folder: Path, stored: Mapping[str, Any]) -> Config:
             del values[section]
     for section, settings in settings_in(folder).items():
         values.setdefault(section, {}).update(settings)
-    values["task"] = _where_it_was(values["task"], directory)
-    return config_from_dict(values)
-
-
-def _where_it_was(task: str, directory: Path) -> str:
-    """A task's file with its whole path, where it was found when the run was started."""
-    file, _, function = task.rpartition(":")
-    if not file.endswith(".py") or Path(file).is_absolute():
-        return task
-    environment = environment_of(directory)
-    worked_in = Path(environment.get("working_directory", "."))
-    configs = [worked_in / word for word in environment.get("command", []) if str(word).endswith((".yaml", ".yml"))]
-    folders = [folder for config in configs for folder in config.parents]
-    folders += [worked_in, *directory.resolve().parents]
-    found = next((folder / file for folder in folders if (folder / file).is_file()), None)
-    return task if found is None else f"{found}:{function}"
+    # a task's file is looked for where it was found
+    known = start.environment
+    configs = [word for word in known.get("command", []) if str(word).endswith((".yaml", ".yml"))]
+    path = Path(known.get("working_directory", "."), *configs[:1]) if configs else directory / "config.yaml"
+    return validated(ConfigSource(values, path))
 
 
 def _follow_clocks(trainer: Trainer, directory: Path) -> None:
@@ -327,7 +321,7 @@ def _copy(directory: Path, folder: Path, stores: Iterable[Path], until: int) -> 
         for checkpoint in reversed(there.checkpoints()):
             with in_use(checkpoint.path):
                 if checkpoint.iteration <= until and not there.verify(checkpoint.path):
-                    shutil.copytree(checkpoint.path, store / checkpoint.path.name, copy_function=_link)
+                    shutil.copytree(checkpoint.path, store / checkpoint.path.name)
                     break
     if any(any(store.glob("*")) for store in stores):  # else the run begins anew
         for log in directory.glob("*.jsonl"):
@@ -335,23 +329,14 @@ def _copy(directory: Path, folder: Path, stores: Iterable[Path], until: int) -> 
                 shutil.copyfile(log, folder / log.name)
 
 
-def _link(source: str, target: str) -> None:
-    """No file of a checkpoint is ever changed in its place."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-
-
 @contextmanager
-def _as_it_was(directory: Path) -> Iterator[None]:
+def _as_it_was(start: Start) -> Iterator[None]:
     """The number of threads that the run had; afterwards torch and all random numbers are as before."""
-    threads, had = torch.get_num_threads(), environment_of(directory).get("threads")
+    threads = torch.get_num_threads()
     with ExitStack() as stack:
         stack.enter_context(rng.isolated())
         stack.callback(torch.set_num_threads, threads)
         stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
         stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        if isinstance(had, int) and had != threads:
-            torch.set_num_threads(had)
+        torch.set_num_threads(start.environment.get("threads", threads))
         yield

@@ -16,19 +16,19 @@ import torch
 from ignite.engine import Events
 
 from ignite_engine.checkpointing import CheckpointStore
-from ignite_engine.ext.replay.compare import compare
-from ignite_engine.ext.replay.rerun import checkpoints_of, end_at
+from ignite_engine.checkpointing.layout import named_iteration
+from ignite_engine.ext.replay.compare import compare, first_difference
+from ignite_engine.ext.replay.rerun import checkpoints_of, end_at, save_at
 from ignite_engine.ext.replay.steps import STEPS, Steps
 from ignite_engine.run_directory import RunDirectory, lines_of
-from ignite_engine.runs.run import Run
 from ignite_engine.states.model_and_optimizer import weights_of
 from ignite_engine.trainer import Trainer
 
 _SAVE_TIMEOUT_S = 120.0
 
 
-class PhaseError(RuntimeError):
-    """A run that was to be compared did not end as expected; one line."""
+class NotProven(RuntimeError):
+    """The resumed run is another one, or there is nothing to compare; one line."""
 
 
 @dataclass(frozen=True)
@@ -46,25 +46,19 @@ class Phase:
     kill_at: int | None = None
     broken: bool = False
 
-    def train(self, run: Run) -> None:
-        """Train this part of the run, on each rank."""
-        trainer = run.trainer
+    def train(self, trainer: Trainer, train: Callable[[], object]) -> None:
+        """Train this part of a run, on each rank."""
         Steps(Path(self.directory)).attach(trainer)
         if self.broken:
             trainer.add_event_handler(Events.STARTED, _change_a_weight)
         if self.kill_at is not None:
-            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=self.save_at), _save)
+            save_at(trainer, self.save_at or 1)
             trainer.add_event_handler(Events.ITERATION_COMPLETED(once=self.kill_at), _kill)
         end_at(trainer, self.until)
-        run.train()
+        train()
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
-
-
-def _save(trainer: Trainer) -> None:
-    for checkpoint in checkpoints_of(trainer):
-        checkpoint.save()
 
 
 def _kill(trainer: Trainer) -> None:
@@ -82,16 +76,7 @@ def _change_a_weight(trainer: Trainer) -> None:
         next(weight for weight in weights.values() if weight.is_floating_point()).mul_(1.01).add_(0.01)
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """The sentence, whether nothing differs, and what was not compared."""
-
-    line: str
-    exact: bool
-    notes: list[str]
-
-
-def verify(start: Callable[[Phase], None], folder: Path, iterations: int, kill_at: int | None) -> Verdict:
+def verify(start: Callable[[Phase], None], folder: Path, iterations: int, kill_at: int | None) -> list[str]:
     """Compare the run with the same run that was killed and resumed.
 
     Args:
@@ -100,50 +85,50 @@ def verify(start: Callable[[Phase], None], folder: Path, iterations: int, kill_a
         iterations: how many are compared, if the run has so many.
         kill_at: the iteration in which it is killed; None: past the middle.
 
+    Returns:
+        What was found equal, and what was not compared, a line each.
+
     Raises:
-        PhaseError: one line; a start did not end as expected, or there is nothing to compare.
+        NotProven: what differs first, or a start did not end as expected.
     """
     reference, killed, control = (folder / name for name in ("reference", "killed", "control"))
     start(Phase(str(reference), iterations))
     iterations = _last_iteration(reference)
     if iterations < 3 or (kill_at or 0) >= iterations:
-        raise PhaseError(f"The run ends at iteration {iterations}: there is nothing to compare after a kill.")
+        raise NotProven(f"The run ends at iteration {iterations}: there is nothing to compare after a kill.")
     kill_at = kill_at or max(2, (3 * iterations + 2) // 5)
     start(Phase(str(killed), iterations, kill_at - max(1, kill_at // 5), kill_at))
     if _last_iteration(killed) != kill_at - 1:
-        raise PhaseError(f"The run was not killed at iteration {kill_at}: it ended at {_last_iteration(killed)}.")
+        raise NotProven(f"The run was not killed at iteration {kill_at}: it ended at {_last_iteration(killed)}.")
     ignored: set[str] = set()
-    while (difference := compare(reference, killed, kill_at - 1, ignore=ignored).difference) is not None:
+    while (difference := first_difference(reference, killed, kill_at - 1, ignore=ignored)) is not None:
         if not difference.what.startswith("the state of"):
-            line = (
+            raise NotProven(
                 f"The run is not deterministic: two runs from the same start differ, {difference}, before anything was "
                 "killed: set run.deterministic=true if it trains on a device, and call seed_everything() before the "
                 "data and the model are made."
             )
-            return Verdict(line, False, [])
         ignored.add(difference.what)
-    notes = [f"not compared, as it differs between two runs from the same start: {name}" for name in sorted(ignored)]
     shutil.copytree(killed, control)
     start(Phase(str(killed), iterations))
     resumed = RunDirectory(killed).read_summary().get("resumed_from")
     if resumed is None:
-        return Verdict("Nothing was resumed: the run that should have resumed started over.", False, notes)
-    since = int(resumed.split("_")[1].split(".")[0])
+        raise NotProven("Nothing was resumed: the run that should have resumed started over.")
+    since = named_iteration(Path(resumed)) or 0
     found = compare(reference, killed, iterations, since=since, ignore=ignored)
     if found.difference is not None:
-        line = (
+        raise NotProven(
             f"Resume is NOT exact: killed at iteration {kill_at} and resumed from {since}, the run differs first at "
             f"{found.difference}. What the run depends on and does not save, trainer.register(name, object) saves."
         )
-        return Verdict(line, False, notes)
     start(Phase(str(control), since + 1, broken=True))
-    if compare(reference, control, since + 1, since=since, ignore=ignored).difference is None:
-        raise PhaseError("A weight was changed in the resumed run on purpose, and no difference was found.")
-    line = (
+    if first_difference(reference, control, since + 1, since=since, ignore=ignored) is None:
+        raise NotProven("A weight was changed in the resumed run on purpose, and no difference was found.")
+    return [
         f"Resume is exact: killed at iteration {kill_at}, resumed from {since}, equal up to {iterations}: {found}. A "
-        "weight that was changed on purpose was noticed."
-    )
-    return Verdict(line, True, notes)
+        "weight that was changed on purpose was noticed.",
+        *(f"  not compared, as two runs from the same start differ in it: {name}" for name in sorted(ignored)),
+    ]
 
 
 def _last_iteration(folder: Path) -> int:
