@@ -21,11 +21,8 @@ from ignite_engine.run_directory import RunDirectory, config_differences, flat, 
 _LEFT_OUT = re.compile(r"(^|\.|, )(memory|throughput|time)/|^the state of trainer( of rank \d+)?, checkpoints$")
 """Names of values that clocks and the machine decide, and how often was saved."""
 _TRAIL = "lines of the trail"
-_NOT_COMPARED = ("run.directory", "run.name", "logging.", "checkpoint.keep_")
-"""Beginnings of settings that decide nothing of what is trained."""
-_ENVIRONMENT = (
-    *("torch", "python", "processor", "cpu_capability", "threads"),
-    *("devices", "world_size", "commit", "packages"),
+_DECIDES_NOTHING = re.compile(
+    r"config\.(run\.(directory|name):|logging\.|checkpoint\.keep_)|environment\.(command|working_directory|variables)\b"
 )
 
 
@@ -235,8 +232,8 @@ def compare_runs(
             ]
         )
     finally:
-        agreement.wait_for_all()
-        shutil.rmtree(scratch, ignore_errors=True)
+        if agreement.rank() == 0:
+            shutil.rmtree(scratch, ignore_errors=True)
     for folder, difference in zip(folders, own, strict=True):
         if difference is not None:
             result.notes.append(f"{folder} is not what its config makes: {difference}.")
@@ -253,13 +250,8 @@ def _files(first: Path, second: Path) -> RunComparison:
     if not (common := min(lengths)):
         raise ReplayError(f"{first} and {second} have no iteration that both have.")
     starts = [start_of(folder, common) for folder in (first, second)]
-    changes = [
-        f"config: {line}"
-        for line in config_differences(*(start.config for start in starts))
-        if not line.startswith(_NOT_COMPARED)
-    ]
-    environments = [{key: value for key, value in start.environment.items() if key in _ENVIRONMENT} for start in starts]
-    changes += [f"environment: {line}" for line in config_differences(*environments)]
+    settings = [{"config": start.config, "environment": start.environment} for start in starts]
+    changes = [line for line in config_differences(*settings) if not _DECIDES_NOTHING.match(line)]
     folders = (first, second) if lengths[0] >= lengths[1] else (second, first)
     files = compare(*folders, common)
     if folders[0] != first and (seen := files.difference) is not None:

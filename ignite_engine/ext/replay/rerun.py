@@ -124,17 +124,6 @@ def checkpoints_of(trainer: Trainer) -> list[Checkpoint]:
     return [obj for obj in trainer.registry.objects.values() if isinstance(obj, Checkpoint)]
 
 
-def save_at(trainer: Trainer, at: int) -> None:
-    """Let the run be saved after an iteration, beside its own saves."""
-
-    def save() -> None:
-        if trainer.state.iteration == at:
-            for checkpoint in checkpoints_of(trainer):
-                checkpoint.save()
-
-    trainer.add_event_handler(Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED, save)
-
-
 def end_at(trainer: Trainer, at: int, call: Call | None = None, *, epochs: int = 0) -> None:
     """Let the run pause at the step boundary after an iteration, saved, after ``call``; attached last.
 
@@ -142,15 +131,19 @@ def end_at(trainer: Trainer, at: int, call: Call | None = None, *, epochs: int =
         epochs: that are completed there: where data turns out to have ended an iteration has a second boundary.
     """
 
-    def end() -> None:
-        if trainer.state.iteration == at and trainer.progress.epochs_completed >= epochs:
-            if call is not None:
-                call(trainer)
+    def pause(within_epoch: bool) -> None:
+        completed = trainer.progress.epochs_completed + (not within_epoch)
+        if trainer.state.iteration == at and completed >= epochs:
             trainer.interrupt()
 
-    end.phase = Phase.LAST  # type: ignore[attr-defined]  # read by the Trainer
-    save_at(trainer, at)
-    trainer.add_event_handler(TrainingEvents.RESUME_POINT, end)
+    def at_the_boundary() -> None:
+        if trainer.should_interrupt and call is not None:
+            call(trainer)
+
+    at_the_boundary.phase = Phase.LAST  # type: ignore[attr-defined]  # read by the Trainer
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, pause, True)
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, pause, False)
+    trainer.add_event_handler(TrainingEvents.RESUME_POINT, at_the_boundary)
 
 
 def iterations_of(directory: Path) -> int:

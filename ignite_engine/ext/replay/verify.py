@@ -18,7 +18,7 @@ from ignite.engine import Events
 from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.checkpointing.layout import named_iteration
 from ignite_engine.ext.replay.compare import compare, first_difference
-from ignite_engine.ext.replay.rerun import checkpoints_of, end_at, save_at
+from ignite_engine.ext.replay.rerun import checkpoints_of, end_at
 from ignite_engine.ext.replay.steps import STEPS, Steps
 from ignite_engine.run_directory import RunDirectory, lines_of
 from ignite_engine.states.model_and_optimizer import weights_of
@@ -52,7 +52,7 @@ class Phase:
         if self.broken:
             trainer.add_event_handler(Events.STARTED, _change_a_weight)
         if self.kill_at is not None:
-            save_at(trainer, self.save_at or 1)
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=self.save_at), trainer.request_save)
             trainer.add_event_handler(Events.ITERATION_COMPLETED(once=self.kill_at), _kill)
         end_at(trainer, self.until)
         train()
