@@ -243,12 +243,11 @@ def compare_runs(
 
 
 def _files(first: Path, second: Path) -> RunComparison:
-    for folder in (first, second):
-        if not folder.is_dir():
-            raise ReplayError(f"{folder} does not exist: expected the folder of a run.")
     lengths = [iterations_of(folder) for folder in (first, second)]
     if not (common := min(lengths)):
-        raise ReplayError(f"{first} and {second} have no iteration that both have.")
+        raise ReplayError(
+            f"{first} and {second} are not the folders of two runs: there is no iteration that both have."
+        )
     starts = [start_of(folder, common) for folder in (first, second)]
     settings = [{"config": start.config, "environment": start.environment} for start in starts]
     changes = [line for line in config_differences(*settings) if not _DECIDES_NOTHING.match(line)]

@@ -93,7 +93,7 @@ def rerun(
         ReplayError: one line; there is no such run or iteration, or it had another number of ranks.
     """
     directory = Path(run)
-    start, copy = agreement.on_rank_0(lambda: (_start_checked(directory, at), _make(directory, folder)))
+    start, copy = agreement.on_rank_0(lambda: (start_of(directory, at), _make(directory, folder)))
     try:
         with _as_it_was(start), RunDirectory(copy).logging_to(agreement.rank(), console=False):
             trainer, train = built(build or _moved(directory, copy, start), copy)
@@ -178,8 +178,12 @@ def start_of(directory: Path, at: int) -> Start:
     """The start that trained an iteration: it has saved the first checkpoint from there on, or it is the last one.
 
     Raises:
-        ReplayError: the run's config cannot be read.
+        ReplayError: there is no such run or iteration, or the run's config cannot be read.
     """
+    if not directory.is_dir():
+        raise ReplayError(f"{directory} does not exist: expected the folder of a run.")
+    if not 1 <= at <= (known := iterations_of(directory)):
+        raise ReplayError(f"{directory} has {known} iterations, got {at}.")
     files = RunDirectory(directory)
     try:
         config, environment = (
@@ -198,14 +202,6 @@ def start_of(directory: Path, at: int) -> Start:
                 loaded = store.load(checkpoint.path, mmap=True)
                 epochs = {**loaded.shared, **loaded.local}["trainer"]["epochs_completed"]
     return Start(config, environment, epochs)
-
-
-def _start_checked(directory: Path, at: int) -> Start:
-    if not directory.is_dir():
-        raise ReplayError(f"{directory} does not exist: expected the folder of a run.")
-    if not 1 <= at <= (known := iterations_of(directory)):
-        raise ReplayError(f"{directory} has {known} iterations, got {at}.")
-    return start_of(directory, at)
 
 
 def _check_ranks(directory: Path, trainer: Trainer, start: Start) -> None:
@@ -279,7 +275,7 @@ def _moved(directory: Path, folder: Path, start: Start) -> Config:
     """The config of the same run in another folder."""
     stored = start.config
     if stored.get("task", IN_PYTHON) == IN_PYTHON:
-        made = "was made by fit() in Python" if stored else "holds no config.yaml"
+        made = "was made by fit() in Python" if "task" in stored else "holds no config that names a task"
         raise ReplayError(f"{directory} {made}: give the function that builds the run (build, --build FILE:FUNCTION).")
     values: dict[str, Any] = {
         key: dict(value) if isinstance(value, Mapping) else value for key, value in stored.items()

@@ -218,12 +218,12 @@ def test_a_file_that_was_edited_is_said_to_be_no_replay(tmp_path):
 test_refusals = refusals(
     [
         ("nothing in common", lambda folder: compare_runs(folder, folder), ReplayError, "no iteration both have"),
-        ("no run", lambda folder: compare_runs(folder, folder / "nothing"), ReplayError, "nothing does not exist"),
+        ("no run", lambda folder: compare_runs(folder, folder / "nothing"), ReplayError, "nothing no iteration"),
         (
             "no run to audit",
             lambda folder: command("audit", folder / "nothing", "--segments", 2),
             CommandRefused,
-            "no checkpoint segment",
+            "nothing does not exist",
         ),
     ]
 )
