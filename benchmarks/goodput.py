@@ -213,7 +213,6 @@ def progress(folder: Path) -> tuple[int, int, float]:
 
 def settings(folder: Path, iterations: int) -> dict[str, Any]:
     """Of a run whose directory is ``folder/run``."""
-    off = dict.fromkeys(["console", "progress", "clearml"], False)
     return {
         "task": f"{Path(__file__)}:build",
         "task_options": {"progress": str(folder / "progress")},
@@ -221,8 +220,14 @@ def settings(folder: Path, iterations: int) -> dict[str, Any]:
         "data": {"batch_size": 36},
         "optimizer": {"name": "AdamW", "lr": 0.001, "fused": True},
         "update": {"clip_norm": 1.0},
-        "checkpoint": {"every": {"minutes": 1}, "memory": 1, "keep_last": 2},
-        "logging": {"every": 50, **off},
+        "handlers": {
+            "Checkpoint": {"every": {"minutes": 1}, "memory": 1, "keep_last": 2},
+            "MetricLogger": {"every": 50, "console": False},
+            "MemoryLogger": {},
+            "Throughput": {},
+            "StepTimes": {},
+            "Progress": None,
+        },
     }
 
 

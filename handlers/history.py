@@ -21,9 +21,9 @@ class History:
     A kill leaves none of the latter. That the folder cannot be written is said by the log beside it.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, config: Mapping[str, Any] | None = None) -> None:
         self.directory = RunDirectory(directory)
-        self.config: Mapping[str, Any] | None = None
+        self.config = config
         """The settings of the run, in the line of each start."""
 
     def attach(self, trainer: Trainer) -> None:

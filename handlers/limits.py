@@ -140,8 +140,8 @@ class StopFile:
     not.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).absolute()  # wherever the run goes
+    def __init__(self, path: str | Path = "stop", *, directory: str | Path = ".") -> None:
+        self.path = (Path(directory) / path).absolute()  # wherever the run goes
         self._next_check = 0.0
         self._old: tuple[int, int] | None = None
 

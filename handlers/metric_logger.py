@@ -38,6 +38,7 @@ class MetricLogger:
         directory: gets a ``metrics.jsonl`` and a ``history.jsonl`` (starts and stops); None: no files.
         sinks: further ones; an error in a sink is a warning, and training continues.
         console: print a line at each log point; a list: with these columns (:class:`ConsoleSink`).
+        config: the settings of the run, kept in ``history.jsonl`` with each start.
         name: in checkpoints; the interval's values are saved, so that a resumed run logs the same means.
 
     Between log points it keeps references to the last detached scalars and the sums of those before, on their device:
@@ -55,12 +56,13 @@ class MetricLogger:
         *,
         sinks: Sequence[Sink] = (),
         console: bool | Sequence[str] = True,
+        config: Mapping[str, Any] | None = None,
         name: str = "metric_logger",
     ) -> None:
         self.name = name
         self.sinks: list[Sink] = [*sinks]
         self.directory = None if directory is None else Path(directory).absolute()
-        self.history = None if directory is None else History(directory)
+        self.history = None if directory is None else History(directory, config)
         """Records the run's starts and ends in its folder."""
         if directory is not None:
             self.sinks.append(JSONLSink(Path(directory) / "metrics.jsonl", name=f"{name}/jsonl"))

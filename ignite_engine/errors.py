@@ -88,7 +88,9 @@ def is_number(value: object) -> bool:
 
 def leave_out(*parts: str) -> str:
     """How to resume without a part that does not fit."""
-    return f"resume(ignore={[*parts]}), checkpoint={{'ignore': {[*parts]}}} in fit(), or checkpoint.ignore in a config"
+    names = [*parts]
+    fit = f"resume={{'ignore': {names}}} in fit()"
+    return f"resume(ignore={names}), {fit}, or handlers.Checkpoint.resume.ignore in a config"
 
 
 def require_exact(what: str, reasons: Sequence[str]) -> None:
@@ -99,7 +101,7 @@ def require_exact(what: str, reasons: Sequence[str]) -> None:
     """
     if reasons:
         raise NotExact(
-            f"{what} cannot be resumed bit for bit, which checkpoint.strict asks for: {'; '.join(reasons)}. "
+            f"{what} cannot be resumed bit for bit, which Checkpoint's strict asks for: {'; '.join(reasons)}. "
             "Fix that, or leave strict out."
         )
 

@@ -266,8 +266,9 @@ def _updates(name: str, value: float, total: float) -> int:
     """A number of updates, from a number of updates (int) or from a fraction of ``total`` (float)."""
     is_fraction = isinstance(value, float)
     if not (is_whole(value) or is_fraction) or not 0 <= value <= (1 if is_fraction else total):
+        most = f"total={total}" if total < _LONG else "the run's"
         raise ValueError(
-            f"{name} must be at least 0 and at most total={total} updates (int), or a fraction of them in [0, 1] "
-            f"(float), got {value!r}."
+            f"{name} must be at least 0 and at most {most} updates (int), or a fraction of them in [0, 1] (float), got "
+            f"{value!r}."
         )
     return round(value * total) if is_fraction else int(value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -97,16 +96,25 @@ def find_task(name: str, folder: Path | None = None) -> Callable[[Mapping[str, A
     """
     if name == IN_PYTHON:
         raise TaskError("the run was made by fit() in Python, and only that program has its model and data")
-    where, _, function = name.rpartition(":")
+    return find_object(name, folder)  # type: ignore[no-any-return]  # the user's; build_task checks what it returns
+
+
+def find_object(name: str, folder: Path | None = None) -> Any:
+    """The function or class that ``name`` names, as :func:`find_task` finds it.
+
+    Raises:
+        TaskError: as there.
+    """
+    where, _, attribute = name.rpartition(":")
     module = _module_from_file(_find_file(where, folder)) if where.endswith(".py") else _module_from_name(where)
-    build = getattr(module, function, None)
-    if build is None:
-        known = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        near = did_you_mean(function, known)
-        raise TaskError(f"got {name!r}, but {where} has no function '{function}'{near}")
-    if not callable(build):
-        raise TaskError(f"got {name!r}, but '{function}' of {where} is a {type(build).__name__}, expected a function.")
-    return build  # type: ignore[no-any-return]  # the user's; build_task checks what it returns
+    found = getattr(module, attribute, None)
+    if found is None:
+        own = [key for key, value in vars(module).items() if callable(value) and value.__module__ == module.__name__]
+        near = did_you_mean(attribute, [key for key in own if not key.startswith("_")])
+        raise TaskError(f"got {name!r}, but {where} has no function '{attribute}'{near}")
+    if not callable(found):
+        raise TaskError(f"got {name!r}, but '{attribute}' of {where} is a {type(found).__name__}, expected a function.")
+    return found
 
 
 def build_task(build: Callable[[Mapping[str, Any]], Any], options: Mapping[str, Any]) -> Task:

@@ -20,14 +20,13 @@ ON_TOP = {"handlers", "runs", "cli", "config", "__main__"}
 # Imports of a room of ext/ by the core that still stand. The list may only become shorter.
 STANDING = {
     *(("cli", f"ext/{name}") for name in ("follow", "mirror", "recovery", "replay", "report")),
-    *(("config", f"ext/{name}") for name in ("mirror", "sparse")),
     *(("handlers", f"ext/{name}") for name in ("windows",)),
-    *(("runs", f"ext/{name}") for name in ("recovery", "report", "windows")),
+    *(("runs", f"ext/{name}") for name in ("recovery", "report")),
 }
 # Parts that several handlers share.
 SHARED_HANDLER_MODULES = {"columns", "followed_metric", "history", "meters", "metric_values", "sinks"}
 # Imported only inside the function that needs them.
-HEAVY = {"clearml", "tensorboard", "matplotlib", "pydantic"}
+HEAVY = {"clearml", "tensorboard", "matplotlib"}
 
 
 def module_name(path):
@@ -238,16 +237,14 @@ def test_bare_name_handlers_is_never_imported(folder):
 
 
 def test_heavy_packages_are_imported_where_they_are_used():
-    def is_heavy(name, path):
-        # the next test shows that these are imported only when used
-        allowed = {"pydantic"} if room_of(module_name(path)) == "config" else set()
-        return (name.split(".")[0] in HEAVY - allowed) or name.startswith("torch.utils.tensorboard")
+    def is_heavy(name):
+        return name.split(".")[0] in HEAVY or name.startswith("torch.utils.tensorboard")
 
     eager = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in SOURCES
         for name, line in imports(path, at_import_time=True)
-        if is_heavy(name, path)
+        if is_heavy(name)
     ]
 
     assert eager == [], f"import {', '.join(sorted(HEAVY))} within the function that needs it"

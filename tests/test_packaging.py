@@ -64,9 +64,11 @@ data: {batch_size: 16}
 optimizer: {name: AdamW, lr: 3.0e-2}
 schedule: {name: cosine, warmup: 4}
 update: {accumulation_steps: 2, clip_norm: 1.0}
-evaluation: {every: 20}
-checkpoint: {every: 20}
-logging: {every: 10}
+handlers:
+  Evaluation: {every: 20}
+  Checkpoint: {every: 20}
+  MetricLogger: {every: 10}
+  ClearML: {}
 """
 
 

@@ -101,9 +101,13 @@ def main() -> None:
         predict=predict,
         metrics={"accuracy": Accuracy()},
         best="val/accuracy",
-        handlers=[WeightNorm(), (WeightNorm(), Events.ITERATION_COMPLETED)],
-        logging={"every": 2},
-        checkpoint={"keep_last": 3},
+        handlers={
+            "MetricLogger": {"every": 2},
+            "Checkpoint": {"keep_last": 3},
+            "Progress": None,
+            "norm": WeightNorm(),
+            "often": (WeightNorm(), Events.ITERATION_COMPLETED),
+        },
     )
     value: float = run.metrics["val/accuracy"]
     print(value, run.trainer.state.iteration, run.summary["status"], run.evaluate()["iteration"])

@@ -99,8 +99,13 @@ def resume(folder: Path) -> Any:
 
 
 def train(folder: Path) -> subprocess.Popen[bytes]:
-    settings = [f"run.directory={folder}", f"run.max_epochs={EPOCHS}", "run.threads=1", "logging.every=2"]
-    settings += ["checkpoint.every=20", "logging.clearml=false", "logging.console=false"]
+    settings = [
+        f"run.directory={folder}",
+        f"run.max_epochs={EPOCHS}",
+        "run.threads=1",
+        "handlers.MetricLogger={every: 2, console: false}",
+    ]
+    settings += ["handlers.Checkpoint.every=20", "handlers.ClearML=null"]
     command = [sys.executable, "-m", "ignite_engine", "train", "configs/digits.yaml", *settings]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from ignite.engine import Engine, Events
 from torch import nn
@@ -560,7 +560,8 @@ def _owner_of(optimizer: Optimizer, models: Iterable[nn.Module]) -> nn.Module | 
 def _signature() -> inspect.Signature:
     """That of :class:`Checkpoint`, with the name of each option."""
     own = [each for each in inspect.signature(Checkpoint).parameters.values() if each.kind is not each.VAR_KEYWORD]
-    options = [(field.name, field.default, field.type) for field in fields(SaveOptions)]
+    kinds = get_type_hints(SaveOptions)
+    options = [(field.name, field.default, kinds[field.name]) for field in fields(SaveOptions)]
     options += [(name, None, Any) for name in TIERS]
     return inspect.Signature(
         own

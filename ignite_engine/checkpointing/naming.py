@@ -116,7 +116,7 @@ def scored_by(store: CheckpointStore, metric: str | None = None, mode: str | Non
     if (said := followed(store.checkpoints())) is None:
         raise CheckpointError(
             f"{store.directory}: no metric was followed, so none is the best; train with "
-            "Checkpoint(best='val/loss', mode='min'), in a config checkpoint.best and checkpoint.mode, or give metric "
+            "Checkpoint(best='val/loss', mode='min'), in a config best and mode of handlers.Checkpoint, or give metric "
             "and mode."
         )
     return said

@@ -84,7 +84,7 @@ def _on_ranks(options: argparse.Namespace, work: Callable[[Config, argparse.Name
         return on_ranks(options, partial(_configured, work, error), None, options.backend)
     section = config.distributed
     how: dict[str, Any] = {
-        "timeout": section.timeout.total_s if section.timeout else None,
+        "timeout": section.timeout,
         "heartbeat_timeout": section.heartbeat_timeout,
     }
     if restarts is not None:
@@ -132,9 +132,11 @@ def _train(config: Config, options: argparse.Namespace) -> None:
 
 def _evaluate(config: Config, options: argparse.Namespace) -> None:
     saved = RunDirectory(config.directory).checkpoints
-    if options.checkpoint == "best" and not (config.checkpoint.best or followed(CheckpointStore(saved).checkpoints())):
+    if options.checkpoint == "best" and not (
+        config.handler("Checkpoint").get("best") or followed(CheckpointStore(saved).checkpoints())
+    ):
         raise config.error(
-            "checkpoint.best", "got nothing, so no checkpoint is the best; name a metric, such as val/loss."
+            "handlers.Checkpoint.best", "got nothing, so no checkpoint is the best; name a metric, such as val/loss."
         )
     result = recipe.build_run(config).evaluate(options.checkpoint)
     if agreement.rank() == 0:
@@ -145,7 +147,7 @@ def _follow(config: Config, options: argparse.Namespace) -> None:
     run = recipe.build_run(config)
     if run.load is not None and run.always_load:
         run.load()
-    evaluations: list[Any] = list(run.evaluations())
+    evaluations: list[Any] = list(run.evaluations)
     during_the_run = [evaluation for evaluation in evaluations if evaluation.name in run.trainer.registry.objects]
 
     settings: dict[str, Any] = {"every_checkpoint": options.all, "defaults": default_values()}

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ignite_engine import __version__, devices
 from ignite_engine.text import in_columns
 
-_PACKAGES = ("pytorch-ignite", "numpy", "pydantic", "blake3", "clearml")
+_PACKAGES = ("pytorch-ignite", "numpy", "blake3", "clearml")
 _OPTIONAL = ("tensorboard", "wandb", "mlflow", "safetensors", "torchdata", "transformers")
 
 

@@ -19,7 +19,7 @@ from ignite_engine.ext.replay.rerun import built, settings_in
 from ignite_engine.ext.replay.verify import NotProven, Phase
 from ignite_engine.ext.replay.verify import verify as compare_runs
 from ignite_engine.ranks import agreement
-from ignite_engine.run_directory import RunDirectory
+from ignite_engine.run_directory import RunDirectory, flat
 from ignite_engine.task import IN_PYTHON
 
 ITERATIONS = 20
@@ -93,7 +93,7 @@ def _start(options: argparse.Namespace, phase: Phase) -> None:
     command += options.overrides
     if not is_built(options):
         for section, settings in settings_in(Path(phase.directory)).items():
-            command += [f"{section}.{key}={json.dumps(value)}" for key, value in settings.items()]
+            command += [f"{section}.{key}={json.dumps(value)}" for key, value in flat(settings).items()]
     command += ["--nproc-per-node", str(options.nproc_per_node)] if options.nproc_per_node is not None else []
     command += ["--backend", options.backend] if options.backend is not None else []
     home = str(Path(ignite_engine.__file__).resolve().parent.parent)

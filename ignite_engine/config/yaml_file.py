@@ -41,6 +41,7 @@ class ConfigSource:
         lines: the line, from 1, of each key of the file, by its dotted name.
         overridden: the dotted names set on the command line.
         name: what messages call values that were not read from a file.
+        arguments: of the call that gave them, by the dotted name of the setting that each is.
     """
 
     values: dict[str, Any]
@@ -48,6 +49,7 @@ class ConfigSource:
     lines: dict[str, int] = field(default_factory=dict)
     overridden: set[str] = field(default_factory=set)
     name: str = "config"
+    arguments: Mapping[str, str] = field(default_factory=dict)
 
     def place(self, key: str) -> str:
         """The file and line, or the command line, that set ``key`` or the section it is missing from."""
@@ -65,7 +67,7 @@ class ConfigSource:
 
         The arguments of a function are its task.
         """
-        key = "" if key == "task" and self.name != "config" else key
+        key = "" if key == "task" and self.name != "config" else self.arguments.get(key, key)
         return f"{self.place(key)}: {key}: {complaint}" if key else f"{self.place(key)}: {complaint}"
 
     def say_of(self, key: str, sentence: str) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import math
 import os
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -15,9 +13,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import IterableDataset
 
-from ignite_engine import devices, schedules
+from ignite_engine import devices
 from ignite_engine.config import Config, ConfigError
-from ignite_engine.config.sections import OptimizerSection, ScheduleSection
+from ignite_engine.config.named import named
+from ignite_engine.config.sections import Count
+from ignite_engine.config.tables import SCHEDULES, USUAL, make_optimizer, optimizer_entry, schedule_entry
 from ignite_engine.data.source import OwnSource
 from ignite_engine.errors import did_you_mean, metric_meant, shortened
 from ignite_engine.ranks import agreement, mesh
@@ -27,15 +27,6 @@ from ignite_engine.schedules import Schedule
 from ignite_engine.task import Task, TaskError, build_task, find_task
 
 logger = logging.getLogger(__name__)
-
-SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    "constant": schedules.warmup_constant,
-    "linear": schedules.warmup_linear,
-    "cosine": schedules.warmup_cosine,
-    "wsd": schedules.warmup_wsd,
-    "inverse_sqrt": schedules.warmup_inverse_sqrt,
-    "polynomial": schedules.warmup_polynomial,
-}
 
 
 def set_up_torch(config: Config) -> None:
@@ -82,8 +73,6 @@ def check_fit(config: Config, task: Task) -> None:
     Raises:
         ConfigError: names the key, and what was possibly meant.
     """
-    if config.evaluation.progressive and not isinstance(task.train_set, OwnSource):
-        raise config.error("evaluation.progressive", "got True, but the task's train_set is not a Windows object.")
     for name, data in {"train_set": task.train_set, **task.val_sets, **task.test_sets}.items():
         if isinstance(data, OwnSource | IterableDataset) or is_loader(data):
             continue
@@ -107,29 +96,18 @@ def check_fit(config: Config, task: Task) -> None:
     }
     for key in (key for key, value in shared.items() if limit and value):
         raise config.error("data.max_read_errors", f"got {limit} with {key}, which share out batches; set it to 0.")
-    for key, interval in config.intervals.items():
-        if interval.tokens is not None and task.tokens_fn is None and task.weight_fn is None:
-            raise config.error(key, f"got {interval.tokens} tokens, but the task has no tokens_fn to count them.")
-        if (
-            isinstance(interval.epochs, float)
-            and not interval.epochs.is_integer()
-            and isinstance(task.train_set, OwnSource | IterableDataset)
-        ):
-            kind = "windows have" if isinstance(task.train_set, OwnSource) else "an IterableDataset has"
-            raise config.error(key, f"got {interval.epochs} epochs, but {kind} no known epoch length.")
     both = set(task.val_sets) & set(task.test_sets)
     if both:
         raise config.error(
             "task", f"a set cannot be in val_sets and in test_sets: {', '.join(sorted(both))}; rename one."
         )
-    evaluation = config.evaluation  # in a resolved config every key is given
-    if not task.val_sets and evaluation != type(evaluation)(progressive=evaluation.progressive):
-        config.warn("evaluation", "evaluation has no effect: the task has no val_sets.")
-    for unknown in set(config.ema.evaluate or ()) - {*task.val_sets, *task.test_sets}:
-        near = did_you_mean(unknown, [*task.val_sets, *task.test_sets])
-        raise config.error("ema.evaluate", f"got {unknown!r}, expected names of the task's sets{near}")
-    sets = [*task.val_sets, *(["progressive"] if config.evaluation.progressive else [])]
-    known = ["loss", *(f"{name}/{metric}" for name in sets for metric in task.metrics or ["loss"])]
+    sets = [*task.val_sets, *task.test_sets]
+    # in a resolved config every key is given
+    if not task.val_sets and config.handler("Evaluation").keys() - {"progressive"} - USUAL["Evaluation"].keys():
+        config.warn("handlers.Evaluation", "handlers.Evaluation has no effect: the task has no val_sets.")
+    for unknown in set(config.handler("EMA").get("evaluate") or ()) - {*sets}:
+        near = did_you_mean(unknown, sets)
+        raise config.error("handlers.EMA.evaluate", f"got {unknown!r}, expected names of the task's sets{near}")
     if task.optimizer is None:
         _check_groups(config, task.parameter_groups)
     elif task.parameter_groups is not None:
@@ -140,28 +118,37 @@ def check_fit(config: Config, task: Task) -> None:
         kind = type(task.train_set).__name__
         raise config.error("task", f"it gives a sampler, which is of map-style data, and the train_set is a {kind}.")
     own = {
-        "optimizer": task.optimizer is not None and (config.optimizer != OptimizerSection() or bool(config.optimizers)),
-        "schedule": task.schedule is not None and config.schedule != ScheduleSection(),
+        "optimizer": task.optimizer is not None and (config.optimizer != optimizer_entry({}) or config.optimizers),
+        "schedule": task.schedule is not None and config.schedule != schedule_entry({}),
     }
     for key in (key for key, has_no_effect in own.items() if has_no_effect):
         config.warn(key, f"{key} has no effect: the task makes its own.")
-    for key, metric in followed_metrics(config).items():
-        if metric is None or metric in known or task.handlers:  # a user's handler may write any key
+    _check_metrics(config, task)
+
+
+def _check_metrics(config: Config, task: Task) -> None:
+    """Refuse metrics that something acts on and nothing writes."""
+    followed = {
+        "handlers.Checkpoint.best": config.handler("Checkpoint").get("best"),
+        "handlers.EarlyStopping.key": config.handler("EarlyStopping").get("key"),
+    }
+    for optimizer in config.optimizers or ("optimizer",):
+        key, entry = config.schedule_of(optimizer)
+        followed[f"{key}.metric"] = entry.get("metric")
+    entries = [entry for entry in config.handlers.values() if entry is not None]
+    if task.handlers or any(":" in entry.get("use", "") for entry in entries):
+        return  # a user's handler may write any key
+    others = [label for label, entry in config.handlers.items() if entry and entry.get("use") == "Evaluation"]
+    sets = [*task.val_sets, *others, *(["progressive"] if config.handler("Evaluation").get("progressive") else [])]
+    known = ["loss", *(f"{name}/{metric}" for name in sets for metric in task.metrics or ["loss"])]
+    for key, metric in followed.items():
+        if metric is None or metric in known:
             continue
         near = metric_meant(metric, known)
         # one of Ignite's metrics may give several values, each with a name of its own
         is_possible = metric.partition("/")[0] in sets and task.metrics
         if not is_possible or not near.startswith("; known"):
             raise config.error(key, f"got {metric!r}, expected a metric of this run{near}")
-
-
-def followed_metrics(config: Config) -> dict[str, str | None]:
-    """The metrics that something acts on, by the setting that names each."""
-    return {
-        "checkpoint.best": config.checkpoint.best,
-        "early_stopping.metric": config.early_stopping.metric,
-        **{f"{key}.metric": section.metric for key, section in config.schedules.values()},
-    }
 
 
 def _check_groups(config: Config, groups: Any) -> None:
@@ -195,8 +182,7 @@ def make_optimizers(config: Config, task: Task, model: nn.Module) -> dict[str, O
         return dict(made) if isinstance(made, Mapping) else {"optimizer": made}
     if isinstance(groups, Mapping):
         return {
-            name: _made(config, f"optimizers.{name}", section, groups[name])
-            for name, section in config.optimizers.items()
+            name: _made(config, f"optimizers.{name}", entry, groups[name]) for name, entry in config.optimizers.items()
         }
     parameters = groups or [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
@@ -208,23 +194,25 @@ def make_optimizers(config: Config, task: Task, model: nn.Module) -> dict[str, O
     return {"optimizer": _made(config, "optimizer", config.optimizer, parameters)}
 
 
-def _made(config: Config, key: str, section: OptimizerSection, parameters: Iterable[Any]) -> Optimizer:
-    try:
-        return section.type(list(parameters), **section.options)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise config.error(key, f"{section.type.__name__} says: {' '.join(str(error).split())}") from error
+def _made(config: Config, key: str, entry: Mapping[str, Any], parameters: Iterable[Any]) -> Optimizer:
+    with config.at(key):
+        return make_optimizer({name: value for name, value in entry.items() if name != "schedule"}, list(parameters))
+    raise AssertionError("at() raises what it has caught")
 
 
 def make_schedules(
     config: Config, task: Task, optimizers: Mapping[str, Optimizer], total: int | None
 ) -> dict[str, Any]:
     """A schedule for each optimizer, or the scheduler that the task makes for it."""
+    made: dict[str, Any] = {}
     if task.schedule is None:
-        return {
-            name: make_schedule(config, *config.schedule_of(name), optimizer, total)
-            for name, optimizer in optimizers.items()
-            if config.schedule_of(name)[1].name != "none"
-        }
+        for name, optimizer in optimizers.items():
+            key, entry = config.schedule_of(name)
+            if entry["name"] != "none":
+                length = {} if entry["name"] == "plateau" else {"total": total}
+                with config.at(key):
+                    made[name] = named({**length, **entry}, SCHEDULES, optimizer)
+        return made
     made = {name: task.schedule(optimizer) for name, optimizer in optimizers.items()}
     for schedule in made.values():
         if isinstance(schedule, ReduceLROnPlateau):
@@ -236,6 +224,28 @@ def make_schedules(
         if isinstance(schedule, Schedule) and schedule.total is None and total is not None:
             schedule.set_total(total)
     return made
+
+
+def plateau(
+    optimizer: Optimizer,
+    *,
+    metric: str,
+    mode: Literal["min", "max"] = "min",
+    factor: float = 0.1,
+    patience: Count = 5,
+    min_delta: float = 0.0,
+    min_ratio: float = 0.0,
+) -> ReduceLROnPlateau:
+    """A rate that is multiplied by ``factor`` after ``patience`` values of a metric in a row without improvement."""
+    return ReduceLROnPlateau(
+        optimizer,
+        mode=mode,
+        factor=factor,
+        patience=patience - 1,  # torch counts the values that are tolerated
+        threshold=min_delta,
+        threshold_mode="abs",
+        min_lr=[group["lr"] * min_ratio for group in optimizer.param_groups],
+    )
 
 
 def steps_per_epoch(task: Task, scheduler: Any) -> bool:
@@ -275,32 +285,3 @@ def _options_of(optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(value, bool | int | float | str | tuple | None)
     }
     return {"name": type(optimizer).__name__, **options}
-
-
-def make_schedule(
-    config: Config, key: str, section: ScheduleSection, optimizer: Optimizer, total: int | None
-) -> Schedule:
-    """A section's schedule over the run; for a plateau, whose rates are not known ahead, a constant one.
-
-    Args:
-        key: the section's dotted name.
-
-    Raises:
-        ConfigError: its settings do not fit the run's length.
-    """
-    if section.name == "plateau":
-        what = f"plateau: as below, until {section.metric} stops improving"
-        return Schedule(optimizer, lambda step, total: 1.0, math.inf, what)
-    factory = SCHEDULES[section.name]
-    given = {
-        "min_ratio": section.min_ratio,
-        "decay": section.decay,
-        "decay_shape": section.decay_shape,
-        "power": section.power,
-    }
-    taken = inspect.signature(factory).parameters
-    options = {key: value for key, value in given.items() if value is not None and key in taken}
-    try:
-        return factory(optimizer, section.warmup, total=section.total or total, **options)
-    except ValueError as error:
-        raise config.error(key, str(error)) from None

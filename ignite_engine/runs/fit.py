@@ -25,7 +25,8 @@ from ignite_engine import devices, rng
 from ignite_engine.checkpointing import CheckpointError
 from ignite_engine.checkpointing.retention import usual_mode
 from ignite_engine.config import Config, ConfigError
-from ignite_engine.config.load import validated
+from ignite_engine.config.load import validated, with_changes
+from ignite_engine.config.tables import HANDLERS
 from ignite_engine.config.yaml_file import ConfigSource
 from ignite_engine.errors import (
     Interrupted,
@@ -40,7 +41,6 @@ from ignite_engine.errors import (
     shapes_of,
 )
 from ignite_engine.ext.recovery.parallel import Parallel
-from ignite_engine.handlers.clearml.sink import server_is_configured
 from ignite_engine.ranks.joining import is_launched
 from ignite_engine.run_directory import RunDirectoryInUse
 from ignite_engine.runs import recipe
@@ -68,23 +68,34 @@ class Sections(TypedDict, total=False):
     run: Values
     data: Values
     update: Values
-    evaluation: Values
-    early_stopping: Values
-    ema: Values
-    checkpoint: Values
-    logging: Values
-    profiler: Values
     distributed: Values
+    load: Sequence[Values]
 
 
-_CHANGES: ContextVar[tuple[Mapping[str, Values], Callable[[Run], object]]] = ContextVar(
-    "changes", default=({}, Run.train)
-)
+_SETTINGS = {
+    "directory": "run.directory",
+    "restart": "run.restart",
+    "max_epochs": "run.max_epochs",
+    "max_iters": "run.max_iterations",
+    "seed": "run.seed",
+    "batch_size": "data.batch_size",
+    "num_workers": "data.num_workers",
+    "precision": "update.precision",
+    "accumulation_steps": "update.accumulation_steps",
+    "clip_norm": "update.clip_norm",
+    "lr": "optimizer.lr",
+    "best": "handlers.Checkpoint.best",
+    "mode": "handlers.Checkpoint.mode",
+    "resume": "handlers.Checkpoint.resume",
+}
+"""Arguments of :func:`fit` and the settings that they are."""
+
+_CHANGES: ContextVar[tuple[Mapping[str, Any], Callable[[Run], object]]] = ContextVar("changes", default=({}, Run.train))
 
 
 @contextmanager
-def changed(settings: Mapping[str, Values], train: Callable[[Run], object] = Run.train) -> Iterator[None]:
-    """Within it :func:`fit` has these settings, by section, whatever it is given, and trains by ``train(run)``."""
+def changed(settings: Mapping[str, Any], train: Callable[[Run], object] = Run.train) -> Iterator[None]:
+    """Within it :func:`fit` has these settings, nested as in a config, and trains by ``train(run)``."""
     token = _CHANGES.set((settings, train))
     try:
         yield
@@ -137,7 +148,7 @@ def fit(
     sampler: Any = None,
     weight_fn: Callable[[Any], int | float] | None = None,
     tokens_fn: Callable[[Any], int] | None = None,
-    handlers: Sequence[Any] = (),
+    handlers: Mapping[str, Any] | Sequence[Any] = (),
     **sections: Unpack[Sections],
 ) -> Run:
     """Train, as ``ignite-engine train`` does with a config: same parts, same defaults, same files in the folder.
@@ -183,8 +194,10 @@ def fit(
         test_set: evaluated by ``run.evaluate()`` only.
         collate_fn, weight_fn, tokens_fn: see :class:`~ignite_engine.Task`.
         sampler: an order of the samples of a map-style ``train_set``, such as a ``WeightedRandomSampler``.
-        handlers: attached last; objects with ``attach(trainer)``, or pairs of one, or of a function, with its event.
-        sections: any other setting, by the section of a config that has it, such as ``logging={"every": 10}``.
+        handlers: by label, as a config has them: settings, ``{"MetricLogger": {"every": 10}}``, or None to turn one
+            off; or handlers of your own, attached last, as objects with ``attach(trainer)``, or pairs of one, or of a
+            function, with its event. A list is of the latter only.
+        sections: any other setting, by the section of a config that has it, such as ``data={"shuffle": False}``.
 
     Returns:
         The run: ``run.trainer``, ``run.checkpoint``, ``run.metrics`` (the last values), ``run.summary``, and
@@ -210,6 +223,7 @@ def fit(
         )
     if metrics is not None and (problem := problem_of_metrics(metrics)) is not None:
         raise ConfigError(f"fit() got {problem}")
+    own, entries = _split(handlers)
     task = Task(
         model,
         loss_fn,
@@ -222,7 +236,7 @@ def fit(
         tokens_fn=tokens_fn,
         sampler=sampler,
         test_sets=_named_sets("test", "test_set", test_set),
-        handlers=handlers,
+        handlers=own,
     )
     if is_loader(train_set):
         batch_size, num_workers = _of_loader(train_set, batch_size, num_workers)
@@ -231,30 +245,31 @@ def fit(
     if metrics and predict is None:
         _check_pairs(task)
     check_type("resume", resume, resume is None or isinstance(resume, Mapping), "a mapping such as {'lr': 0.0001}")
-    values = _values(sections)
-    given: dict[str, dict[str, Any]] = {
-        "run": {
-            "directory": str(directory),
-            "max_epochs": max_epochs,
-            "max_iterations": max_iters,
-            "seed": seed,
-            "restart": restart or None,
-        },
-        "data": {"batch_size": batch_size, "num_workers": num_workers},
-        "optimizer": {} if lr is None else {"lr": lr},
-        "schedule": {},
-        "update": {"precision": precision, "accumulation_steps": accumulation_steps, "clip_norm": clip_norm},
-        "checkpoint": {"best": best, "mode": _mode(best, mode, task), "resume": _as_in_config(resume or {})},
+    arguments = {
+        "directory": str(directory),
+        "restart": restart or None,
+        "max_epochs": max_epochs,
+        "max_iters": max_iters,
+        "seed": seed,
+        "batch_size": batch_size,
+        "num_workers": num_workers,
+        "precision": precision,
+        "accumulation_steps": accumulation_steps,
+        "clip_norm": clip_norm,
+        "lr": lr,
+        "best": best,
+        "mode": _mode(best, mode, task),
+        "resume": resume,
     }
+    values = {"task": IN_PYTHON, **_sections(sections), "handlers": _as_in_config(entries)}
     if isinstance(optimizer, str | Mapping):
-        options = {"name": optimizer} if isinstance(optimizer, str) else _as_in_config(optimizer)
-        _add_arguments("optimizer", given["optimizer"], options)
+        values["optimizer"] = {"name": optimizer} if isinstance(optimizer, str) else _as_in_config(optimizer)
     elif optimizer is not None:
         if lr is not None:
             raise ConfigError("fit(): lr: got a value with an optimizer that has its own; give it to the optimizer.")
         task.optimizer = _made_of_model(optimizer)
     if isinstance(schedule, str | Mapping):
-        given["schedule"] |= {"name": schedule} if isinstance(schedule, str) else _as_in_config(schedule)
+        values["schedule"] = {"name": schedule} if isinstance(schedule, str) else _as_in_config(schedule)
     elif schedule is not None:
         check_type("schedule", schedule, callable(schedule), "a name, options, or a function of the optimizer")
         task.schedule, task.schedule_per = schedule, schedule_per or "usual"
@@ -262,15 +277,13 @@ def fit(
         raise TypeError(
             f"fit() got schedule_per={schedule_per!r} without a scheduler made by a function: leave it out."
         )
-    for section, arguments in given.items():
-        _add_arguments(section, values.setdefault(section, {}), arguments)
-    # an offline session is for who asks for one
-    values.setdefault("logging", {}).setdefault("clearml", server_is_configured())
+    given = {name: _as_in_config(value) for name, value in arguments.items() if value is not None}
+    for name, value in given.items():
+        _set(values, name, value)
     values["run"].setdefault("name", Path(directory).name or "run")
     settings, train_run = _CHANGES.get()
-    for section, changes in settings.items():
-        values[section] = {**values.get(section, {}), **changes}
-    config = validated(ConfigSource(values, name="fit()"))
+    changed_values = with_changes(values, settings)
+    config = validated(ConfigSource(changed_values, name="fit()", arguments={_SETTINGS[name]: name for name in given}))
     runs: list[Run] = []
 
     def train(local_rank: int = 0) -> None:
@@ -394,25 +407,39 @@ def _made_of_model(optimizer: Any) -> Callable[[nn.Module], Any]:
     return optimizer  # type: ignore[no-any-return]  # the user's
 
 
-def _values(sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The sections as plain values, with a task that no config can name."""
+def _split(handlers: Any) -> tuple[Any, dict[str, Any]]:
+    """The handlers that are objects, and the settings of others, each by label."""
+    if not isinstance(handlers, Mapping):
+        return handlers, {}
+    entries = {label: given for label, given in handlers.items() if given is None or isinstance(given, Mapping)}
+    return {label: given for label, given in handlers.items() if label not in entries}, entries
+
+
+def _sections(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """The sections as plain values."""
     for name, section in sections.items():
         if name not in Sections.__annotations__:
             known = [*inspect.signature(fit).parameters][:-1]  # the last is all sections
-            near = did_you_mean(name, [*known, *Sections.__annotations__], limit=40)
+            names = [*known, *Sections.__annotations__]
+            near = did_you_mean(name, [*names, *(f"handlers.{label}" for label in HANDLERS)], limit=len(names))
             raise TypeError(f"fit() got {name}, which it does not take{near}")
-        check_type(name, section, isinstance(section, Mapping), "a mapping of settings")
-    values: dict[str, Any] = {name: _as_in_config(section) for name, section in sections.items()}
-    return values | {"task": IN_PYTHON}
+        kind, expected = (list | tuple, "a list of sources") if name == "load" else (Mapping, "a mapping of settings")
+        check_type(name, section, isinstance(section, kind), expected)
+    return {name: _as_in_config(section) for name, section in sections.items()}
 
 
-def _add_arguments(section: str, values: dict[str, Any], arguments: Mapping[str, Any]) -> None:
-    for key, value in arguments.items():
-        if value is None:
-            continue
-        if key in values:
-            raise TypeError(f"fit() got {section}.{key} twice, as an argument and in {section}: give one of them.")
-        values[key] = value
+def _set(values: dict[str, Any], argument: str, value: Any) -> None:
+    """Put the value of an argument where a config has it."""
+    *sections, key = _SETTINGS[argument].split(".")
+    inner = values
+    for section in sections:
+        inner = inner.setdefault(section, {})
+        if inner is None:
+            raise TypeError(f"fit() got {argument}={value!r}, but handlers turn {section} off: leave one of them out.")
+    if key in inner:
+        where = "optimizer" if sections == ["optimizer"] else ".".join(sections)
+        raise TypeError(f"fit() got {_SETTINGS[argument]} twice, as {argument} and in {where}: give one of them.")
+    inner[key] = value
 
 
 def _as_in_config(value: Any) -> Any:
@@ -421,4 +448,6 @@ def _as_in_config(value: Any) -> Any:
         return {key: _as_in_config(element) for key, element in value.items()}
     if isinstance(value, list | tuple):
         return [_as_in_config(element) for element in value]
+    if isinstance(value, float):
+        return float(value)  # NumPy's cannot be written as YAML
     return str(value) if isinstance(value, os.PathLike) else value

@@ -137,13 +137,14 @@ def total_updates_given(config: Config, data: str) -> int | None:
     Raises:
         ConfigError: the schedule needs to know.
     """
-    for key, section in config.schedules.values():
-        needed = section.name not in ("none", "constant", "plateau") and section.total is None
+    schedules = dict(config.schedule_of(name) for name in config.optimizers or ("optimizer",))
+    for key, entry in schedules.items():
+        needed = entry["name"] not in ("none", "constant", "plateau") and entry.get("total") is None
         if needed and config.run.max_iterations is None:
             raise config.error(
                 f"{key}.total", f"{data} does not say how many updates there will be: set it, or run.max_iterations."
             )
-    totals = [section.total for _, section in config.schedules.values() if section.total is not None]
+    totals = [entry["total"] for entry in schedules.values() if entry.get("total") is not None]
     return config.run.max_iterations or max(totals, default=None)
 
 

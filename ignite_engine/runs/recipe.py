@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import inspect
 import logging
@@ -11,26 +10,21 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from ignite.engine import CallableEventWithFilter, Engine, Events
-from torch import nn
+from ignite.engine import CallableEventWithFilter, Events
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ignite_engine import every, handlers
-from ignite_engine.checkpointing import CheckpointError, LoadSource, SaveOptions
-from ignite_engine.config import Config, ConfigWarning, Every
-from ignite_engine.config.sections import LoadSection, ScheduleSection
+from ignite_engine import handlers
+from ignite_engine.checkpointing import CheckpointError, LoadSource
+from ignite_engine.config import Config, ConfigWarning
+from ignite_engine.config.named import Fault, lookup, named, parameters_of, refusal_of
+from ignite_engine.config.tables import HANDLERS, arguments_of, event_of, load_source, when_of
+from ignite_engine.data.source import OwnSource
 from ignite_engine.errors import check_type, one_line
-from ignite_engine.evaluator import create_evaluator
-from ignite_engine.events import TrainingEvents
-from ignite_engine.ext.windows import Windows
-from ignite_engine.handlers.evaluation.batches import loader_of
-from ignite_engine.handlers.evaluation.sanity import SanityCheck, Trial
 from ignite_engine.ranks import agreement, attempt, mesh
 from ignite_engine.rng import seed_everything
 from ignite_engine.run_directory import PhaseTimes, RunDirectory, installed_packages
@@ -44,14 +38,11 @@ from ignite_engine.runs.components import (
     settings_of,
     steps_per_epoch,
 )
-from ignite_engine.runs.loaders import data_loader, is_loader, say_how_it_resumes, updates_of
-from ignite_engine.runs.mean_loss import mean_loss
+from ignite_engine.runs.evaluations import Evaluations
+from ignite_engine.runs.loaders import data_loader, say_how_it_resumes, updates_of
 from ignite_engine.runs.run import Run
 from ignite_engine.runs.wrapping import declare_mesh, wrap
-from ignite_engine.schedules import Schedule
-from ignite_engine.state import Start
-from ignite_engine.states.tiers import TIERS
-from ignite_engine.task import Data, Task
+from ignite_engine.task import Task
 from ignite_engine.trainer import Trainer
 from ignite_engine.update import Update
 
@@ -129,21 +120,18 @@ def build_run(config: Config, task: Task | None = None) -> Run:
             max_read_errors=config.data.max_read_errors,
         )
         schedules = make_schedules(config, task, optimizers, total)
-        directory = RunDirectory(config.directory)
-        length = {"max_iters": config.run.max_iterations, "max_epochs": config.run.max_epochs}
         run = Run(
             trainer,
             train_loader,
-            directory,
-            {name: schedule for name, schedule in schedules.items() if isinstance(schedule, Schedule)},
+            RunDirectory(config.directory),
+            config,
+            task,
             total,
-            {key: value for key, value in length.items() if value is not None},
-            lambda: _evaluations(config, task, model, {**task.val_sets, **task.test_sets}),
+            schedules,
             startup,
             settings_of(config, task, optimizers, schedules),
-            (config.checkpoint.best, config.checkpoint.mode) if config.checkpoint.best else None,
         )
-        _attach(config, task, run, schedules, _evaluations(config, task, model, task.val_sets))
+        _attach(run)
     return run
 
 
@@ -206,198 +194,173 @@ def _move_aside(config: Config) -> Path | None:
         raise config.error("run.restart", f"got true, but {problem}.") from None
 
 
-def _lr_schedule(section: ScheduleSection, schedule: Schedule, name: str) -> handlers.LRSchedule:
-    if section.name != "plateau":
-        return handlers.LRSchedule(schedule, name=name)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
-        schedule.optimizer,
-        mode=section.mode or "min",
-        factor=section.factor or 0.1,
-        patience=(section.patience or 5) - 1,  # torch counts the values that are tolerated
-        threshold=section.min_delta or 0.0,
-        threshold_mode="abs",
-        min_lr=[group["lr"] * (section.min_ratio or 0.0) for group in schedule.optimizer.param_groups],
-    )
-    return handlers.LRSchedule(plateau, metric=section.metric, name=name)
+_AT_LOG_POINTS = ("MemoryLogger", "Throughput", "StepTimes", "MetricLogger")
+"""Handlers that write values; their event is the logger's where none is given."""
 
 
-def _evaluations(
-    config: Config,
-    task: Task,
-    model: nn.Module,
-    sets: Mapping[str, Data],
-) -> list[handlers.Evaluation]:
-    section = config.evaluation
-    options: dict[str, Any] = {"limit": section.limit, "resumes": section.resumes}
-    return [
-        handlers.Evaluation(
-            _evaluator(config, task, model), data_loader(config, task, dataset, training=False), name=name, **options
-        )
-        for name, dataset in sets.items()
-    ]
-
-
-def _evaluator(config: Config, task: Task, model: nn.Module) -> Engine:
-    predict, metrics = (
-        (task.predict, task.metrics) if task.predict is not None else mean_loss(task.loss_fn, task.weight_fn)
-    )
-    precision = config.evaluation.precision or config.update.precision
-    return create_evaluator(model, predict, metrics, precision=precision)
-
-
-def _sanity_check(config: Config, task: Task, model: nn.Module) -> SanityCheck:
-    """The sanity check of each validation set that is not a stream of windows."""
-    section, batches = config.evaluation, config.evaluation.sanity_batches
-    # of the run's workers one is enough; what a dataset opens, it opens there
-    data = config.data.model_copy(
-        update={"num_workers": min(1, config.data.num_workers), "persistent_workers": False, "prefetch_factor": None}
-    )
-    few = config.model_copy(update={"data": data})
-    try:
-        own = replace(task, metrics=copy.deepcopy(dict(task.metrics)))
-    except Exception:  # one that cannot be copied is reset by each evaluation, as it would be without a check
-        own = task
-    trials = {
-        name: Trial(
-            _evaluator(config, own, model),
-            loader_of(dataset) if is_loader(dataset) else data_loader(few, task, dataset, training=False),
-            min(batches, section.limit or batches),
-        )
-        for name, dataset in task.val_sets.items()
-        if not isinstance(dataset, Windows)
-    }
-    return SanityCheck(trials, error=config.error)
-
-
-def _progressive(config: Config, task: Task, run: Run) -> handlers.Evaluation:
-    """Evaluates each window before it is trained on."""
-    trained, evaluated = run.loader, data_loader(config, task, task.train_set, training=False)
-    assert isinstance(trained, Windows) and isinstance(evaluated, Windows), "check_fit has seen it"
-    evaluator = _evaluator(config, task, run.trainer.update.model)
-    return handlers.Evaluation(
-        evaluator, lambda: evaluated.loader_of(trained.present), name="progressive", limit=config.evaluation.limit
-    )
-
-
-def _attach(
-    config: Config,
-    task: Task,
-    run: Run,
-    schedules: Mapping[str, Any],
-    evaluations: Sequence[handlers.Evaluation],
-) -> None:
-    trainer, evaluation, logging = run.trainer, config.evaluation, config.logging
-
-    def is_fresh(engine: Engine, count: int) -> bool:
-        return trainer.state.start is Start.FRESH
-
-    def after_the_last_update(engine: Engine, count: int) -> bool:
-        state = trainer.state
-        at_end_of_epoch = trainer.progress.epoch_iteration == state.epoch_length
-        return state.iteration == state.max_iters or (state.epoch == state.max_epochs and at_end_of_epoch)
-
-    def last_epoch(engine: Engine, count: int) -> bool:
-        return trainer.state.epoch == trainer.state.max_epochs
-
-    def already_finished(engine: Engine, count: int) -> bool:
-        state = trainer.state
-        return state.start is not Start.FRESH and 0 < state.iteration == run.first_iteration
-
-    # or as often as gives a short run ten points
-    usual = Every(iterations=50 if run.total is None else max(1, min(50, run.total // 10)))
-    log_point = interval_event(logging.every or usual, task)
+def _attach(run: Run) -> None:
+    """Attach all handlers in the order of the table, then those of the user."""
+    config, trainer = run.settings, run.trainer
     trainer.add_event_handler(Events.STARTED, run.log_length)
     trainer.add_event_handler(Events.STARTED, run.keep_record)
     say_how_it_resumes(run.loader)
-    metric_logger = _metric_logger(config, task, run)
-    if evaluation.sanity_batches and evaluations:
-        model = trainer.update.model
-        _sanity_check(config, task, model).attach(trainer)
-    for name, schedule in schedules.items():
-        handler_name = run.schedule_name(name)
-        if task.schedule is not None:
-            per = (Events.EPOCH_COMPLETED,) if steps_per_epoch(task, schedule) else ()
-            handlers.LRSchedule(schedule, name=handler_name).attach(trainer, *per)
-        else:
-            _lr_schedule(config.schedule_of(name)[1], schedule, handler_name).attach(trainer)
-    if config.ema.decay is not None:
-        handlers.EMA(config.ema.decay, warmup=config.ema.warmup, evaluate=config.ema.evaluate).attach(trainer)
-    for handler in evaluations:
-        if evaluation.at_start:
-            handler.attach(trainer, Events.STARTED(event_filter=is_fresh))
-        if evaluation.every is not None:
-            handler.attach(trainer, interval_event(evaluation.every, task))
-        if evaluation.at_end:  # before the last checkpoint, which it may make the best
-            handler.attach(trainer, Events.ITERATION_COMPLETED(event_filter=after_the_last_update))
-            # the last epoch may have been cut short
-            handler.attach(trainer, Events.EPOCH_COMPLETED(event_filter=last_epoch))
-        handler.attach(trainer, Events.COMPLETED(event_filter=already_finished))
-    if evaluation.progressive:
-        _progressive(config, task, run).attach(trainer, TrainingEvents.WINDOW_STARTED)
-    if logging.memory:
-        handlers.MemoryLogger().attach(trainer, log_point)
-    if logging.throughput:
-        throughput = handlers.Throughput(task.tokens_fn, flops=logging.flops, peak_flops=logging.peak_flops)
-        throughput.attach(trainer, log_point)
-        handlers.StepTimes().attach(trainer, log_point)
-    metric_logger.attach(trainer, log_point)
-    if logging.trail is not None:
-        trail = handlers.DigestTrail(run.directory.path, every=logging.trail, compare_ranks=logging.compare_ranks)
-        trail.attach(trainer)
-    profile = config.profiler
-    if profile.active is not None:
-        numbers = {"wait": profile.wait, "warmup": profile.warmup, "active": profile.active, "repeat": profile.repeat}
-        handlers.Profiler(run.directory.path, ranks=profile.ranks, **numbers).attach(trainer)
-    if logging.progress:
-        handlers.Progress(logging.console if isinstance(logging.console, list) else None).attach(trainer)
-    stopping = config.early_stopping
-    if stopping.metric is not None:
-        handlers.EarlyStopping(
-            stopping.metric,
-            mode=stopping.mode,
-            patience=stopping.patience,
-            min_delta=stopping.min_delta,
-            stopping_threshold=stopping.stopping_threshold,
-            divergence_threshold=stopping.divergence_threshold,
-        ).attach(trainer)
-    section = config.checkpoint
-    names = [option.name for option in fields(SaveOptions) if option.name not in ("config", "keep_fn")] + [*TIERS]
-    values = {name: getattr(section, name) for name in names}
-    options = {name: value for name, value in values.items() if value is not None}
-    run.checkpoint = handlers.Checkpoint(
-        run.directory.checkpoints,
-        must_be_new=config.run.must_be_new and not _is_started_again(),
-        config=run.config,
-        **options,
-    )
-    run.checkpoint.announces_best = False  # the run's last line does
-    run.checkpoint.asks_tiers = not config.run.restart or _is_started_again()
-    run.ignore, run.resume_lr = section.ignore or (), section.resume.lr
-    if section.sources:
-        run.load, run.always_load = _loading(config, task, run), bool(section.exclude)
-    # it always saves at the end; after COMPLETED nothing more is saved
-    unit, number = section.every.given if section.every else ("", 0)
-    by_clock = unit in ("seconds", "minutes")
-    run.checkpoint.attach(
-        trainer, interval_event(section.every, task) if section.every and not by_clock else Events.COMPLETED
-    )
-    if by_clock:
-        handlers.SaveEvery(**{unit: number}).attach(trainer)
-    _attach_stops(config, run)
-    check_type("handlers", task.handlers, isinstance(task.handlers, list | tuple), "a list of handlers")
-    for place, users_own in enumerate(task.handlers):
+    _attach_schedules(run)
+    sources = [load_source(entry) for entry in config.load]
+    entries = {label: entry for label, entry in config.handlers.items() if entry is not None}
+    if sources and ("Checkpoint" not in entries or any(load_source.dynamic for load_source in sources)):
+        entries.setdefault("ModelBank", {})
+    # or as often as gives a short run ten points
+    usual = {"every": 50 if run.total is None else max(1, min(50, run.total // 10))}
+    log_point = {**usual, **{key: value for key, value in entries.get("MetricLogger", {}).items() if key in _WHEN}}
+    if "at" in log_point:
+        del log_point["every"]
+    supplied = _supplied(run, sources)
+    events: dict[str, Any] = {}
+    made: dict[str, Any] = {}
+    order = {kind: place for place, kind in enumerate(HANDLERS)}
+    for label, entry in sorted(entries.items(), key=lambda item: order.get(item[1].get("use", item[0]), len(order))):
+        if entry.get("use", label) in _AT_LOG_POINTS and not entry.keys() & _WHEN:
+            entry = {**log_point, **entry}
+        with config.at(f"handlers.{label}"):
+            made[label] = _attach_handler(run, label, entry, supplied, events)
+    for sink in made["MetricLogger"].sinks if {"MetricLogger", "Throughput"} <= made.keys() else ():
+        if isinstance(sink, handlers.ConsoleSink):  # so that its first heading has it
+            sink.columns.rate = f"throughput/{'samples' if run.task.tokens_fn is None else 'tokens'}_per_s"
+    run.checkpoint = made.get("Checkpoint")
+    if run.checkpoint is not None:
+        run.resume = entries["Checkpoint"].get("resume") or {}
+        run.checkpoint.announces_best = False  # the run's last line does
+        run.checkpoint.asks_tiers = not config.run.restart or _is_started_again()
+    if sources:
+        run.load = _loading(config, made["ModelBank"].load if "ModelBank" in made else partial(_load, run, sources))
+    _attach_own(trainer, run.task.handlers)
+
+
+_WHEN = {"every", "at"}
+
+
+def _supplied(run: Run, sources: Sequence[LoadSource]) -> dict[str, Callable[[], Any]]:
+    """What a handler gets for arguments of these names."""
+    config, task = run.settings, run.task
+    evaluations = partial(Evaluations, run)
+    return {
+        "directory": lambda: run.directory.path,
+        "config": lambda: run.config,
+        "evaluator": lambda: evaluations().evaluator(task),
+        "data": lambda: data_loader(config, task, next(iter(task.val_sets.values()), task.train_set), training=False),
+        "run": lambda: run,
+        "since": lambda: time.monotonic() - (time.perf_counter() - run.startup.began),  # the start-up counts as well
+        "sources": lambda: sources,
+        "tokens_fn": lambda: task.tokens_fn,
+        "must_be_new": lambda: config.run.must_be_new and not _is_started_again(),
+    }
+
+
+def _attach_handler(
+    run: Run, label: str, entry: Mapping[str, Any], supplied: Mapping[str, Callable[[], Any]], events: dict[str, Any]
+) -> Any:
+    """Make and attach the handler of an entry.
+
+    Args:
+        events: those of the entries before; handlers of one clock share it and act together.
+
+    Raises:
+        Fault: a setting does not fit.
+    """
+    config, task, trainer = run.settings, run.task, run.trainer
+    kind = entry.get("use", label)
+    make = lookup(kind, HANDLERS, key="use", folder=config.folder)
+    known, _ = parameters_of(make)
+    supplied = dict(supplied)
+    if kind == "Evaluation":
+        del supplied["data"]  # it takes names
+    elif "data" in known and isinstance(name := entry.get("data"), str):
+        supplied["data"] = partial(data_loader, config, task, Evaluations(run, name).sets[name], training=False)
+        entry = {key: value for key, value in entry.items() if key != "data"}
+    if kind == "Checkpoint":
+        supplied["directory"] = lambda: run.directory.checkpoints
+    if kind != label and "name" in known:
+        supplied["name"] = lambda: label
+    arguments, _ = arguments_of(make, entry)
+    if not isinstance(make, type):
+        handler = partial(make, **arguments)
+    else:
+        handler = named({**arguments, "use": kind}, {kind: make}, key="use", given=supplied)
+    when = when_of(make, entry)
+    has_length = not isinstance(task.train_set, OwnSource) and hasattr(task.train_set, "__len__")
+    clocks: list[Mapping[str, float]] = []
+    if kind == "Checkpoint" and "at" not in entry:
+        # its clock counts from the last save; after COMPLETED nothing more is saved
+        intervals = [interval for interval in _listed(entry["every"]) if interval is not None]
+        clocks = [each for each in intervals if isinstance(each, Mapping) and each.keys() & {"minutes", "seconds"}]
+        rest = [each for each in intervals if each not in clocks]
+        when = {"every": rest} if rest else {"at": "COMPLETED"}
+    key = repr(when)
+    if key not in events:
+        events[key] = event_of(when, count=task.tokens_fn or task.weight_fn, has_length=has_length)
+    try:
+        _attach_one(trainer, handler, events[key], when)
+        for clock in clocks:
+            handlers.SaveEvery(**clock).attach(trainer)
+    except (TypeError, ValueError) as error:
+        raise refusal_of(error, label, entry) from error
+    if kind not in HANDLERS:
+        _register(trainer, label, handler)
+    return handler
+
+
+def _listed(value: Any) -> list[Any]:
+    return [*value] if isinstance(value, list | tuple) else [value]
+
+
+def _attach_one(trainer: Trainer, handler: Any, event: Any, when: Mapping[str, Any]) -> None:
+    if not hasattr(handler, "attach"):
+        if event is None:
+            raise Fault(("", "it has no event: give every, such as 100, or at, such as EPOCH_COMPLETED."))
+        trainer.add_event_handler(event, handler)
+    elif event is None:
+        handler.attach(trainer)
+    elif _takes(handler.attach, trainer, event):
+        handler.attach(trainer, event)
+    else:
+        raise Fault((next(iter(when)), f"got {next(iter(when.values()))!r}, but its events are its own: leave it out."))
+
+
+def _register(trainer: Trainer, label: str, handler: Any) -> None:
+    """A handler's state is in checkpoints, under its label unless it has named itself."""
+    has_state = hasattr(handler, "state_dict") and hasattr(handler, "load_state_dict")
+    if has_state and not any(known is handler for known in trainer.registry.objects.values()):
+        trainer.register(label, handler)
+
+
+def _attach_schedules(run: Run) -> None:
+    config, task = run.settings, run.task
+    for name, schedule in run.schedules.items():
+        _, entry = config.schedule_of(name)
+        metric = entry.get("metric") if task.schedule is None and isinstance(schedule, ReduceLROnPlateau) else None
+        per_epoch = task.schedule is not None and steps_per_epoch(task, schedule)
+        handler = handlers.LRSchedule(schedule, metric=metric, name=run.schedule_name(name))
+        handler.attach(run.trainer, *[Events.EPOCH_COMPLETED][: int(per_epoch)])
+
+
+def _attach_own(trainer: Trainer, given: Any) -> None:
+    """Attach what the task, or the call of ``fit``, has made: a list, or a mapping by label."""
+    is_right = isinstance(given, list | tuple | Mapping)
+    check_type("handlers", given, is_right, "a list of handlers, or a mapping of them by label")
+    labelled = given.items() if isinstance(given, Mapping) else enumerate(given)
+    for label, users_own in labelled:
         handler, *events = users_own if isinstance(users_own, tuple) else (users_own,)
         name = getattr(handler, "__name__", type(handler).__name__)
         if isinstance(handler, type):
-            raise TypeError(f"handlers[{place}] is the class {name}: give an object of it, {name}(...).")
+            raise TypeError(f"handlers[{label!r}] is the class {name}: give an object of it, {name}(...).")
         if hasattr(handler, "attach"):
             if not _takes(handler.attach, trainer, *events):
-                raise TypeError(f"handlers[{place}] is a {name}, whose attach takes an event: give the pair of them.")
+                raise TypeError(f"handlers[{label!r}] is a {name}, whose attach takes an event: give the pair of them.")
             handler.attach(trainer, *events)
         elif not callable(handler) or not events or isinstance(handler, CallableEventWithFilter):
             raise TypeError(
-                f"handlers[{place}] must be an object with attach(trainer), or a pair of one or of a function and its "
-                f"event, in this order, got {handler!r}."
+                f"handlers[{label!r}] must be an object with attach(trainer), or a pair of one or of a function and "
+                f"its event, in this order, got {handler!r}."
             )
         else:
             try:
@@ -406,9 +369,11 @@ def _attach(
                 if _takes(handler, trainer) or _takes(handler):
                     raise
                 raise TypeError(
-                    f"handlers[{place}] must be a function of the trainer, or of nothing, got "
+                    f"handlers[{label!r}] must be a function of the trainer, or of nothing, got "
                     f"{name}{inspect.signature(handler)}: trainer.state has what else it needs."
                 ) from None
+        if isinstance(label, str):
+            _register(trainer, label, handler)
 
 
 def _takes(function: Callable[..., Any], *arguments: Any) -> bool:
@@ -421,73 +386,18 @@ def _takes(function: Callable[..., Any], *arguments: Any) -> bool:
     return True
 
 
-def _loading(config: Config, task: Task, run: Run) -> Callable[[], object]:
-    """The function that loads the config's ``checkpoint.load``; attaches the bank that loads dynamic sources again.
+def _load(run: Run, sources: Sequence[LoadSource]) -> object:
+    assert run.checkpoint is not None
+    return run.checkpoint.load(sources)
 
-    Raises:
-        ConfigError: (now) the settings make no source; (when called) there is nothing to load, or it does not fit.
-    """
-    sources = [_source(config, key, section) for key, section in config.checkpoint.sources.items()]
-    checkpoint = run.checkpoint
-    assert checkpoint is not None
-    begin: Callable[[], object] = partial(checkpoint.load, sources)
-    if any(load_source.dynamic for load_source in sources):
-        bank = handlers.ModelBank(sources)
-        bank.attach(run.trainer, interval_event(config.checkpoint.reload_every, task))
-        begin = bank.load
+
+def _loading(config: Config, begin: Callable[[], object]) -> Callable[[], object]:
+    """``begin``, whose errors say where the sources are written."""
 
     def load() -> object:
         try:
             return begin()
-        except CheckpointError as error:
-            key = "checkpoint.load.path" if isinstance(config.checkpoint.load, LoadSection) else "checkpoint.load"
-            raise config.error(key, str(error)) from error
-        except ValueError as error:
-            raise config.error("checkpoint.load", str(error)) from error
+        except (CheckpointError, ValueError) as error:
+            raise config.error("load", str(error)) from error
 
     return load
-
-
-def _source(config: Config, key: str, section: LoadSection) -> LoadSource:
-    try:
-        return LoadSource(**section.model_dump())
-    except ValueError as error:
-        raise config.error(key, str(error)) from None
-
-
-def _attach_stops(config: Config, run: Run) -> None:
-    handlers.GracefulStop().attach(run.trainer)
-    limit, path = config.run.time_limit, config.run.stop_file
-    if limit is not None:  # the start-up counts as well
-        since = time.monotonic() - (time.perf_counter() - run.startup.began)
-        handlers.WallClockLimit(seconds=limit.total_s, since=since).attach(run.trainer)
-    if path is not None:
-        handlers.StopFile(run.directory.path / path).attach(run.trainer)
-
-
-def _metric_logger(config: Config, task: Task, run: Run) -> handlers.MetricLogger:
-    logging, path = config.logging, run.directory.path
-    sinks: list[Any] = []
-    if logging.clearml:
-        sinks.append(handlers.ClearMLLogger(path, project=logging.project, task=config.name, config=run.config))
-    if logging.tensorboard:
-        sinks.append(handlers.TensorBoardSink(path, config=run.config))
-    if logging.wandb:
-        sinks.append(handlers.WandBSink(path, project=logging.project, run_name=config.name, config=run.config))
-    if logging.mlflow:
-        sinks.append(handlers.MLflowSink(path, experiment=logging.project, run_name=config.name, config=run.config))
-    run.log_states = frozenset({"clearml", "mlflow", "tensorboard", "wandb"})
-    metric_logger = handlers.MetricLogger(path, sinks=sinks, console=logging.console)
-    for sink in metric_logger.sinks:
-        if isinstance(sink, handlers.ConsoleSink) and logging.throughput:  # so that its first heading has it
-            sink.columns.rate = f"throughput/{'samples' if task.tokens_fn is None else 'tokens'}_per_s"
-    assert metric_logger.history is not None, "it was given a folder"
-    metric_logger.history.config = run.config
-    return metric_logger
-
-
-def interval_event(interval: Every, task: Task) -> Any:
-    """The event of a config's ``every``; those of one clock are one event, as handlers that share it act together."""
-    unit, number = interval.given
-    count = (task.tokens_fn or task.weight_fn) if unit == "tokens" else None
-    return every(**{unit: number}, count=count)  # type: ignore[arg-type]  # the config has checked which are whole

@@ -17,7 +17,8 @@ from ignite_engine.checkpointing import BestCheckpoint, CheckpointStore, Loaded
 from ignite_engine.checkpointing.in_use import read_chosen
 from ignite_engine.checkpointing.naming import NAMES, find_source, followed, scored_by
 from ignite_engine.checkpointing.shards import is_sharded
-from ignite_engine.config.load import default_values
+from ignite_engine.config.load import Config, default_values
+from ignite_engine.config.named import parameters_of
 from ignite_engine.data.place import Place
 from ignite_engine.data.workers import note_dead_worker
 from ignite_engine.describe.lr_text import lr_text
@@ -33,14 +34,16 @@ from ignite_engine.schedules import Schedule
 from ignite_engine.state import Start
 from ignite_engine.states.loading import load_evaluated
 from ignite_engine.states.model_and_optimizer import unwrap
-from ignite_engine.states.rates import Rates
 from ignite_engine.step.parameters import Parameters
+from ignite_engine.task import Task
 from ignite_engine.trainer import Trainer
 
 if TYPE_CHECKING:
     from ignite_engine.handlers import Checkpoint, Evaluation
 
 logger = logging.getLogger(__name__)
+LOG_STATES = ("clearml", "mlflow", "tensorboard", "wandb")
+"""Names of states that are dropped on a resume if their logger is no longer attached."""
 
 
 @dataclass(repr=False)
@@ -51,43 +54,59 @@ class Run:
         trainer: nothing has run in it yet.
         loader: of the training set.
         directory: nothing has been written to it yet.
-        schedules: learning rates by update, for each optimizer by its name.
+        settings: the config.
+        task: with the model as it is trained.
         total: updates of a run that is not resumed with other groups, data or ranks; None: windows do not say.
-        length: ``max_epochs``, ``max_iters`` or both, as ``trainer.run`` takes it.
-        evaluations: makes one for each validation and test set; each writes ``trainer.state.metrics`` when called.
+        schedules: of learning rates, for each optimizer by its name.
         startup: seconds of the phases of the start-up so far.
         config: the resolved config as plain values; after a resume with the settings of optimizers that are in force.
-        best: the metric by which ``evaluate`` chooses a checkpoint, and ``min`` or ``max``; None: the newest one.
-        checkpoint: set before the first call of ``train``.
-        log_states: names of states that are dropped on a resume if their logger is no longer attached.
+        checkpoint: saves it; None: nothing does.
+        resume: arguments of ``checkpoint.resume``.
         first_iteration: at which ``train`` started, after the resume; None before.
         load: loads other weights where there is nothing to resume; None: the run starts fresh.
-        always_load: also before a resume, because the run's own checkpoints are saved without some of them.
+        reports: whether a page is written when it ends.
         summary: what ``summary.json`` holds; empty before ``train``.
     """
 
     trainer: Trainer
     loader: Iterable[Any]
     directory: RunDirectory
-    schedules: Mapping[str, Schedule]
+    settings: Config
+    task: Task
     total: int | None
-    length: Mapping[str, int]
-    evaluations: Callable[[], Iterable[Evaluation]]
+    schedules: Mapping[str, Any]
     startup: PhaseTimes
     config: dict[str, Any]
-    best: tuple[str, str] | None = None
     checkpoint: Checkpoint | None = None
-    log_states: frozenset[str] = frozenset()
+    resume: Mapping[str, Any] = field(default_factory=dict)
     first_iteration: int | None = None
     load: Callable[[], object] | None = None
-    always_load: bool = False
-    ignore: Sequence[str] = ()
-    resume_lr: Rates | None = None
+    reports: bool = False
     summary: Mapping[str, Any] = field(default_factory=dict)
     _metrics_before: Mapping[str, Any] = field(default_factory=dict)
     _differences: Sequence[str] = ()
     _is_recorded: bool = False
     _resumed: Path | None = None
+
+    @property
+    def length(self) -> Mapping[str, int]:
+        """``max_epochs``, ``max_iters`` or both, as ``trainer.run`` takes it."""
+        limits = {"max_iters": self.settings.run.max_iterations, "max_epochs": self.settings.run.max_epochs}
+        return {key: value for key, value in limits.items() if value is not None}
+
+    @property
+    def evaluations(self) -> Iterable[Evaluation]:
+        """New evaluations of each validation and test set; each writes ``trainer.state.metrics`` when called."""
+        from ignite_engine.runs.evaluations import Evaluations
+
+        known, _ = parameters_of(Evaluations)
+        entry = {key: value for key, value in self.settings.handler("Evaluation").items() if key in known}
+        return Evaluations(self, **entry).of({**self.task.val_sets, **self.task.test_sets})
+
+    @property
+    def always_load(self) -> bool:
+        """Whether it loads before a resume, too, because its own checkpoints are saved without some of the weights."""
+        return self.load is not None and self.checkpoint is not None and bool(self.checkpoint.options.exclude)
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -122,7 +141,6 @@ class Run:
             return self._train()
 
     def _train(self) -> dict[str, Any]:
-        assert self.checkpoint is not None
         trainer, rank = self.trainer, agreement.rank()
         resumed: Path | None = None
         # until its settings are in force, a start leaves the record of a run as it was
@@ -136,7 +154,7 @@ class Run:
                     resumed = self._resumed = self.begin()
                 finally:
                     self._log_differences()
-                for name in self.log_states:
+                for name in LOG_STATES:
                     trainer.resume_state.unclaimed.pop(name, None)
                 if resumed is None and rank == 0:
                     self._set_old_metrics_aside()
@@ -210,10 +228,9 @@ class Run:
 
     def begin(self) -> Path | None:
         """Resume the newest checkpoint, or else load other weights if asked to; rank 0 decides."""
-        assert self.checkpoint is not None
         if self.load is not None and self.always_load:
             self.load()
-        resumed = self.checkpoint.resume(ignore=self.ignore, lr=self.resume_lr)
+        resumed = self.checkpoint.resume(**self.resume) if self.checkpoint is not None else None
         if resumed is None and self.load is not None and not self.always_load:
             self.load()
         return resumed
@@ -221,7 +238,7 @@ class Run:
     def log_length(self, trainer: Trainer) -> None:
         """On STARTED: a fresh run's model, and whether there is anything to train."""
         state, epochs, end = trainer.state, trainer.progress.epochs_completed, trainer.last_iteration
-        if state.start is Start.FRESH and agreement.rank() == 0 and self.config["logging"]["console"]:
+        if state.start is Start.FRESH and agreement.rank() == 0 and self._has_console:
             update: Any = trainer.update  # build_run gave it an Update
             for line in model_table(update.model, Parameters(update.optimizers).all()):
                 logger.info("%s", line)
@@ -237,9 +254,14 @@ class Run:
                 *epoch_or_iteration,
             )
 
+    @property
+    def _has_console(self) -> bool:
+        logger = self.settings.handlers.get("MetricLogger")
+        return logger is not None and logger.get("console") is not False
+
     def schedule_name(self, optimizer: str) -> str:
         """The name of the handler that steps the schedule of an optimizer."""
-        is_named = bool(self.config["optimizers"]) or set(self.trainer.update.optimizers) != {"optimizer"}
+        is_named = bool(self.settings.optimizers) or set(self.trainer.update.optimizers) != {"optimizer"}
         return f"lr_schedule/{optimizer}" if is_named else "lr_schedule"
 
     def evaluate(self, checkpoint: Path | str | None = None) -> dict[str, Any]:
@@ -256,8 +278,7 @@ class Run:
             CheckpointError: it is damaged, or no checkpoint.
             FileNotFoundError: this run has none.
         """
-        assert self.checkpoint is not None
-        store = self.checkpoint.store
+        store = CheckpointStore(self.directory.checkpoints) if self.checkpoint is None else self.checkpoint.store
         if self.load is not None and self.always_load:
             self.load()
 
@@ -270,7 +291,7 @@ class Run:
         self.trainer.state.iteration = loaded.manifest.iteration
         self.trainer.state.metrics.clear()
         values: dict[str, Any] = {}
-        for evaluation in self.evaluations():
+        for evaluation in self.evaluations:
             evaluation(self.trainer)
             values |= {name: in_lists(value) for name, value in evaluation.values.items()}
         values |= self.trainer.state.metrics
@@ -287,8 +308,10 @@ class Run:
             f"Writes to {self.directory.given}",
         ]
         for name, schedule in self.schedules.items():
-            head.append(f"Schedule{f' of {name}' if self.config['optimizers'] else ''}: {schedule}")
-            head += lr_text(schedule, self.total) if self.total else []
+            of = f" of {name}" if self.settings.optimizers else ""
+            is_known = isinstance(schedule, Schedule)
+            head.append(f"Schedule{of}: {schedule if is_known else type(schedule).__name__}")
+            head += lr_text(schedule, self.total) if is_known and self.total else []
         return "\n".join([*head, self.trainer.describe(self.loader, **self.length, rates=False)])
 
     def _begin_directory(self) -> None:
@@ -327,7 +350,7 @@ class Run:
             logger.info("Report: %s.", self.directory.given / report.name)
 
     def _write_report(self) -> Path | None:
-        if agreement.rank() != 0 or not self.config["logging"]["report"]:
+        if agreement.rank() != 0 or not self.reports:
             return None
         from ignite_engine.ext.report import write_report
 
@@ -347,7 +370,9 @@ class Run:
     def _chosen(self, store: CheckpointStore, asked: Path | str | None) -> Path:
         if asked is not None and str(asked) not in NAMES:
             return find_source(asked)
-        rule = self.best or followed(store.checkpoints())
+        options = None if self.checkpoint is None else self.checkpoint.options
+        own = (options.best, options.mode) if options is not None and options.best is not None else None
+        rule = own or followed(store.checkpoints())
         checkpoint_found = None
         if asked == "best" or (asked is None and rule):
             checkpoint_found = store.best(*(rule or scored_by(store)))  # which says how to set one
@@ -373,10 +398,11 @@ class Run:
     def _best(self) -> dict[str, Any] | None:
         """The best checkpoint of the run so far, as ``summary.json`` has it."""
         has_started = self.first_iteration is not None
-        best = self.checkpoint.best if self.checkpoint and agreement.rank() == 0 and has_started else None
-        if best is None:
+        checkpoint = self.checkpoint
+        best = checkpoint.best if checkpoint and agreement.rank() == 0 and has_started else None
+        if checkpoint is None or best is None:
             return None
-        mode = self.config["checkpoint"]["mode"]
+        mode = checkpoint.options.mode
         place_of_best = {"iteration": best.iteration, "checkpoint": best.path.name}
         return {"metric": best.metric, "mode": mode, "value": best.value, **place_of_best}
 
@@ -444,3 +470,13 @@ class Run:
                 # the error that failed the run is raised instead: often the same full disk
                 logger.error("%s could not be written: %s.", self.directory.summary, error)
         return summary
+
+
+class Report:
+    """Writes the page with the curves of a run into its folder when the run has ended."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def attach(self, trainer: Trainer) -> None:
+        self.run.reports = True

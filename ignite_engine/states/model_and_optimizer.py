@@ -358,7 +358,7 @@ class OptimizerState:
         if said:
             logger.warning(
                 "The optimizer was changed (%s): no effect on a resumed run, which restores the saved options; "
-                "resume(lr=...), or checkpoint.resume.lr in a config, changes the rate.",
+                "resume(lr=...), or handlers.Checkpoint.resume.lr in a config, changes the rate.",
                 ", ".join(said),
             )
 

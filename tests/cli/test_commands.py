@@ -48,9 +48,10 @@ CONFIG = """
 task: my_task.py:build
 run: {directory: run, max_iterations: 12}
 data: {batch_size: 4}
-evaluation: {every: 6}
-checkpoint: {every: 6, best: val/loss}
-logging: {every: 3, clearml: false}
+handlers:
+  Evaluation: {every: 6}
+  Checkpoint: {every: 6, best: val/loss}
+  MetricLogger: {every: 3}
 """
 TWO = ("--nproc-per-node", "2", "--backend", "gloo")
 
@@ -106,7 +107,7 @@ CALLS = [
     ("task that raises", train("task_options.broken=true"), "build() ValueError corpus my_task.py:10"),
     ("config's file", in_folder("train", "my_config.yml"), "my_config.yml 'my_config.yaml'?"),
     ("key", train("run.sed=1"), "run.sed 'seed'?"),
-    ("best", train("checkpoint.best=val/los"), "checkpoint.best 'val/los' 'val/loss'?"),
+    ("best", train("handlers.Checkpoint.best=val/los"), "handlers.Checkpoint.best 'val/los' 'val/loss'?"),
     ("directory", train("run.directory=my_task.py"), "run.directory 'my_task.py' not a folder"),
     ("option", train("--nproc-per-nod", "2"), "--nproc-per-nod train '--nproc-per-node'?"),
     ("ranks", train("--nproc-per-node", "0"), "'0' whole number at least 1"),
@@ -117,8 +118,8 @@ CALLS = [
     ("no best", in_folder("evaluate", "my_config.yaml", "--checkpoint", "best"), "no valid checkpoint val/loss"),
     (
         "best without a metric",
-        in_folder("evaluate", "my_config.yaml", "--checkpoint", "best", "checkpoint.best=null"),
-        "checkpoint.best metric",
+        in_folder("evaluate", "my_config.yaml", "--checkpoint", "best", "handlers.Checkpoint.best=null"),
+        "handlers.Checkpoint.best metric",
     ),
     ("no such checkpoint", in_folder("evaluate", "my_config.yaml", "--checkpoint", "x"), "x does not exist"),
     ("no function", in_folder("verify-resume", "my_task.py"), "my_task.py FILE:FUNCTION"),
@@ -169,9 +170,9 @@ def test_options_and_overrides_stand_in_any_order(folder):
 
 
 def test_a_setting_without_effect_is_one_line(folder, capsys):
-    assert main(["describe", "my_config.yaml", "schedule.power=2.0"]) == 0
+    assert main(["describe", "my_config.yaml", "data.prefetch_factor=2"]) == 0
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: ") and "schedule.power" in line and "polynomial" in line
+    assert line.startswith("warning: ") and "data.prefetch_factor" in line and "data.num_workers" in line
 
 
 @pytest.mark.row("E4")
@@ -185,7 +186,7 @@ def test_describe_shows_the_curve_and_the_bus_and_runs_nothing(folder):
 
 
 def test_report_and_compare_write_a_page_and_print_its_path(folder):
-    command("train", "my_config.yaml", "logging.report=false")
+    command("train", "my_config.yaml", "handlers.Report=null")
     command("train", "my_config.yaml", "run.directory=other", "optimizer.lr=0.5")
     pages = [("report", "run"), ("report", "run", "-o", "page.html"), ("compare", "run", "other")]
     assert [command(*words).strip() for words in pages] == ["run/report.html", "page.html", "compare.html"]
@@ -238,8 +239,13 @@ def test_a_last_checkpoint_that_cannot_be_saved_is_one_line_and_code_1(several, 
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_as_asked_in_one_line_and_code_1(folder, capsys):
-    settings = ("update.non_finite=stop", "checkpoint.every=1", "data.shuffle=false", "evaluation.every=null")
-    assert main(["train", "my_config.yaml", *settings, "task_options.diverges=true", "logging.progress=false"]) == 1
+    settings = (
+        "update.non_finite=stop",
+        "handlers.Checkpoint.every=1",
+        "data.shuffle=false",
+        "handlers.Evaluation.every=null",
+    )
+    assert main(["train", "my_config.yaml", *settings, "task_options.diverges=true", "handlers.Progress=null"]) == 1
     (line,) = [each for each in capsys.readouterr().err.splitlines() if each.startswith("error: ")]
     assert "loss of iteration 8" in line
     assert (read(folder / "run")["status"], read(folder / "run")["iteration"]) == ("failed", 8)
@@ -252,7 +258,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_as_asked_in_one_line_and_code_1(
 def test_a_signal_ends_with_its_code_and_the_same_command_resumes(number, code, folder):
     command("train", "my_config.yaml", "run.directory=whole")
     held = folder / "held"
-    first = runs.command(folder, "train", "my_config.yaml", f"task_options.held_by={held}", "checkpoint.every=1")
+    first = runs.command(
+        folder, "train", "my_config.yaml", f"task_options.held_by={held}", "handlers.Checkpoint.every=1"
+    )
     wait_until(lambda: (folder / "run" / "checkpoints" / "iteration_00000002").exists(), first)
     held.touch()
     os.kill(first.pid, number)
@@ -289,7 +297,7 @@ def test_a_second_start_in_the_folder_of_a_run_is_refused_in_one_line(several, f
 def test_two_ranks_share_one_run(folder):
     """Summary and metrics once, a log per rank, no line of a library, evaluation over uneven shards."""
     ranks = ("my_config.yaml", *TWO)
-    train = runs.command(folder, "train", *ranks, "logging.console=false")
+    train = runs.command(folder, "train", *ranks, "handlers.MetricLogger.console=false")
     assert train.wait() == 0
     ours = ("Start-up took", "epoch ", "Completed at ", "Best ")
     assert [line for line in train.errors.read_text().splitlines() if not line.startswith(ours)] == []

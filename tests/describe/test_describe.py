@@ -9,7 +9,7 @@ from torch import nn
 
 from ignite_engine import Trainer, TrainingEvents, Update, Windows, loader
 from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, MetricLogger, warmup_linear
-from tests.kit.fitting import QUIET, fitted
+from tests.kit.fitting import fitted
 from tests.kit.tiny import mse, numbers_loader, trainer_of
 
 
@@ -95,7 +95,7 @@ def test_a_wrapper_shows_what_is_in_it_and_parameters_of_the_model_itself_are_a_
 
 def test_a_fresh_run_begins_with_its_model_and_a_resumed_one_does_not(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    console = {"logging": {**QUIET["logging"], "console": True, "every": 4}}
+    console = {"MetricLogger": {"console": True, "every": 4}}
     fitted(tmp_path, **console)
     assert [line for line in caplog.messages if line.split()[:3] == ["0", "Linear", "40"]]
     caplog.clear()
@@ -104,7 +104,7 @@ def test_a_fresh_run_begins_with_its_model_and_a_resumed_one_does_not(tmp_path, 
 
 
 def test_the_console_has_one_heading(tmp_path, capsys):
-    console = {"logging": {**QUIET["logging"], "console": True, "throughput": True, "every": 9}}
+    console = {"MetricLogger": {"console": True, "every": 9}, "Throughput": {}, "StepTimes": {}}
     fitted(tmp_path, **console)
     heading, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
     assert heading[:4] == ["iter", "epoch", "loss", "val/loss"]

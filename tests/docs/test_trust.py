@@ -35,7 +35,7 @@ data: {batch_size: 4}
 """
 COMMANDS = [
     ["train", "config.yaml"],
-    ["train", "config.yaml", "run.max_iterations=16", "logging.clearml=false"],
+    ["train", "config.yaml", "run.max_iterations=16"],
     ["evaluate", "config.yaml"],
     ["report", "run"],
     ["compare", "run", "run"],
@@ -166,7 +166,7 @@ def test_constraints_pin_one_version_of_each_package_and_no_hash():
 @pytest.mark.nightly
 def test_importing_it_connects_starts_and_writes_nothing(tmp_path):
     hook = "import sys; seen = []; sys.addaudithook(lambda *event: seen.append(event[0])); "
-    theirs = "import torch, ignite.engine, ignite.metrics, numpy, yaml, psutil, pydantic; "
+    theirs = "import torch, ignite.engine, ignite.metrics, numpy, yaml, psutil; "
     ours = "seen.clear(); import ignite_engine, ignite_engine.handlers; from ignite_engine import fit; print(set(seen))"
     command = [sys.executable, "-B", "-c", theirs + hook + ours]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

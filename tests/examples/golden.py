@@ -24,7 +24,8 @@ OPTIONS = {
     "digits": ("run.max_epochs=null",),
     "nanogpt_cpu": (),
 }
-QUIET = [f"logging.{name}=false" for name in ("console", "progress", "memory", "throughput", "clearml", "report")]
+OFF = ("Progress", "MemoryLogger", "Throughput", "StepTimes", "ClearML", "Report")
+QUIET = [f"handlers.{label}=null" for label in OFF]
 
 
 def environment():
@@ -42,7 +43,12 @@ def environment():
 def losses(name, folder):
     """Train a config for some iterations: its losses, and the digest of its weights at the end."""
     command = ["train", str(CONFIGS / f"{name}.yaml")]
-    command += [f"run.directory={folder}", f"run.max_iterations={ITERATIONS}", "run.threads=1", "logging.every=1"]
+    command += [
+        f"run.directory={folder}",
+        f"run.max_iterations={ITERATIONS}",
+        "run.threads=1",
+        "handlers.MetricLogger={every: 1, console: false}",
+    ]
     training = runs.command(ROOT, *command, *QUIET, *OPTIONS[name])
     if training.wait(300) != 0:
         raise RuntimeError(f"{name} ended with code {training.returncode}: {training.said()[-2000:]}")

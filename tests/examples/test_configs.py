@@ -20,7 +20,10 @@ from tests.kit.refusals import command, refusals
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = {name: find_task(f"{name}.py:build", ROOT / "examples") for name in ("byte_gpt", "click_stream", "digits")}
-QUIET = [f"logging.{name}=false" for name in ("clearml", "progress", "report", "console")]
+QUIET = [
+    *(f"handlers.{label}=null" for label in ("ClearML", "Progress", "Report")),
+    "handlers.MetricLogger.console=false",
+]
 SMALL = {
     "byte_gpt": ["task_options.validation_windows=8", "data.batch_size=1", "task_options.width=32"],
     "click_stream": ["task_options.windows=2", "task_options.samples=1000", "data.batch_size=64"],
@@ -99,7 +102,7 @@ test_options_that_cannot_be_are_refused = refusals(
 
 @pytest.mark.nightly
 def test_the_byte_gpt_is_measured_in_bits_per_byte_beside_its_baselines(tmp_path):
-    train("byte_gpt", tmp_path / "run", 2, "evaluation.every=1")
+    train("byte_gpt", tmp_path / "run", 2, "handlers.Evaluation.every=1")
     lines = [line for line in log(tmp_path / "run") if "val/bits_per_byte" in line]
     for line in lines:
         assert line["val/bits_per_byte"] == pytest.approx(line["val/loss"] / math.log(2), rel=1e-6)
@@ -148,7 +151,7 @@ def test_the_losses_of_nanogpt_are_those_of_its_loop(clip, tmp_path, text):
     steps = 7
     overrides = [
         *("data.batch_size=12", f"task_options.windows={12 * steps}", "task_options.eval_windows=12"),
-        *("task_options.warmup_iters=2", "task_options.lr_decay_iters=5", "logging.every=1"),
+        *("task_options.warmup_iters=2", "task_options.lr_decay_iters=5", "handlers.MetricLogger.every=1"),
         f"update.clip_norm={1.0 if clip else 'null'}",
     ]
     train("nanogpt_cpu", tmp_path / "run", steps, *overrides)
@@ -262,7 +265,7 @@ def test_the_digits_are_split_once_and_turned_in_training_alone():
 
 @pytest.mark.nightly
 def test_the_digits_reach_the_accuracy_that_their_config_states(tmp_path):
-    words = [ROOT / "configs" / "digits.yaml", f"run.directory={tmp_path}/run", "logging.progress=false"]
+    words = [ROOT / "configs" / "digits.yaml", f"run.directory={tmp_path}/run", "handlers.Progress=null"]
     command("train", *words)
     found = json.loads(command("evaluate", *words, "--checkpoint", "best"))
     assert read(tmp_path / "run")["reason"].startswith("early stopping: val/accuracy")

@@ -106,7 +106,7 @@ def test_interrupted_run_goes_on_to_the_same_end(case, tmp_path, whole):
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGTERM])
 def test_interrupted_while_the_loader_waits(number, workers, tmp_path, whole):
-    config = config_of(tmp_path, slow=BLOCKS, data={"num_workers": workers}, logging={"every": 1})
+    config = config_of(tmp_path, slow=BLOCKS, data={"num_workers": workers}, MetricLogger={"every": 1})
     process = train(config)
     wait_until(lambda: in_a_wait(tmp_path), process)
     code, seconds = interrupt(process, number)
@@ -150,7 +150,7 @@ def test_finished_run_started_again_only_evaluates_also_where_that_was_interrupt
 
 @pytest.mark.nightly  # tests/ranks/test_two_ranks.py has one of two ranks
 def test_stopped_evaluation_goes_on_where_it_was(tmp_path, whole):
-    config = config_of(tmp_path, slow=EVALUATION, evaluation={"resumes": True})
+    config = config_of(tmp_path, slow=EVALUATION, Evaluation={"resumes": True})
     process = train(config)
     wait_until(lambda: in_an_evaluation(tmp_path), process)
     assert interrupt(process, signal.SIGTERM)[0] == 143
@@ -162,7 +162,7 @@ def test_stopped_evaluation_goes_on_where_it_was(tmp_path, whole):
 
 @pytest.mark.nightly  # tests/ranks/test_two_ranks.py has one, and tests/runs one in a run's folder
 def test_stop_file_stops_a_run_once(tmp_path, whole):
-    config, path = config_of(tmp_path, slow=STEPS, run={"stop_file": "stop"}), tmp_path / "run" / "stop"
+    config, path = config_of(tmp_path, slow=STEPS, StopFile={"path": "stop"}), tmp_path / "run" / "stop"
     process = train(config)
     wait_until(lambda: in_training(tmp_path), process)
     path.touch()
@@ -179,7 +179,7 @@ def test_run_is_saved_before_its_time_limit(where, tmp_path, whole):
     # each alone would take longer: a run of 52 * 0.2 s, an evaluation of 13 * 2 s
     slow = {"slow_step_s": 0.2} if where == "training" else {"slow_evaluation_s": 2.0}
     limit_s = 1.5 if where == "training" else 6.0
-    config = config_of(tmp_path, slow=slow, run={"time_limit": limit_s}, checkpoint={"every": None})
+    config = config_of(tmp_path, slow=slow, WallClockLimit={"seconds": limit_s}, Checkpoint={"every": None})
     process = train(config)
     assert process.wait() == 0
     ended = summary(tmp_path)
@@ -188,12 +188,12 @@ def test_run_is_saved_before_its_time_limit(where, tmp_path, whole):
     if where == "evaluation":
         assert ended["iteration"] == 7 and 1 <= evaluated(tmp_path) < BATCHES
         (tmp_path / "fast").touch()
-        trained(config, "run.time_limit=null")
+        trained(config, "handlers.WallClockLimit=null")
         assert_same_end(tmp_path, whole)
 
 
 def test_sigusr1_saves_and_the_run_continues(tmp_path, whole):
-    process = train(config_of(tmp_path, slow=STEPS, checkpoint={"every": None}))
+    process = train(config_of(tmp_path, slow=STEPS, Checkpoint={"every": None}))
     wait_until(lambda: in_training(tmp_path), process)
     assert saved(tmp_path) == []
     os.kill(process.pid, signal.SIGUSR1)

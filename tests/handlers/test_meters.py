@@ -130,7 +130,7 @@ def test_metric_of_very_many_numbers_is_not_logged(tmp_path, caplog):
 
 
 def test_history_is_a_list_of_what_was_logged_and_a_table_with_pandas(tmp_path, monkeypatch):
-    run = fitted(tmp_path, max_epochs=2, logging={"every": 4, "console": False})
+    run = fitted(tmp_path, max_epochs=2, MetricLogger={"every": 4, "console": False})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 13, "loss": "nan"}\n')
     history = run.history

@@ -9,7 +9,8 @@ from torch import nn
 from ignite_engine import fit, seed_everything
 from tests.kit import saved as in_folder
 
-QUIET = {"logging": dict.fromkeys(("clearml", "progress", "report", "console", "memory", "throughput"), False)}
+QUIET = {"Progress": None, "Report": None, "MetricLogger": {"console": False}}
+"""Handlers of a run that only trains."""
 _generator = torch.Generator().manual_seed(5)
 INPUTS = torch.randn(60, 4, generator=_generator)
 TARGETS = torch.randint(3, (60,), generator=_generator)
@@ -26,10 +27,24 @@ def net():
 
 
 def fitted(directory, loss=loss_fn, train=TRAIN, val=VAL, **arguments):
-    """A run of three epochs; ``arguments`` are those of ``fit``, ``...`` leaves one of ours out."""
-    given = {"model": net(), "max_epochs": 3, "batch_size": 8, **QUIET, **arguments}
+    """A run of three epochs.
+
+    ``arguments`` are those of ``fit``, and the settings of handlers by their names; ``...`` leaves one of ours out.
+    """
+    given = {"model": net(), "max_epochs": 3, "batch_size": 8, **arguments}
     given = {name: value for name, value in given.items() if value is not ...}
+    entries = with_handlers(QUIET, {name: given.pop(name) for name in [*given] if name[0].isupper()})
+    own = given.pop("handlers", [])
+    own = {f"own {place}": each for place, each in enumerate(own)} if isinstance(own, list) else own
+    given["handlers"] = {**entries, **own} if isinstance(own, dict) else own
     return fit(given.pop("model"), loss, train, val, directory=directory, **given)
+
+
+def with_handlers(entries, others):
+    """Entries of a config with further settings; None turns one off."""
+    return entries | {
+        name: value if value is None else {**(entries.get(name) or {}), **value} for name, value in others.items()
+    }
 
 
 def at(iteration, act):

@@ -18,6 +18,7 @@ import yaml
 
 from ignite_engine import cli
 from ignite_engine.ranks import launch
+from tests.kit.fitting import with_handlers
 from tests.kit.processes import ROOT, start
 
 CONFIG = {
@@ -27,23 +28,32 @@ CONFIG = {
     "optimizer": {"name": "AdamW", "lr": 0.01},
     "schedule": {"name": "cosine", "warmup": 3},
     "update": {"precision": "bf16", "accumulation_steps": 4, "clip_norm": 1.0},
-    "evaluation": {"every": {"epochs": 1}, "sanity_batches": 0},  # batches are counted, and where one is broken off
-    "checkpoint": {"every": 5},
-    "logging": {
-        "every": 2,
-        **dict.fromkeys(["console", "progress", "memory", "throughput", "clearml", "report"], False),
+    "handlers": {
+        "Evaluation": {"sanity_batches": 0},  # batches are counted, and where one is broken off
+        "Checkpoint": {"every": 5},
+        "MetricLogger": {"every": 2, "console": False},
+        "Progress": None,
+        "Report": None,
     },
 }
 
 
 def write_config(folder, *, base=CONFIG, **sections):
-    """A config in ``folder`` whose run directory is ``folder/run``; ``sections`` override values of ``base``."""
+    """A config in ``folder`` whose run directory is ``folder/run``.
+
+    ``sections`` override values of ``base``; those with a capital letter are settings of handlers.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = {name: dict(value) if isinstance(value, dict) else value for name, value in base.items()}
     if base is CONFIG:
         sections = {**sections, "task_options": {"directory": str(folder), **sections.get("task_options", {})}}
+    entries = {name: values for name, values in sections.items() if name[0].isupper()}
+    config["handlers"] = with_handlers(config.get("handlers", {}), entries)
     for name, values in sections.items():
-        config[name] = {**config.get(name, {}), **values}
+        if isinstance(values, dict) and name not in entries:
+            config[name] = {**config.get(name, {}), **values}
+        elif name not in entries:
+            config[name] = values
     config["run"]["directory"] = str(folder / "run")
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))

@@ -22,7 +22,7 @@ TASK = f"{Path(__file__).with_name('failing.py')}:build"
 
 def run_that_fails(folder, world, *, timeout=None, heartbeat_timeout=20.0, **options):
     """The exit code of a run, and what it said."""
-    sections = {"run": {"max_epochs": 1}, "update": {"accumulation_steps": None}, "logging": {"every": 1}}
+    sections = {"run": {"max_epochs": 1}, "update": {"accumulation_steps": None}, "MetricLogger": {"every": 1}}
     watched = {"distributed": {"heartbeat_timeout": heartbeat_timeout, "timeout": timeout}}
     base = {**runs.CONFIG, "task": TASK, "task_options": options}
     process = runs.train(

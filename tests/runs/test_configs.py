@@ -7,6 +7,7 @@ import torch
 import yaml
 
 from tests.kit import runs
+from tests.kit.fitting import QUIET
 from tests.kit.processes import ranks
 from tests.kit.refusals import CommandRefused, command, refusals
 from tests.kit.tiers import tiered
@@ -66,7 +67,7 @@ def config(folder, **sections):
         "data": {"batch_size": 8},
         "optimizer": {"lr": 0.01},
         "update": {"clip_norm": 1.0, "accumulation_steps": 2},
-        "logging": dict.fromkeys(("clearml", "progress", "report", "console", "memory", "throughput"), False),
+        "handlers": QUIET,
     }
     return runs.write_config(folder, base=base, **sections)
 
@@ -133,7 +134,7 @@ def test_updates_of_a_run_are_those_of_the_longest_rank(data, update, count, upd
 def test_each_named_optimizer_has_the_tasks_parameters_of_its_name(tmp_path):
     warmup = {"name": "constant", "warmup": 4}
     by_name = {"matrices": {"name": "SGD", "lr": 0.0}, "rest": {"name": "AdamW", "lr": 0.5, "schedule": warmup}}
-    path = config(tmp_path, task_options={"by_name": True}, optimizers=by_name, logging={"every": 1})
+    path = config(tmp_path, task_options={"by_name": True}, optimizers=by_name, MetricLogger={"every": 1})
     values = yaml.safe_load(path.read_text())
     del values["optimizer"]
     path.write_text(yaml.safe_dump(values))

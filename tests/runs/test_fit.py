@@ -123,7 +123,7 @@ def test_a_signal_loses_nothing_wherever_it_comes(place, number, tmp_path, monke
 
     def run_in(folder):
         return fitted(
-            tmp_path / folder, pressing_loss, max_epochs=2, evaluation={"sanity_batches": 0}, collate_fn=collate
+            tmp_path / folder, pressing_loss, max_epochs=2, Evaluation={"sanity_batches": 0}, collate_fn=collate
         )
 
     monkeypatch.setattr(os, "fsync", sync)
@@ -181,7 +181,7 @@ def test_the_rate_falls_where_a_metric_stops_improving(tmp_path):
         "min_ratio": 0.3,
         "min_delta": 1e9,
     }
-    fitted(tmp_path, schedule=plateau, evaluation={"every": 1}, logging={"every": 1}, lr=1.0, max_iters=10)
+    fitted(tmp_path, schedule=plateau, Evaluation={"every": 1}, MetricLogger={"every": 1}, lr=1.0, max_iters=10)
     assert [line["lr"] for line in log(tmp_path)] == [1.0] * 3 + [0.5] * 2 + [0.3] * 5
 
 
@@ -194,14 +194,14 @@ def test_the_last_epoch_is_evaluated_once_also_where_it_is_cut_short(tmp_path):
             trainer.add_event_handler(TrainingEvents.EVALUATION_COMPLETED, lambda: seen.append(trainer.state.iteration))
 
     for folder, every in (("half", {"epochs": 0.5}), ("never", None)):
-        fitted(tmp_path / folder, max_epochs=2, handlers=[Watch()], evaluation={"every": every})
+        fitted(tmp_path / folder, max_epochs=2, handlers=[Watch()], Evaluation={"every": every})
         assert "val/loss" in manifest(tmp_path / folder, 10)["metrics"]
     assert seen == [3, 6, 9, 10, 10]
 
 
 @pytest.mark.parametrize(("max_epochs", "end"), [(2, 9), (1, 6)])
 def test_of_two_limits_the_first_ends_the_run_and_its_schedule(max_epochs, end, tmp_path):
-    run = fitted(tmp_path, max_epochs=max_epochs, max_iters=9, schedule="linear", logging={"every": 1})
+    run = fitted(tmp_path, max_epochs=max_epochs, max_iters=9, schedule="linear", MetricLogger={"every": 1})
     assert run.summary["iteration"] == end and points(tmp_path)[-1] == end
     assert log(tmp_path)[-1]["lr"] == pytest.approx(1e-3 / end)
 
@@ -223,7 +223,7 @@ def test_a_metric_is_measured_with_predict_and_the_loss_where_there_is_none(tmp_
 @pytest.mark.parametrize(("best", "mode"), [("val/accuracy", "max"), ("val/loss", "min"), ("val/mae", "min")])
 def test_the_name_of_the_best_metric_tells_which_value_is_better(best, mode, tmp_path):
     run = fitted(tmp_path, best=best, metrics={best.partition("/")[2]: Accuracy()}, max_epochs=1)
-    assert run.config["checkpoint"]["mode"] == mode
+    assert run.checkpoint.options.mode == mode
 
 
 def test_a_setting_without_effect_is_a_warning(tmp_path):
@@ -275,7 +275,7 @@ def test_several_optimizers_have_a_schedule_each_and_resume_exactly(tmp_path):
 
     def run(folder, last=None):
         handlers = [] if last is None else [at(last, lambda trainer: trainer.request_stop("test"))]
-        return fitted(tmp_path / folder, optimizer=two, schedule="linear", handlers=handlers, logging={"every": 1})
+        return fitted(tmp_path / folder, optimizer=two, schedule="linear", handlers=handlers, MetricLogger={"every": 1})
 
     whole = run("whole")
     lines = log(tmp_path / "whole")
@@ -304,5 +304,5 @@ def test_a_run_that_changes_its_working_directory_keeps_its_folder(tmp_path, mon
 
 
 def test_a_user_of_fit_in_a_batch_script_needs_no_arguments_but_data(tmp_path):
-    run = fit(net(), loss_fn, TRAIN, directory=tmp_path, max_iters=2, **QUIET)
+    run = fit(net(), loss_fn, TRAIN, directory=tmp_path, max_iters=2, handlers=QUIET)
     assert run.config["data"]["batch_size"] == 32 and "val/loss" not in run.metrics

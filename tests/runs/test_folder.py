@@ -17,10 +17,10 @@ from ignite_engine import TrainingEvents
 from ignite_engine.config import ConfigError
 from ignite_engine.errors import StateMismatch
 from tests.kit import runs
-from tests.kit.fitting import QUIET, VAL, at, digest, fitted, log, loss_fn, manifest, points, read, saved, stop
+from tests.kit.fitting import VAL, at, digest, fitted, log, loss_fn, manifest, points, read, saved, stop
 from tests.kit.processes import ranks
 
-FULL = {"logging": {"clearml": False, "progress": False, "console": False}}
+FULL = {"Progress": None, "Report": {}, "MemoryLogger": {}, "Throughput": {}, "StepTimes": {}}
 
 
 def fail(trainer):
@@ -30,7 +30,7 @@ def fail(trainer):
 @pytest.mark.row("A11", "F10")
 def test_a_run_is_recorded(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
-        run = fitted(tmp_path, evaluation={"every": 9}, logging={**QUIET["logging"], "every": 6})
+        run = fitted(tmp_path, Evaluation={"every": 9}, MetricLogger={"every": 6})
     summary, environment = read(tmp_path), read(tmp_path, "environment")
 
     assert summary == json.loads(json.dumps(run.summary))
@@ -51,34 +51,35 @@ def test_intervals_are_of_all_units(tmp_path, clock):
     run = fitted(
         tmp_path,
         max_epochs=2,
-        logging={**QUIET["logging"], "every": {"samples": 40}},
-        evaluation={"every": {"epochs": 0.5}},
-        checkpoint={"every": {"tokens": 24.0}, "keep_last": 9},
+        MetricLogger={"every": {"samples": 40}},
+        Evaluation={"every": {"epochs": 0.5}},
+        Checkpoint={"every": {"tokens": 24.0}, "keep_last": 9},
         tokens_fn=lambda batch: len(batch[0]),
     )
     assert points(tmp_path) == [5, 10, 12] and points(tmp_path, "val/loss") == [3, 6, 9, 12]
     assert saved(tmp_path) == [3, 6, 9, 12] and run.trainer.state.samples == run.trainer.state.tokens == 96
 
     tick = (lambda trainer: clock.move(30), Events.ITERATION_STARTED)
-    by_clock = {"logging": {**QUIET["logging"], "every": {"seconds": 90}}, "checkpoint": {"every": {"minutes": 2}}}
+    by_clock = {"MetricLogger": {"every": {"seconds": 90}}, "Checkpoint": {"every": {"minutes": 2}}}
     fitted(tmp_path / "clock", max_epochs=2, handlers=[tick], **by_clock)
     assert points(tmp_path / "clock") == [3, 6, 9, 12]
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, list(range(2, 21, 2))), ({"every": 7}, [7, 14, 20])])
 def test_a_short_run_is_logged_ten_times_unless_it_says_how_often(given, expected, tmp_path):
-    fitted(tmp_path, max_epochs=..., max_iters=20, logging={**QUIET["logging"], **given})
+    fitted(tmp_path, max_epochs=..., max_iters=20, MetricLogger=given)
     assert points(tmp_path) == expected
 
 
 def test_what_is_measured_changes_no_weight(tmp_path):
-    measured = {"every": 2, "flops": True, "peak_flops": 1e12, "memory": True, "throughput": True}
+    measured = {"MemoryLogger": {}, "Throughput": {"flops": True, "peak_flops": 1e12}, "StepTimes": {}}
     bare = fitted(tmp_path / "bare", max_epochs=1)
     run = fitted(
         tmp_path / "run",
         max_epochs=1,
-        logging={**QUIET["logging"], **measured},
-        profiler={"active": 2, "wait": 2, "warmup": 1},
+        MetricLogger={"every": 2},
+        **measured,
+        Profiler={"active": 2, "wait": 2, "warmup": 1},
     )
     assert digest(run) == digest(bare) and {"throughput/mfu", "memory/host_rss_mib"} <= set(run.metrics)
     assert any((tmp_path / "run" / "profiles").iterdir())
@@ -91,9 +92,10 @@ def test_the_seed_decides_the_weights(tmp_path):
 
 def test_a_stopped_run_resumes_to_the_same_end_and_log(tmp_path):
     def run(folder, *handlers):
-        logging = {**QUIET["logging"], "every": 2}
         schedule = {"name": "cosine", "warmup": 2}
-        return fitted(tmp_path / folder, handlers=handlers, logging=logging, evaluation={"every": 3}, schedule=schedule)
+        return fitted(
+            tmp_path / folder, handlers=handlers, MetricLogger={"every": 2}, Evaluation={"every": 3}, schedule=schedule
+        )
 
     whole, stopped = run("whole"), run("run", at(5, stop))
     assert [stopped.summary[key] for key in ("status", "reason", "iteration")] == ["interrupted", "enough", 5]
@@ -121,10 +123,10 @@ def test_a_finished_run_is_only_evaluated_and_its_record_stays(tmp_path, caplog)
 
 @pytest.mark.row("J3")
 def test_what_a_second_start_changes_is_said_and_is_in_each_record(tmp_path, caplog):
-    ema = {"ema": {"decay": 0.9}, "evaluation": {"every": None}}
+    ema = {"EMA": {"decay": 0.9}, "Evaluation": {"every": None}}
     fitted(tmp_path, handlers=[at(4, stop)], **ema)
     caplog.clear()
-    changed = {"clip_norm": 0.5, "ema": {"decay": 0.5}, "accumulation_steps": 2, "evaluation": {"every": 2}}
+    changed = {"clip_norm": 0.5, "EMA": {"decay": 0.5}, "accumulation_steps": 2, "Evaluation": {"every": 2}}
     run = fitted(tmp_path, schedule={"name": "cosine", "warmup": 2}, handlers=[at(7, stop)], **changed)
 
     assert "update.clip_norm: None -> 0.5" in caplog.text
@@ -135,16 +137,20 @@ def test_what_a_second_start_changes_is_said_and_is_in_each_record(tmp_path, cap
         "manifest": manifest(tmp_path, 7)["config"],
     }
     for name, config in records.items():
-        found = [config["update"]["clip_norm"], config["ema"]["decay"], config["update"]["accumulation_steps"]]
+        found = [
+            config["update"]["clip_norm"],
+            config["handlers"]["EMA"]["decay"],
+            config["update"]["accumulation_steps"],
+        ]
         assert (found, config["schedule"]["name"]) == ([0.5, 0.5, 2], "cosine"), name
     assert run.trainer.update.clip_norm == 0.5 and run.trainer.accumulation_steps == 2
 
 
 def test_a_section_that_went_is_left_out_of_what_is_resumed(tmp_path):
-    fitted(tmp_path, ema={"decay": 0.9}, max_epochs=1)
+    fitted(tmp_path, EMA={"decay": 0.9}, max_epochs=1)
     with pytest.raises(StateMismatch):
         fitted(tmp_path)
-    assert fitted(tmp_path, checkpoint={"ignore": ["ema"]}).summary["iteration"] == 18
+    assert fitted(tmp_path, resume={"ignore": ["ema"]}).summary["iteration"] == 18
 
 
 # ------------------------------------------------------------------------------------------------------- how it ends
@@ -189,7 +195,7 @@ def test_a_folder_that_is_deleted_under_the_run_is_whole_at_its_end(tmp_path, ca
 
 def test_points_of_a_run_without_a_checkpoint_do_not_stand_twice(tmp_path):
     tmp_path.joinpath("metrics.jsonl").write_text('{"iteration": 6, "loss": 1.0}\n')
-    fitted(tmp_path, logging={**QUIET["logging"], "every": 6})
+    fitted(tmp_path, MetricLogger={"every": 6})
     assert points(tmp_path) == [6, 12, 18] and (tmp_path / "metrics.jsonl.old").exists()
 
 
@@ -212,26 +218,26 @@ def test_a_report_that_cannot_be_written_fails_no_run(tmp_path, caplog):
 def test_a_time_limit_counts_from_the_start_of_the_program_and_the_run_resumes(tmp_path, clock):
     clock.tick_s = 1e-6
     tick = (lambda trainer: clock.move(100), Events.ITERATION_STARTED)
-    stopped = fitted(tmp_path, run={"time_limit": {"minutes": 10}}, handlers=[tick])
+    stopped = fitted(tmp_path, WallClockLimit={"minutes": 10}, handlers=[tick])
     assert stopped.summary["status"] == "interrupted" and stopped.summary["iteration"] <= 6
     assert "time limit" in stopped.summary["reason"]
-    assert fitted(tmp_path, run={"time_limit": {"minutes": 10}}).summary["status"] == "completed"
+    assert fitted(tmp_path, WallClockLimit={"minutes": 10}).summary["status"] == "completed"
 
 
 def test_the_stop_file_lies_in_the_runs_folder(tmp_path, clock):
     clock.tick_s = 1e-6
     tick = (lambda trainer: clock.move(100), Events.ITERATION_STARTED)
     touch = at(3, lambda trainer: (tmp_path / "stop").touch())
-    stopped = fitted(tmp_path, run={"stop_file": "stop"}, handlers=[tick, touch])
+    stopped = fitted(tmp_path, StopFile={"path": "stop"}, handlers=[tick, touch])
     assert stopped.summary["status"] == "interrupted" and stopped.summary["iteration"] in (3, 4)
     assert str(tmp_path / "stop") in stopped.summary["reason"]
-    assert fitted(tmp_path, run={"stop_file": "stop"}).summary["status"] == "completed"
+    assert fitted(tmp_path, StopFile={"path": "stop"}).summary["status"] == "completed"
 
 
 def test_a_run_that_gets_no_better_is_completed_and_started_again_only_evaluated(tmp_path):
     """A learning rate of 0 improves nothing."""
-    same = {"evaluation": {"every": 1}, "optimizer": "SGD", "lr": 0.0}
-    stopping = {**same, "early_stopping": {"metric": "val/loss", "patience": 3}}
+    same = {"Evaluation": {"every": 1}, "optimizer": "SGD", "lr": 0.0}
+    stopping = {**same, "EarlyStopping": {"key": "val/loss", "patience": 3}}
     first = fitted(tmp_path, **stopping)
     evaluated = []
     handlers = [(lambda trainer: evaluated.append(1), TrainingEvents.EVALUATION_COMPLETED)]
@@ -240,7 +246,7 @@ def test_a_run_that_gets_no_better_is_completed_and_started_again_only_evaluated
         assert (run.summary["status"], run.summary["iteration"]) == ("completed", 4)
         assert run.summary["reason"].startswith("early stopping: val/loss")
     assert evaluated == [1] and digest(again) == digest(first)
-    patient = fitted(tmp_path, **same, early_stopping={"metric": "val/loss", "patience": 9})
+    patient = fitted(tmp_path, **same, EarlyStopping={"key": "val/loss", "patience": 9})
     assert patient.summary["iteration"] == 10
 
 
@@ -303,7 +309,7 @@ def test_ranks_move_it_aside_once_and_go_on_where_one_of_them_was_started_again(
 
 
 def test_evaluate_takes_the_best_or_what_is_asked_for_on_all_sets(tmp_path):
-    saves = {"checkpoint": {"every": 2, "keep_last": 9}, "evaluation": {"every": 2}, "lr": 0.1}
+    saves = {"Checkpoint": {"every": 2, "keep_last": 9}, "Evaluation": {"every": 2}, "lr": 0.1}
     run = fitted(tmp_path, best="val/loss", test_set=VAL, **saves)
     losses = {iteration: manifest(tmp_path, iteration)["metrics"]["val/loss"] for iteration in saved(tmp_path)}
     best = min(losses, key=losses.get)
@@ -315,11 +321,11 @@ def test_evaluate_takes_the_best_or_what_is_asked_for_on_all_sets(tmp_path):
 
 
 def test_an_average_is_evaluated_in_training_and_from_a_checkpoint(tmp_path):
-    averaged = fitted(tmp_path, ema={"decay": 0.9}, max_epochs=1)
+    averaged = fitted(tmp_path, EMA={"decay": 0.9}, max_epochs=1)
     live = fitted(tmp_path / "live", max_epochs=1)
     assert averaged.evaluate("newest")["val/loss"] == averaged.metrics["val/loss"] != live.metrics["val/loss"]
     assert digest(averaged) == digest(live)
-    without = fitted(tmp_path / "live", ema={"decay": 0.9}, max_epochs=1, checkpoint={"ignore": []})
+    without = fitted(tmp_path / "live", EMA={"decay": 0.9}, max_epochs=1, resume={"ignore": []})
     assert without.evaluate("newest")["val/loss"] == live.metrics["val/loss"]
 
 

@@ -144,23 +144,28 @@ test_arguments = refusals(
             "event first",
             given(handlers=[(Events.EPOCH_COMPLETED, print)]),
             TypeError,
-            "handlers[0] order EPOCH_COMPLETED",
+            "handlers order EPOCH_COMPLETED",
         ),
-        ("handler's class", given(handlers=[EarlyStopping]), TypeError, "handlers[0] class EarlyStopping object"),
-        ("no event", given(handlers=[WithAnEvent()]), TypeError, "handlers[0] WithAnEvent pair"),
+        ("handler's class", given(handlers=[EarlyStopping]), TypeError, "handlers class EarlyStopping object"),
+        ("no event", given(handlers=[WithAnEvent()]), TypeError, "handlers WithAnEvent pair"),
         (
             "two parameters",
             given(handlers=[(lambda trainer, loss: None, Events.EPOCH_COMPLETED)]),
             TypeError,
-            "handlers[0] (trainer, loss)",
+            "handlers (trainer, loss)",
         ),
         ("epochs", given(epochs=3), TypeError, "epochs did you mean 'max_epochs'?"),
         ("max_steps", given(max_steps=3), TypeError, "max_steps did you mean 'max_iters'?"),
         ("train_loader", given(train_loader=3), TypeError, "train_loader did you mean 'train_set'?"),
         ("callbacks", given(callbacks=[]), TypeError, "callbacks handlers"),
-        ("section's typo", given(chekpoint={}), TypeError, "chekpoint did you mean 'checkpoint'?"),
-        ("key's typo", given(checkpoint={"keep_lst": 3}), ConfigError, "checkpoint.keep_lst got 3 'keep_last'?"),
-        ("several forms", given(checkpoint={"memory": 0}), ConfigError, "memory: got 0, expected 'auto'"),
+        ("section's typo", given(distribted={}), TypeError, "distribted did you mean 'distributed'?"),
+        (
+            "key's typo",
+            given(Checkpoint={"keep_lst": 3}),
+            ConfigError,
+            "handlers.Checkpoint.keep_lst got 3 'keep_last'?",
+        ),
+        ("several forms", given(Checkpoint={"memory": 0}), ConfigError, "handlers.Checkpoint.memory got 0 auto"),
         ("no folder", given(directory=None), TypeError, "directory path None"),
         ("number as folder", given(directory=5), TypeError, "directory path 5"),
         ("no length", given(max_epochs=...), ConfigError, "max_iterations max_epochs"),
@@ -173,7 +178,12 @@ test_arguments = refusals(
         ("rate's type", given(resume={"lr": "x"}), ConfigError, "resume.lr: got 'x'"),
         ("rate's name", given(resume={"lrr": 0.1}), ConfigError, "resume.lrr did you mean 'lr'?"),
         ("resume's type", given(resume=0.25), TypeError, "resume mapping"),
-        ("no tokens_fn", given(checkpoint={"every": {"tokens": 12}}), ConfigError, "checkpoint.every tokens tokens_fn"),
+        (
+            "no tokens_fn",
+            given(Checkpoint={"every": {"tokens": 12}}),
+            ConfigError,
+            "handlers.Checkpoint.every tokens tokens_fn",
+        ),
         ("batch size 0", given(batch_size=0), ConfigError, "batch_size: got 0, expected 1"),
         ("frozen model", given(model=net().requires_grad_(False)), ValueError, "no parameter unfreeze"),
     ]
@@ -220,12 +230,12 @@ test_folders_and_weights = refusals(
         ("of nothing", weights(net(), "nowhere", "last"), CheckpointError, "nowhere does not exist"),
         ("of another model", weights(Wide(), "run", "last"), StateMismatch, "not that of 2.weight"),
         ("no best", weights(net(), "run", "best"), (CheckpointError, FileNotFoundError), "no metric best"),
-        ("to load", given(checkpoint={"load": {"path": "/nowhere"}}), ConfigError, "checkpoint.load.path /nowhere"),
+        ("to load", given(load=[{"path": "/nowhere"}]), ConfigError, "load /nowhere"),
         (
             "plan",
-            given(checkpoint={"load": {"path": "x", "parts": ["model", "data"]}}),
+            given(load=[{"path": "x", "parts": ["model", "data"]}]),
             ConfigError,
-            "checkpoint.load 'data' 'counters'",
+            "load.0 'data' 'counters'",
         ),
     ]
 )
@@ -236,10 +246,10 @@ test_second_starts = refusals(
         ("other batch size", again({}, {"batch_size": 4}), ValueError, "batch_size 8 4"),
         ("other seed", again({}, {"seed": 4}), ValueError, "seed 0 4"),
         ("less data", again({}, {"train": VAL}), ValueError, "samples 48 12"),
-        ("part that went", again({"ema": {"decay": 0.9}}, {}), StateMismatch, "'ema' ignore"),
+        ("part that went", again({"EMA": {"decay": 0.9}}, {}), StateMismatch, "'ema' ignore"),
         ("must be new", again({}, {"run": {"must_be_new": True}}), ConfigError, "holds a run"),
         ("other rate's name", again({}, {"resume": {"lr": {"optimzer": 1.0}}}), ValueError, "did you mean 'optimizer'"),
-        ("strict", again({}, {"checkpoint": {"strict": True}, "run": {"threads": 2}}), ValueError, "bit for bit"),
+        ("strict", again({}, {"Checkpoint": {"strict": True}, "run": {"threads": 2}}), ValueError, "bit for bit"),
     ]
 )
 
@@ -309,6 +319,6 @@ def test_a_full_disk_and_a_loss_that_is_not_a_number_lose_nothing(tmp_path, monk
 
 
 def test_a_handler_is_attached_to_a_trainer(tmp_path):
-    run = fit(net(), loss_fn, TRAIN, directory=tmp_path, max_iters=1, logging={"clearml": False, "report": False})
-    with pytest.raises(TypeError, match="Trainer"):
+    run = fit(net(), loss_fn, TRAIN, directory=tmp_path, max_iters=1, handlers={"Report": None})
+    with pytest.raises(TypeError, match="Engine, got a Run"):
         EarlyStopping("val/loss", patience=3).attach(run)

@@ -39,14 +39,14 @@ def same(one, other, names=None):
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pretrained")
-    fitted(folder, seed=5, ema={"decay": 0.5}, best="val/loss")
+    fitted(folder, seed=5, EMA={"decay": 0.5}, best="val/loss")
     return folder
 
 
 @pytest.mark.row("D9")
 def test_a_run_begins_with_the_weights_of_another_and_restarts_from_its_own(pretrained, tmp_path):
     def run(folder, path=pretrained, **more):
-        return fitted(tmp_path / folder, checkpoint={"load": {"path": str(path), "weights": "ema"}}, **more)
+        return fitted(tmp_path / folder, load=[{"path": str(path), "weights": "ema"}], **more)
 
     whole, first = began(lambda **given: run("whole", **given))
     assert whole.summary["resumed_from"] is None and whole.summary["iteration"] == 18
@@ -58,8 +58,8 @@ def test_a_run_begins_with_the_weights_of_another_and_restarts_from_its_own(pret
 
 def test_a_branch_goes_on_where_the_other_run_was_with_a_log_of_its_own(pretrained, tmp_path):
     before = log(pretrained)
-    load = {"load": {"path": str(pretrained), "parts": ["*"]}}
-    branch = fitted(tmp_path, seed=5, ema={"decay": 0.5}, best="val/loss", max_epochs=4, checkpoint=load)
+    load = [{"path": str(pretrained), "parts": ["*"]}]
+    branch = fitted(tmp_path, seed=5, EMA={"decay": 0.5}, best="val/loss", max_epochs=4, load=load)
     assert branch.summary["iteration"] == 24 and min(line["iteration"] for line in log(tmp_path)) > 18
     assert log(pretrained) == before
 
@@ -71,19 +71,19 @@ def test_a_run_begins_with_several_sources_in_order(pretrained, tmp_path):
         {"path": str(tmp_path / "heads"), "parts": ["model:2.*"], "which": "best"},
         {"path": str(tmp_path / "nowhere.pt"), "required": False},
     ]
-    run, first = began(lambda **given: fitted(tmp_path / "run", checkpoint={"load": load}, **given))
+    run, first = began(lambda **given: fitted(tmp_path / "run", load=load, **given))
     assert same(first, weights_of(pretrained, ema=True), ["0.weight", "0.bias"])
     assert same(first, weights_of(tmp_path / "heads", which="best"), ["2.weight", "2.bias"])
-    assert run.config["checkpoint"]["load"][1]["which"] == "best"
+    assert run.config["load"][1]["which"] == "best"
 
 
 def test_what_is_frozen_is_left_out_and_comes_from_its_source_each_time(pretrained, tmp_path):
-    frozen = {"exclude": ["*:0.*"], "labels": ["frozen"], "load": {"path": str(pretrained)}}
+    frozen = {"Checkpoint": {"exclude": ["*:0.*"], "labels": ["frozen"]}, "load": [{"path": str(pretrained)}]}
 
     def run(folder, *handlers):
         model = net()
         model[0].requires_grad_(False)
-        return fitted(tmp_path / folder, model=model, checkpoint=frozen, handlers=handlers)
+        return fitted(tmp_path / folder, model=model, handlers=[*handlers], **frozen)
 
     whole = run("whole")
     run("run", at(4, stop))
@@ -96,7 +96,7 @@ def test_what_is_frozen_is_left_out_and_comes_from_its_source_each_time(pretrain
 def test_a_dynamic_source_is_loaded_again_while_training(pretrained, tmp_path):
     folder = tmp_path / "source"
     fitted(folder, max_epochs=1)
-    load = {"load": {"path": str(folder), "dynamic": True}, "reload_every": 2}
+    load = [{"path": str(folder), "dynamic": True}]
     loaded = {}
 
     def train_on(trainer):
@@ -106,7 +106,7 @@ def test_a_dynamic_source_is_loaded_again_while_training(pretrained, tmp_path):
         loaded.update({name: value.clone() for name, value in trainer.update.model.state_dict().items()})
 
     handlers = [(train_on, Events.ITERATION_STARTED(once=3)), (note, Events.ITERATION_STARTED(once=5))]
-    fitted(tmp_path / "run", checkpoint=load, handlers=handlers)
+    fitted(tmp_path / "run", load=load, ModelBank={"every": 2}, handlers=handlers)
     assert same(loaded, weights_of(folder))
 
 
@@ -209,9 +209,12 @@ CONFIG = """
 task: tasks/{name}.py:build
 task_options: {{width: 5}}
 run: {{directory: run, max_iterations: 8, seed: 3}}
-ema: {{decay: 0.5}}
-checkpoint: {{every: 4}}
-logging: {{progress: false, console: false, clearml: false, report: false}}
+handlers:
+  EMA: {{decay: 0.5}}
+  Checkpoint: {{every: 4}}
+  MetricLogger: {{console: false}}
+  Progress: null
+  Report: null
 """
 
 
@@ -261,7 +264,10 @@ def test_a_model_is_built_by_its_task_only_if_the_caller_says_so(folder):
 @pytest.mark.row("D12")
 def test_what_was_left_out_is_built_under_the_seed_of_the_run(folder):
     whole = load_model(folder / "run", import_task=True)
-    assert main(["train", "config.yaml", "run.directory=part", "checkpoint.exclude=['*:0.*']", "optimizer.lr=0"]) == 0
+    assert (
+        main(["train", "config.yaml", "run.directory=part", "handlers.Checkpoint.exclude=['*:0.*']", "optimizer.lr=0"])
+        == 0
+    )
     refuses(lambda: load_model(folder / "part", import_task=True), StateMismatch, "2 missing 0.weight")
     left_out = load_model(folder / "part", import_task=True, strict=False)
     assert main(["train", "config.yaml", "run.directory=still", "optimizer.lr=0"]) == 0

@@ -22,7 +22,8 @@ _LEFT_OUT = re.compile(r"(^|\.|, )(memory|throughput|time)/|^the state of traine
 """Names of values that clocks and the machine decide, and how often was saved."""
 _TRAIL = "lines of the trail"
 _DECIDES_NOTHING = re.compile(
-    r"config\.(run\.(directory|name):|logging\.|checkpoint\.keep_)|environment\.(command|working_directory|variables)\b"
+    r"config\.(run\.(directory|name):|handlers\.(ClearML|MetricLogger|MLflow|Progress|Report|Checkpoint\.keep_))"
+    r"|environment\.(command|working_directory|variables)\b"
 )
 
 

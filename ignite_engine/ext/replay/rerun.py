@@ -19,8 +19,9 @@ from ignite_engine.checkpointing import CheckpointStore
 from ignite_engine.checkpointing.in_use import in_use
 from ignite_engine.checkpointing.layout import named_iteration
 from ignite_engine.config import Config
-from ignite_engine.config.load import validated
-from ignite_engine.config.sections import OptimizerSection, ScheduleSection, Section
+from ignite_engine.config.load import validated, with_changes
+from ignite_engine.config.named import Fault
+from ignite_engine.config.tables import optimizer_entry, schedule_entry
 from ignite_engine.config.yaml_file import ConfigSource
 from ignite_engine.data.workers import end_workers
 from ignite_engine.engine import bus
@@ -44,20 +45,20 @@ Build = Callable[[Path], Any]
 Call = Callable[[Trainer], object]
 
 OFF: dict[str, dict[str, Any]] = {
-    "run": {"time_limit": None, "stop_file": None, "must_be_new": False, "restart": False},
-    "evaluation": {"sanity_batches": 0},
-    "checkpoint": {"memory": None, "mirror": None},
-    "logging": dict.fromkeys(
-        ("console", "progress", "clearml", "tensorboard", "wandb", "mlflow", "report"),
-        False,
-    ),
-    "profiler": {"active": None},
+    "run": {"must_be_new": False, "restart": False},
+    "handlers": {
+        "Evaluation": {"sanity_batches": 0},
+        "Checkpoint": {"memory": None, "mirror": None},
+        "MetricLogger": {"console": False},
+        **dict.fromkeys(("ClearML", "MLflow", "Profiler", "Progress", "Report", "StopFile")),
+        **dict.fromkeys(("TensorBoard", "WallClockLimit", "WandB")),
+    },
 }
 """Settings that decide nothing of what is trained, and would speak, end the run early or write elsewhere."""
 
 
 def settings_in(folder: Path) -> dict[str, dict[str, Any]]:
-    """What a run has instead of its own settings, by section, to be the same run in another folder."""
+    """What a run has instead of its own settings, nested as in a config, to be the same run in another folder."""
     return {**OFF, "run": {**OFF["run"], "directory": str(folder)}}
 
 
@@ -277,18 +278,13 @@ def _moved(directory: Path, folder: Path, start: Start) -> Config:
     if stored.get("task", IN_PYTHON) == IN_PYTHON:
         made = "was made by fit() in Python" if "task" in stored else "holds no config that names a task"
         raise ReplayError(f"{directory} {made}: give the function that builds the run (build, --build FILE:FUNCTION).")
-    values: dict[str, Any] = {
-        key: dict(value) if isinstance(value, Mapping) else value for key, value in stored.items()
-    }
-    models: dict[str, type[Section]] = {"optimizer": OptimizerSection, "schedule": ScheduleSection}
-    for section, model in models.items():  # in whose place may be what the task has made, a scheduler of its own say
-        try:
-            model.model_validate(values.get(section, {}))
-        except ValueError:  # pydantic's error is one
+    values = with_changes(stored, settings_in(folder))
+    for section, check in {"optimizer": optimizer_entry, "schedule": schedule_entry}.items():
+        try:  # in its place may be what the task has made, a scheduler of its own say
+            check(values.get(section, {}))
+        except Fault:
             del values[section]
-    for section, settings in settings_in(folder).items():
-        values.setdefault(section, {}).update(settings)
-    # a task's file is looked for where it was found
+    # files of the task and of handlers are looked for where they were found
     known = start.environment
     configs = [word for word in known.get("command", []) if str(word).endswith((".yaml", ".yml"))]
     path = Path(known.get("working_directory", "."), *configs[:1]) if configs else directory / "config.yaml"

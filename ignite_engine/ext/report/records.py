@@ -58,10 +58,11 @@ class Record:
     @property
     def followed(self) -> tuple[str, str] | None:
         """The metric that the run followed, and whether ``min`` or ``max`` is good; None: it followed none."""
-        for key, name in (("checkpoint", "best"), ("early_stopping", "metric")):
-            section = _part(self.config, key)
+        for label, name in (("Checkpoint", "best"), ("EarlyStopping", "key")):
+            section = _part(_part(self.config, "handlers"), label)
             if isinstance(section.get(name), str):
-                return str(section[name]), "max" if section.get("mode") == "max" else "min"
+                metric = str(section[name])
+                return metric, section.get("mode") or usual_mode(metric) or "min"
         return self.judged_by
 
     def best(self, key: str, mode: str | None = None) -> tuple[int, float] | None:

@@ -19,9 +19,14 @@ from tests.kit.refusals import CommandRefused, command, refusals
 from tests.kit.runs import interrupt, lines, summary, train, write_config
 from tests.kit.tiny import linear, numbers_loader, trainer_of
 
-NOT_BY_ITSELF = ["evaluation.every=null", "evaluation.at_end=false"]
+NOT_BY_ITSELF = ["handlers.Evaluation.every=null", "handlers.Evaluation.at_end=false"]
 """The run evaluates nothing."""
-BY_LOSS = ["checkpoint.best=val/accuracy", "checkpoint.mode=max", "checkpoint.keep_last=1", "checkpoint.every=1"]
+BY_LOSS = [
+    "handlers.Checkpoint.best=val/accuracy",
+    "handlers.Checkpoint.mode=max",
+    "handlers.Checkpoint.keep_last=1",
+    "handlers.Checkpoint.every=1",
+]
 
 
 def noisy(model, batch):
@@ -161,8 +166,8 @@ def announced(process):
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_the_command_measures_what_the_run_does_on_as_many_ranks(tmp_path, ranks):
-    every_second = {"checkpoint": {"every": 2, "keep_last": 9}, "evaluation": {"every": 2}}
-    config = write_config(tmp_path, run={"max_epochs": 1}, ema={"decay": 0.9}, **every_second)
+    every_second = {"Checkpoint": {"every": 2, "keep_last": 9}, "Evaluation": {"every": 2}}
+    config = write_config(tmp_path, run={"max_epochs": 1}, EMA={"decay": 0.9}, **every_second)
     several = ["--nproc-per-node", "2"] if ranks == 2 else []
     run, beside = train(config, *several), follower(config, "--all", *several)
     assert (run.wait(), beside.wait()) == (0, 0), run.said() + beside.said()

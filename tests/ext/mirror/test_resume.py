@@ -204,7 +204,9 @@ def must_be_new(folder):
 
 
 def config(mirror):
-    return config_from_dict({"task": "x.py:build", "run": {"max_epochs": 1}, "checkpoint": {"mirror": mirror}})
+    return config_from_dict(
+        {"task": "x.py:build", "run": {"max_epochs": 1}, "handlers": {"Checkpoint": {"mirror": mirror}}}
+    )
 
 
 def within(folder):
@@ -221,7 +223,7 @@ test_refusals = refusals(
         ("one slash", lambda folder: Checkpoint(folder, mirror="s3:/b/run"), ValueError, "mirror s3://"),
         ("unknown", lambda folder: Checkpoint(folder, mirror="x9://b/run"), ValueError, "x9 cannot be used"),
         ("in the folder", within, ValueError, "folder itself another place"),
-        ("in a config", lambda: config({"url": "x"}), ConfigError, "checkpoint.mirror"),
+        ("in a config", lambda: config({"url": "x"}), ConfigError, "handlers.Checkpoint.mirror"),
     ]
 )
 

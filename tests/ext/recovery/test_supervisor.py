@@ -30,7 +30,7 @@ BASE = {
     "task": f"{Path(deaths.__file__)}:build",
     "run": {"max_iterations": 40, "seed": 3, "threads": 1},
     "update": {"clip_norm": 1.0},
-    "checkpoint": {"every": 1, "keep_last": 2},
+    "handlers": {**CONFIG["handlers"], "Checkpoint": {"every": 1, "keep_last": 2}},
 }
 MEMORY_ALONE = {"every": 1000, "memory": 1}
 
@@ -113,7 +113,7 @@ def test_killed_process_goes_on_to_the_same_bits_and_says_so(tmp_path, weights):
 )
 def test_killed_ranks_take_their_peers_along_and_all_go_on_from_memory(tmp_path, weights, killed):
     options = {"deaths": [{"rank": rank, "at": 7} for rank in killed]}
-    ended = finish(tmp_path, supervised(tmp_path, ranks=2, task_options=options, checkpoint=MEMORY_ALONE))
+    ended = finish(tmp_path, supervised(tmp_path, ranks=2, task_options=options, Checkpoint=MEMORY_ALONE))
 
     assert (ended["status"], ended["weights_sha256"]) == ("completed", weights(2))
     assert "SIGKILL in iteration 7" in output(tmp_path)
@@ -127,7 +127,7 @@ def test_killed_ranks_take_their_peers_along_and_all_go_on_from_memory(tmp_path,
 def test_dead_in_one_iteration_it_may_die_in_another(tmp_path, weights):
     """Also in an earlier one, and in the same when it has done it meanwhile."""
     options = {"deaths": [{"at": 9}, {"at": 8}, {"at": 10}, {"at": 9, "event": "ITERATION_STARTED", "in_turn": True}]}
-    process = supervised(tmp_path, task_options=options, checkpoint={"every": 5})
+    process = supervised(tmp_path, task_options=options, Checkpoint={"every": 5})
     assert finish(tmp_path, process)["weights_sha256"] == weights()
 
 
@@ -172,7 +172,7 @@ def test_ctrl_c_means_what_it_does_without_restarts(tmp_path, when):
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_ranks_whose_parent_was_killed_save_and_end(tmp_path, ranks):
-    process = supervised(tmp_path, ranks=ranks, task_options={"slow_step_s": 0.05}, checkpoint=MEMORY_ALONE)
+    process = supervised(tmp_path, ranks=ranks, task_options={"slow_step_s": 0.05}, Checkpoint=MEMORY_ALONE)
     wait_until(lambda: number_in(tmp_path / "at_0") > 3, process)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
@@ -188,7 +188,7 @@ def test_ranks_whose_parent_was_killed_save_and_end(tmp_path, ranks):
 def test_stopped_rank_is_killed_by_its_peers_and_all_go_on(tmp_path, weights):
     options = {"deaths": [{"rank": 1, "at": 7, "how": "SIGSTOP"}]}
     waits = {"heartbeat_timeout": 1.0}
-    process = supervised(tmp_path, ranks=2, task_options=options, distributed=waits, checkpoint=MEMORY_ALONE)
+    process = supervised(tmp_path, ranks=2, task_options=options, distributed=waits, Checkpoint=MEMORY_ALONE)
     assert finish(tmp_path, process)["weights_sha256"] == weights(2)
     assert "Restart 1" in output(tmp_path) and "Resumed from memory" in log_of(tmp_path)
     assert copies_of(tmp_path) == []
@@ -205,7 +205,7 @@ def test_rank_that_its_peers_wait_for_in_vain_hangs_and_all_go_on(tmp_path, weig
 @pytest.mark.nightly
 def test_where_everything_was_killed_the_next_start_goes_on_from_memory(tmp_path, weights):
     """A replay between leaves the copies alone."""
-    sections = {"checkpoint": MEMORY_ALONE, "task_options": {"slow_step_s": 0.02}}
+    sections = {"Checkpoint": MEMORY_ALONE, "task_options": {"slow_step_s": 0.02}}
     process = supervised(tmp_path, **sections)
     wait_until(lambda: number_in(tmp_path / "at_0") >= 6, process)
     kill_everything(process)
@@ -223,10 +223,10 @@ def test_where_everything_was_killed_the_next_start_goes_on_from_memory(tmp_path
 def test_killed_at_random_instants_it_loses_an_iteration_each_time_and_no_bit(tmp_path, ranks):
     """One rank or all of them; sometimes again before the restart has trained."""
     length = {"run": {**BASE["run"], "max_iterations": 20 * (15 + KILLS // 2)}}
-    whole = supervised(tmp_path / "whole", "--traceback", ranks=ranks, checkpoint={"every": 50}, **length)
+    whole = supervised(tmp_path / "whole", "--traceback", ranks=ranks, Checkpoint={"every": 50}, **length)
     expected = finish(tmp_path / "whole", whole)["weights_sha256"]
     draw, folder, kills = random.Random(10 + ranks), tmp_path / "run", 0
-    sections = {"task_options": {"slow_step_s": 0.005}, "checkpoint": {"every": 50, "memory": 1}, **length}
+    sections = {"task_options": {"slow_step_s": 0.005}, "Checkpoint": {"every": 50, "memory": 1}, **length}
     process = supervised(folder, "--restarts", "999", ranks=ranks, **sections)
     while kills < KILLS and process.poll() is None:
         before = number_in(folder / "at_0")
@@ -253,7 +253,7 @@ def test_ranks_that_torchrun_starts_again_go_on_from_memory(tmp_path):
     digests = []
     for how in ("whole", "killed"):
         options = {"directory": str(tmp_path / how), "slow_step_s": 0.02 if how == "killed" else 0.0}
-        config = write_config(tmp_path / how, base=BASE, task_options=options, checkpoint=MEMORY_ALONE)
+        config = write_config(tmp_path / how, base=BASE, task_options=options, Checkpoint=MEMORY_ALONE)
         torchrun = ["--nproc-per-node=2", "--max-restarts=1", f"--master-port={free_port()}", "-m", "ignite_engine"]
         words = [sys.executable, "-m", "torch.distributed.run", *torchrun, "train", str(config), "--backend", "gloo"]
         with (tmp_path / how / "output.txt").open("w") as file:

@@ -10,15 +10,15 @@ from ignite.engine import Events
 
 from ignite_engine import Trainer, Update, loader
 from ignite_engine.handlers import Checkpoint, MetricLogger
+from tests.kit.fitting import QUIET, with_handlers
 from tests.kit.refusals import command
 from tests.kit.tiny import Numbers, linear, mse
 
 TASK = f"{Path(__file__).with_name('task.py')}:build"
-QUIET = dict.fromkeys(("console", "progress", "report", "clearml"), False)
 
 
 def config(directory, iterations, **sections):
-    """The tiny task's, with other sections merged in."""
+    """The tiny task's, with other sections and settings of handlers, by their names; ``...`` leaves one out."""
     values = {
         "task": TASK,
         "run": {"directory": str(directory), "max_iterations": iterations, "seed": 3},
@@ -26,13 +26,22 @@ def config(directory, iterations, **sections):
         "optimizer": {"name": "AdamW", "lr": 0.01},
         "schedule": {"name": "cosine", "warmup": 5},
         "update": {"accumulation_steps": 2, "clip_norm": 1.0},
-        "evaluation": {"every": {"iterations": 7}},
-        "ema": {"decay": 0.9},
-        "checkpoint": {"every": {"iterations": 10}, "keep_last": 100},
-        "logging": {"every": {"iterations": 3}, **QUIET},
+        "handlers": {
+            **QUIET,
+            "Evaluation": {"every": 7},
+            "EMA": {"decay": 0.9},
+            "Checkpoint": {"every": 10, "keep_last": 100},
+            "MetricLogger": {"every": 3, "console": False},
+            "MemoryLogger": {},
+            "Throughput": {},
+            "StepTimes": {},
+        },
     }
-    for section, given in sections.items():
-        values[section] = {**values.get(section, {}), **given}
+    entries = {name: given for name, given in sections.items() if name[0].isupper()}
+    values["handlers"] = with_handlers(values["handlers"], entries)
+    for section in sections.keys() - entries.keys():
+        merged = {**values.get(section, {}), **sections[section]}
+        values[section] = {key: value for key, value in merged.items() if value is not ...}
     directory.parent.mkdir(exist_ok=True, parents=True)
     path = directory.parent / f"{directory.name}.yaml"
     path.write_text(yaml.safe_dump(values))

@@ -20,7 +20,7 @@ from tests.kit.refusals import CommandRefused, command, refusals
 from tests.kit.saved import checkpoint
 from tests.kit.tiers import tiered
 
-LOGGED = {"every": {"iterations": 4}, "trail": 5}
+LOGGED = {"MetricLogger": {"every": 4}, "DigestTrail": {"every": 5}}
 SECOND_OF_FOUR = next(seed for seed in range(99) if random.Random(seed).sample(range(4), 1) == [1])
 CONSTANT = {"schedule": {"name": "constant", "warmup": 0}}
 
@@ -31,7 +31,7 @@ def spans(segments):
 
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory):
-    return trained(tmp_path_factory.mktemp("audit") / "run", 32, logging=LOGGED)
+    return trained(tmp_path_factory.mktemp("audit") / "run", 32, **LOGGED)
 
 
 @pytest.fixture
@@ -123,10 +123,10 @@ def test_honest_run_that_was_stopped_went_on_and_was_made_longer_passes(tmp_path
 
 @pytest.mark.nightly  # two ranks train in FSDP, and train again
 def test_sharded_run_of_two_ranks_passes_and_has_one_trail(tmp_path):
-    sections = {"task_options": {"sharded": True}, "distributed": {"strategy": "fsdp"}, "logging": LOGGED}
+    sections = {"task_options": {"sharded": True}, "distributed": {"strategy": "fsdp"}, **LOGGED}
 
     def cases(rank):
-        trained(tmp_path / "run", 16, ema={"decay": None}, **sections)
+        trained(tmp_path / "run", 16, EMA=None, **sections)
         result = audit(tmp_path / "run", segments=5, seed=rank)
         return list(result.found.values()), len(result.drawn), result.seed
 
@@ -153,7 +153,7 @@ PLANTS = {f"{what} {iteration}": (what, iteration) for iteration in (9, 4, 15) f
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory):
-    return trained(tmp_path_factory.mktemp("watched") / "run", 16, logging={"every": 5, "trail": 1})
+    return trained(tmp_path_factory.mktemp("watched") / "run", 16, MetricLogger={"every": 5}, DigestTrail={"every": 1})
 
 
 @pytest.mark.parametrize("plant", tiered(PLANTS, "weight 9", "gradient 9", "random 9", "average 9", "sample 9"))
@@ -172,7 +172,9 @@ def test_planted_difference_is_named_at_its_iteration(plant, watched, tmp_path):
         # at the iteration where it comes first
         planted["sample"] = samples[iteration - 1][0]
         iteration = 1 + next(at for at, group in enumerate(samples) if planted["sample"] in group)
-    other = trained(tmp_path / "other", 16, logging={"every": 5, "trail": 1}, task_options={"plant": planted})
+    other = trained(
+        tmp_path / "other", 16, MetricLogger={"every": 5}, DigestTrail={"every": 1}, task_options={"plant": planted}
+    )
 
     found = compare_runs(watched, other)
     assert not found.notes and found.began_at < iteration <= found.files.difference.iteration
@@ -182,10 +184,10 @@ def test_planted_difference_is_named_at_its_iteration(plant, watched, tmp_path):
 
 @pytest.mark.row("L2")
 def test_equal_runs_have_none_however_often_one_was_stopped_and_a_replay_goes_across_it(tmp_path):
-    logging = {"every": {"iterations": 3}, "trail": 3}
-    run = trained(tmp_path / "run", 24, logging=logging)
-    other = trained(tmp_path / "other", 24, logging=logging, task_options={"stop_at": 13})
-    trained(other, 24, logging=logging)
+    logging = {"MetricLogger": {"every": 3}, "DigestTrail": {"every": 3}}
+    run = trained(tmp_path / "run", 24, **logging)
+    other = trained(tmp_path / "other", 24, **logging, task_options={"stop_at": 13})
+    trained(other, 24, **logging)
     said = command("compare-runs", run, other)
     assert "Equal: 10 log lines, 8 lines of the trail, 3 checkpoints, of 24 iterations" in said
     for iteration in (13, 14):

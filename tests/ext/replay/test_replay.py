@@ -26,10 +26,10 @@ from tests.kit.tiny import Numbers, mse, one
 VARIANTS = {
     "all of it": {},
     "plateau, stopped early": {
-        "schedule": {"name": "plateau", "metric": "val/accuracy", "patience": 1, "warmup": 0},
-        "early_stopping": {"metric": "val/accuracy", "patience": 3},
+        "schedule": {"name": "plateau", "metric": "val/accuracy", "patience": 1, "warmup": ...},
+        "EarlyStopping": {"key": "val/accuracy", "patience": 3},
     },
-    "saved beside training": {"checkpoint": {"background": True, "every": 10, "keep_last": 9, "save_at_end": False}},
+    "saved beside training": {"Checkpoint": {"background": True, "every": 10, "keep_last": 9, "save_at_end": False}},
 }
 WORKERS = {"data": {"batch_size": 4, "num_workers": 1}}
 
@@ -63,8 +63,8 @@ def test_replayed_state_is_the_checkpoint_that_the_run_has_saved_there(sections,
 
 def replays(folder, count, sections):
     """Random iterations of a run, compared with one that saves at each of them."""
-    run = trained(folder / "run", 30, **sections, logging={"trail": 4})
-    whole = trained(folder / "whole", 30, **{**sections, "checkpoint": {"every": 1, "keep_last": 100}})
+    run = trained(folder / "run", 30, **sections, DigestTrail={"every": 4})
+    whole = trained(folder / "whole", 30, **{**sections, "Checkpoint": {"every": 1, "keep_last": 100}})
     differences = []
     for at in random.Random(3).sample(range(1, 31), count):
         moment = rerun(run, at, folder=folder / f"again_{at}")
@@ -90,7 +90,7 @@ def test_twenty_random_iterations_with_workers_are_those_that_were_trained(world
 def test_settings_are_those_of_the_start_that_trained_the_iteration(again, tmp_path):
     constant = {"schedule": {"name": "constant", "warmup": 0}}
     run = trained(tmp_path / "run", 12, **constant)
-    trained(run, 22, **constant, checkpoint={"every": {"iterations": 10}, "keep_last": 9, "resume": {"lr": 0.003}})
+    trained(run, 22, **constant, Checkpoint={"every": {"iterations": 10}, "keep_last": 9, "resume": {"lr": 0.003}})
     rates = []
     for iteration in (11, 12, 13, 21):
         assert (
@@ -101,7 +101,7 @@ def test_settings_are_those_of_the_start_that_trained_the_iteration(again, tmp_p
 
 
 def test_command_says_what_the_iteration_was(tmp_path):
-    run = trained(tmp_path / "run", 8, logging={"every": {"iterations": 1}, "trail": 1})
+    run = trained(tmp_path / "run", 8, MetricLogger={"every": 1}, DigestTrail={"every": 1})
     said = command("replay", run, "--at", 7)
     row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-2])
     digest = json.loads((run / "trail.jsonl").read_text().splitlines()[6])["all"]
@@ -118,7 +118,8 @@ def test_command_says_what_the_iteration_was(tmp_path):
 def of_fit(directory):
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.1), torch.nn.Linear(4, 1))
-    return fit(model, mse, Numbers(20), directory=directory, max_epochs=4, batch_size=4, logging={"every": 1})
+    handlers = {"MetricLogger": {"every": 1}}
+    return fit(model, mse, Numbers(20), directory=directory, max_epochs=4, batch_size=4, handlers=handlers)
 
 
 def opened(count):
@@ -240,8 +241,8 @@ def test_random_numbers_and_threads_are_as_before_and_a_folder_beside_the_checkp
 
 def test_nothing_is_written_but_in_the_folder_of_the_replay(again, tmp_path):
     places = {"mirror": str(tmp_path / "mirror"), "memory": 1, "every": 10, "keep_last": 9}
-    logging = {"trail": 3, "tensorboard": True, "clearml": True}
-    run = trained(tmp_path / "run", 18, checkpoint=places, logging=logging, profiler={"active": 2, "wait": 1})
+    logging = {"DigestTrail": {"every": 3}, "TensorBoard": {}, "ClearML": {}}
+    run = trained(tmp_path / "run", 18, Checkpoint=places, **logging, Profiler={"active": 2, "wait": 1})
     (run / "stop").touch()
     before = content(tmp_path)
     assert {"mirror", "run/tensorboard", "run/trail.jsonl"} <= before.keys()
@@ -273,7 +274,7 @@ def test_rank_invariant_run_of_two_ranks_is_replayed_on_two_and_on_one(again, tm
 
 @pytest.mark.nightly
 def test_two_ranks_come_back_together_and_one_does_not_come_back_alone(tmp_path):
-    config(tmp_path / "run", 10, distributed={"nproc_per_node": 2}, checkpoint={"every": {"iterations": 5}})
+    config(tmp_path / "run", 10, distributed={"nproc_per_node": 2}, Checkpoint={"every": {"iterations": 5}})
     two = ("--nproc-per-node", 2)
     train = runs.command(tmp_path, "train", "run.yaml")
     assert train.wait() == 0, train.said()

@@ -99,7 +99,7 @@ def config(folder, forgets=None, **sections):
         "task_options": {"forgets": forgets},
         "run": {"max_epochs": 3, "threads": 1, "directory": str(folder / "the users own")},
         "data": {"batch_size": 8},
-        "checkpoint": {"every": {"epochs": 1}, "keep_last": 1},
+        "handlers": {"Checkpoint": {"keep_last": 1}},
         **sections,
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(values))

@@ -249,7 +249,7 @@ def test_comparison_lays_runs_over_one_another_and_tells_what_differs(tmp_path):
 
 def test_tiles_show_the_best_value_of_the_metric_that_the_run_followed(tmp_path):
     rows = [row(n, epoch=(n + 1) // 2, **{"val/accuracy": [0.1, 0.9, 0.3, 0.2][n - 1]}) for n in (1, 2, 3, 4)]
-    config = {"checkpoint": {"best": "val/accuracy", "mode": "max"}}
+    config = {"handlers": {"Checkpoint": {"best": "val/accuracy"}}}
     page = Page(write_report(run_directory(tmp_path / "run", [{**each} for each in rows], config, SUMMARY)))
 
     assert page.words["dt"][0] == "val/accuracy, best" and page.words["dd"][0].strip() == "0.9"

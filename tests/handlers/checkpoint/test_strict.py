@@ -67,7 +67,7 @@ def test_what_is_not_exact_is_refused_before_the_first_update(case, tmp_path):
         return trainer
 
     trainer = build(strict=True)
-    refuses(lambda: trainer.run(data(), max_epochs=1), NotExact, f"checkpoint.strict {reason}")
+    refuses(lambda: trainer.run(data(), max_epochs=1), NotExact, f"strict {reason}")
     assert trainer.state.iteration == 0 and not (tmp_path / "True").exists()
 
     allowed = build(strict=False)
@@ -137,7 +137,7 @@ def another_accumulation(tmp_path):
 
 def of_a_config(tmp_path):
     keys = {"strict": True, "on_exception": True}
-    config_from_dict({"task": "a.py:b", "run": {"max_epochs": 1}, "checkpoint": keys})
+    config_from_dict({"task": "a.py:b", "run": {"max_epochs": 1}, "handlers": {"Checkpoint": keys}})
 
 
 def both(tmp_path):
@@ -150,7 +150,7 @@ test_refusals = refusals(
         ("number of ranks", from_two_ranks, NotExact, "ranks: 2 saved 1 now"),
         ("accumulation", another_accumulation, NotExact, "accumulation_steps=2 accumulation_steps=3"),
         ("saves it would not resume", both, ValueError, "strict on_exception"),
-        ("the same of a config", of_a_config, ConfigError, "checkpoint.on_exception checkpoint.strict"),
+        ("the same of a config", of_a_config, ConfigError, "handlers.Checkpoint on_exception strict"),
     ]
 )
 

@@ -122,7 +122,7 @@ def test_run_is_as_without_the_check(tmp_path):
         sets.append(Counting())
         metrics = {"accuracy": Remembering(), "nll": Loss(nn.functional.cross_entropy)}
         folder, evaluation = tmp_path / str(batches), {"sanity_batches": batches}
-        runs.append(trained(folder, model=models[-1], val=sets[-1], metrics=metrics, evaluation=evaluation))
+        runs.append(trained(folder, model=models[-1], val=sets[-1], metrics=metrics, Evaluation=evaluation))
 
     without, checked = runs
     assert sets[1].read == sets[0].read + 8  # it happened
@@ -156,7 +156,7 @@ class Stored(IterableDataset):
 @pytest.mark.parametrize("kind", [Stored, lambda: DataLoader(Stored(), 4)])
 def test_stream_that_can_be_read_once_is_left_to_its_evaluation(tmp_path, caplog, kind):
     values = [
-        trained(tmp_path / name, val=val, evaluation={"every": None}).metrics["val/loss"]
+        trained(tmp_path / name, val=val, Evaluation={"every": None}).metrics["val/loss"]
         for name, val in {"once": kind(), "set": VAL}.items()
     ]
     assert values[0] == pytest.approx(values[1], rel=1e-6)
@@ -179,7 +179,7 @@ def test_metric_that_needs_more_than_a_few_batches_is_not_refused(tmp_path):
 def checked(rank, folder):
     metrics = {"accuracy": Accuracy(), "all": EpochMetric(needs_each_class, check_compute_fn=False)}
     runs = [
-        trained(folder / str(count), metrics=metrics, predict=predict, evaluation={"sanity_batches": count})
+        trained(folder / str(count), metrics=metrics, predict=predict, Evaluation={"sanity_batches": count})
         for count in (0, 1)
     ]
     with pytest.raises(ConfigError) as refused:
