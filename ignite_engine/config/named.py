@@ -65,7 +65,7 @@ def named(
     """
     make = lookup(entry[key], table, key=key, folder=folder)
     rest = {name: value for name, value in entry.items() if name != key}
-    arguments = checked(make, rest, skip=len(args), given=given or ())
+    arguments = checked(make, rest, skip=len(args), given=given or (), beside=(key,))
     known, _ = parameters_of(make, len(args))
     supplied = {name: supply() for name, supply in (given or {}).items() if name in known and name not in arguments}
     try:
@@ -110,13 +110,19 @@ def refusal_of(error: Exception, name: str, arguments: Mapping[str, Any]) -> Fau
 
 
 def checked(
-    make: Callable[..., Any], values: Mapping[str, Any], *, skip: int = 0, given: Collection[str] = ()
+    make: Callable[..., Any],
+    values: Mapping[str, Any],
+    *,
+    skip: int = 0,
+    given: Collection[str] = (),
+    beside: Collection[str] = (),
 ) -> dict[str, Any]:
     """``values`` as arguments of ``make``.
 
     Args:
         skip: its first parameters, which are given otherwise.
         given: names of arguments that may be missing.
+        beside: other keys that an entry may have, which may have been meant.
 
     Raises:
         Fault: all mistakes.
@@ -127,7 +133,7 @@ def checked(
         if name in known:
             return fitted(value, known[name].annotation)
         if not takes_any:
-            near = did_you_mean(name, known, limit=40)
+            near = did_you_mean(name, [*beside, *known], limit=40)
             raise Fault(("", f"got {display(value)}, but {_name_of(make)} has no '{name}'{near}"))
         return value
 

@@ -61,6 +61,7 @@ _TRIED: dict[str, Any] = {
     "must_be_new": bool,
 }
 """What a handler gets that is made to see whether it takes its settings."""
+_BESIDE = ("use", "every", "at")
 SUPPLIED = (*_TRIED, "evaluator", "data", "run", "sources")
 """Arguments of handlers that are the run's where an entry does not give them."""
 
@@ -220,8 +221,8 @@ def arguments_of(make: Any, entry: Mapping[str, Any]) -> tuple[dict[str, Any], d
         for_each([("resume", options)], lambda _, value: checked(make.resume, fitted(value, dict), skip=1))
         resume = options
     if not isinstance(make, type):  # it is called with the trainer
-        return checked(make, rest, skip=1, given=SUPPLIED), resume
-    return checked(make, rest, given=SUPPLIED), resume
+        return checked(make, rest, skip=1, given=SUPPLIED, beside=_BESIDE), resume
+    return checked(make, rest, given=SUPPLIED, beside=_BESIDE), resume
 
 
 def event_of(

@@ -108,7 +108,8 @@ def say_how_it_resumes(train_loader: Any) -> None:
         how = "" if isinstance(stream, IterableDataset) else ", in an order that may be another one"
         remedy = "; with torchdata installed its state is used" if hasattr(stream, "state_dict") else ""
         logger.info(
-            "%s: a resume reads what was consumed of the epoch again and drops it%s%s.", *(reader.inexact, how, remedy)
+            "%s: a resume reads what was consumed of the epoch again and drops it%s%s.",
+            *(reader.inexact or type(train_loader).__name__, how, remedy),
         )
 
 

@@ -329,7 +329,9 @@ def _attach_one(trainer: Trainer, handler: Any, event: Any, when: Mapping[str, A
 def _register(trainer: Trainer, label: str, handler: Any) -> None:
     """A handler's state is in checkpoints, under its label unless it has named itself."""
     has_state = hasattr(handler, "state_dict") and hasattr(handler, "load_state_dict")
-    if has_state and not any(known is handler for known in trainer.registry.objects.values()):
+    names = [name for name, known in trainer.registry.objects.items() if known is handler]
+    # one that was attached without a name is known by its class
+    if has_state and all(name.endswith(type(handler).__name__) for name in names):
         trainer.register(label, handler)
 
 

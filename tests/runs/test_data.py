@@ -99,8 +99,8 @@ KINDS = {  # the data, what is said of it, and whether its resume is exact (None
     "its sampler": (loader(sampler=WeightedRandomSampler(WEIGHTS, 48)), "WeightedRandomSampler is drawn", True),
     "its batches": (
         lambda: {"train": DataLoader(SAMPLES, batch_sampler=BatchSampler(RandomSampler(SAMPLES), 12, False))},
-        "keeps no state",
-        False,
+        "a resume reads what was consumed of the epoch again",
+        True,
     ),
     "other loader": (lambda: {"train": Batches()}, "Batches keeps no state", True),
     "sampler": (lambda: {"sampler": WeightedRandomSampler(WEIGHTS, 48)}, "WeightedRandomSampler is drawn", True),
