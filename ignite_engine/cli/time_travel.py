@@ -77,7 +77,8 @@ def _replay(options: argparse.Namespace) -> int:
                 known = "their order is the data's own" if indices is None else " ".join(map(str, indices))
                 print(f"  samples{f' of rank {rank}' if rank else ''}: {known}")
             print(f"  batch: {shapes_of(state.batch)}")
-            for name, value in {**scalars_of(state.output), **before["rates"], "weights": digests["all"]}.items():
+            rates = {name: ", ".join(map(str, values)) for name, values in before["rates"].items()}
+            for name, value in {**scalars_of(state.output), **rates, "weights": digests["all"]}.items():
                 print(f"  {name}: {value}")
         if call is not None:
             call(trainer)

@@ -48,10 +48,8 @@ class Steps:
         self._note("{} before the step", self._parameters(trainer))
 
     def _gradients(self, trainer: Trainer) -> None:
-        gradients = {name: parameter.grad for name, parameter in self._parameters(trainer).items()}
-        self._note(
-            "the gradient of {}", {name: gradient for name, gradient in gradients.items() if gradient is not None}
-        )
+        named = self._parameters(trainer).items()
+        self._note("the gradient of {}", {name: value.grad for name, value in named if value.grad is not None})
         self._note("the rate {}", rates_of(trainer))
 
     def _after(self, trainer: Trainer) -> None:
@@ -96,12 +94,9 @@ def scalars_of(output: Any) -> dict[str, Any]:
     }
 
 
-def rates_of(trainer: Trainer) -> dict[str, float]:
-    """The learning rate of each group of each optimizer, now."""
-    rates: dict[str, float] = {}
-    for name, optimizer in trainer.update.optimizers.items():
-        for number, group in enumerate(optimizer.param_groups):
-            parts = ["lr"] if name == "optimizer" else ["lr", name]
-            parts += [str(group.get("name", number))] if len(optimizer.param_groups) > 1 else []
-            rates["/".join(parts)] = float(group["lr"])
-    return rates
+def rates_of(trainer: Trainer) -> dict[str, list[float]]:
+    """The learning rates of each optimizer's groups, now."""
+    return {
+        "lr" if name == "optimizer" else f"lr/{name}": [float(group["lr"]) for group in optimizer.param_groups]
+        for name, optimizer in trainer.update.optimizers.items()
+    }
