@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import collections.abc
 import importlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from os import PathLike
 from pathlib import Path
@@ -21,7 +20,7 @@ from ignite_engine.task import TaskError, find_object
 Table = Mapping[str, Any]
 """What names stand for: objects, or ``module:object``, which is imported when it is used."""
 
-_SEQUENCES = (list, tuple, collections.abc.Sequence, Collection, Iterable)
+_SEQUENCES = (list, tuple, Sequence, Collection, Iterable)
 
 
 class Fault(ValueError):
@@ -252,9 +251,6 @@ def _plain(value: Any, kind: Any) -> Any:
     if not fits(value):
         raise WrongType(value, expected)
     return value
-
-
-_PLAIN[collections.abc.Callable] = _PLAIN[Callable]
 
 
 def _one_of(value: Any, kinds: Iterable[Any]) -> Any:

@@ -21,7 +21,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
-from ignite_engine import devices, rng
+from ignite_engine import devices
 from ignite_engine.checkpointing import CheckpointError
 from ignite_engine.checkpointing.retention import usual_mode
 from ignite_engine.config import Config, ConfigError
@@ -212,6 +212,7 @@ def fit(
 
     Under torchrun or SLURM every process calls it and they train together; in a ``Parallel`` it is called by each rank.
     """
+    called_with = dict(locals())
     check_type("model", model, isinstance(model, nn.Module), "a module")
     check_type("directory", directory, isinstance(directory, str | os.PathLike), "the path of the run's folder")
     if "\0" in str(directory):
@@ -242,25 +243,7 @@ def fit(
         batch_size, num_workers = _of_loader(train_set, batch_size, num_workers)
     if metrics and val_set is None and test_set is None:
         raise ConfigError("fit(): metrics: got some, but no val_set to measure them on.")
-    if metrics and predict is None:
-        _check_pairs(task)
     check_type("resume", resume, resume is None or isinstance(resume, Mapping), "a mapping such as {'lr': 0.0001}")
-    arguments = {
-        "directory": str(directory),
-        "restart": restart or None,
-        "max_epochs": max_epochs,
-        "max_iters": max_iters,
-        "seed": seed,
-        "batch_size": batch_size,
-        "num_workers": num_workers,
-        "precision": precision,
-        "accumulation_steps": accumulation_steps,
-        "clip_norm": clip_norm,
-        "lr": lr,
-        "best": best,
-        "mode": _mode(best, mode, task),
-        "resume": resume,
-    }
     values = {"task": IN_PYTHON, **_sections(sections), "handlers": _as_in_config(entries)}
     if isinstance(optimizer, str | Mapping):
         values["optimizer"] = {"name": optimizer} if isinstance(optimizer, str) else _as_in_config(optimizer)
@@ -277,7 +260,9 @@ def fit(
         raise TypeError(
             f"fit() got schedule_per={schedule_per!r} without a scheduler made by a function: leave it out."
         )
-    given = {name: _as_in_config(value) for name, value in arguments.items() if value is not None}
+    called_with |= {"restart": restart or None, "mode": _mode(best, mode, task)}
+    called_with |= {"batch_size": batch_size, "num_workers": num_workers}
+    given = {name: _as_in_config(called_with[name]) for name in _SETTINGS if called_with[name] is not None}
     for name, value in given.items():
         _set(values, name, value)
     values["run"].setdefault("name", Path(directory).name or "run")
@@ -328,22 +313,6 @@ def _restarted(config: Config, task: Task, train: Callable[[int], None], restart
 
 def _predict_pair(model: nn.Module, batch: Any) -> Any:
     return model(batch[0]), batch[1]
-
-
-def _check_pairs(task: Task) -> None:
-    """Refuse what :func:`_predict_pair` cannot take by the first sample of each set, not after an epoch of training."""
-    sets: Mapping[str, Any] = {**task.val_sets, **task.test_sets}
-    for name, data in sets.items():
-        if not (hasattr(data, "__getitem__") and hasattr(data, "__len__") and len(data)):
-            continue
-        with rng.isolated():
-            batch = data[0] if task.collate_fn is None else task.collate_fn([data[0]])
-        if not isinstance(batch, list | tuple) or len(batch) != 2:
-            got = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, list | tuple) else type(batch).__name__
-            raise TypeError(
-                f"metrics take predictions and targets, and what {name!r} holds is a {got}, not (inputs, targets): "
-                "give fit() predict, a function predict(model, batch) that returns what they take."
-            )
 
 
 def _of_loader(loader: Any, batch_size: int | None, num_workers: int | None) -> tuple[int | None, int | None]:

@@ -120,19 +120,40 @@ def updates_of(config: Config, train_loader: Any) -> int | None:
         ConfigError: an epoch has no update, or a setting needs the length of data that has none.
     """
     if isinstance(train_loader, OwnSource):
-        return total_updates_given(config, "a stream of windows")
+        return _updates_asked_for(config, "a stream of windows")
     if isinstance(order := getattr(train_loader, "sampler", None), ResumableSampler):
-        return total_updates(config, order.data_length(), train_loader.batch_size, drop_last=train_loader.drop_last)
-    own = length_of(train_loader)
-    lengths = [row[0] for row in agreement.gather_floats([-1.0 if own is None else float(own)])]
-    if min(lengths) < 0:
-        return total_updates_given(config, type(train_loader).__name__)
-    if not any(lengths):
-        raise config.error("task", f"the data 'train_set' is a {type(train_loader).__name__} without a batch.")
-    return _updates_of(config, int(max(lengths)))
+        batches = _batches_of(config, order.data_length(), train_loader)
+    else:
+        own = length_of(train_loader)
+        lengths = [row[0] for row in agreement.gather_floats([-1.0 if own is None else float(own)])]
+        if min(lengths) < 0:
+            return _updates_asked_for(config, type(train_loader).__name__)
+        batches = int(max(lengths))
+        if not batches:
+            raise config.error("task", f"the data 'train_set' is a {type(train_loader).__name__} without a batch.")
+    per_epoch = -(-batches // (config.update.global_micro_batches or config.update.accumulation_steps or 1))
+    epochs = config.run.max_epochs
+    limits = (config.run.max_iterations, None if epochs is None else epochs * per_epoch)
+    return min(limit for limit in limits if limit is not None)
 
 
-def total_updates_given(config: Config, data: str) -> int | None:
+def _batches_of(config: Config, samples: int, train_loader: Any) -> int:
+    """Micro-batches of an epoch over so many samples: of the longest rank, or with
+    ``update.global_micro_batches`` of all ranks."""
+    ranks, in_all = mesh.data_size(), config.update.global_micro_batches
+    if in_all is not None and in_all < ranks:
+        raise config.error(
+            "update.global_micro_batches", f"got {in_all} on {ranks} ranks, expected at least one for each."
+        )
+    shard = samples if in_all is not None else -(-samples // ranks)
+    size = train_loader.batch_size
+    batches = shard // size if train_loader.drop_last else -(-shard // size)
+    if not batches:
+        raise config.error("data.batch_size", f"got {size}, but a rank has {shard} samples; drop_last leaves none.")
+    return int(batches)
+
+
+def _updates_asked_for(config: Config, data: str) -> int | None:
     """Updates of the whole run over ``data`` of unknown length; None where the config does not say, nor needs to.
 
     Raises:
@@ -147,35 +168,3 @@ def total_updates_given(config: Config, data: str) -> int | None:
             )
     totals = [entry["total"] for entry in schedules.values() if entry.get("total") is not None]
     return config.run.max_iterations or max(totals, default=None)
-
-
-def total_updates(config: Config, samples: int, batch_size: int | None = None, *, drop_last: bool | None = None) -> int:
-    """Updates of the whole run over ``samples`` samples, on the longest rank.
-
-    Args:
-        batch_size, drop_last: of a loader of the user's own; None: the config's.
-
-    Raises:
-        ConfigError: an epoch has no update, or a rank has no micro-batch in one.
-    """
-    data, ranks, in_all = config.data, mesh.data_size(), config.update.global_micro_batches
-    if in_all is not None and in_all < ranks:
-        raise config.error(
-            "update.global_micro_batches", f"got {in_all} on {ranks} ranks, expected at least one for each."
-        )
-    shard = samples if in_all is not None else -(-samples // ranks)
-    size = batch_size or data.batch_size
-    drops = data.drop_last if drop_last is None else drop_last
-    batches = shard // size if drops else -(-shard // size)
-    if not batches:
-        raise config.error("data.batch_size", f"got {size}, but a rank has {shard} samples; drop_last leaves none.")
-    return _updates_of(config, batches)
-
-
-def _updates_of(config: Config, batches: int) -> int:
-    """The updates of a run with ``batches`` micro-batches per epoch: of this rank, or with
-    ``update.global_micro_batches`` of all ranks."""
-    epochs = config.run.max_epochs
-    per_epoch = -(-batches // (config.update.global_micro_batches or config.update.accumulation_steps or 1))
-    limits = (config.run.max_iterations, None if epochs is None else epochs * per_epoch)
-    return min(limit for limit in limits if limit is not None)

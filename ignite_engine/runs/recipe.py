@@ -232,7 +232,7 @@ def _attach(run: Run) -> None:
         run.checkpoint.announces_best = False  # the run's last line does
         run.checkpoint.asks_tiers = not config.run.restart or _is_started_again()
     if sources:
-        run.load = _loading(config, made["ModelBank"].load if "ModelBank" in made else partial(_load, run, sources))
+        run.load = _loading(run, sources, made.get("ModelBank"))
     _attach_own(trainer, run.task.handlers)
 
 
@@ -299,7 +299,7 @@ def _attach_handler(
     if key not in events:
         events[key] = event_of(when, count=task.tokens_fn or task.weight_fn, has_length=has_length)
     try:
-        _attach_one(trainer, handler, events[key], when)
+        _attach_one(trainer, handler, *filter(None, [events[key]]))
         for clock in clocks:
             handlers.SaveEvery(**clock).attach(trainer)
     except (TypeError, ValueError) as error:
@@ -313,17 +313,31 @@ def _listed(value: Any) -> list[Any]:
     return [*value] if isinstance(value, list | tuple) else [value]
 
 
-def _attach_one(trainer: Trainer, handler: Any, event: Any, when: Mapping[str, Any]) -> None:
-    if not hasattr(handler, "attach"):
-        if event is None:
-            raise Fault(("", "it has no event: give every, such as 100, or at, such as EPOCH_COMPLETED."))
-        trainer.add_event_handler(event, handler)
-    elif event is None:
-        handler.attach(trainer)
-    elif _takes(handler.attach, trainer, event):
-        handler.attach(trainer, event)
+def _attach_one(trainer: Trainer, handler: Any, *events: Any) -> None:
+    """Attach an object with ``attach``, or a function, at its event if it has one.
+
+    Raises:
+        Fault: it is neither, or takes no event, or needs one.
+    """
+    name = getattr(handler, "__name__", type(handler).__name__)
+    if isinstance(handler, type):
+        raise Fault(("", f"is the class {name}: give an object of it, {name}(...)."))
+    if hasattr(handler, "attach"):
+        if not _takes(handler.attach, trainer, *events):
+            remedy = "has events of its own: leave it out" if events else "takes an event: give the pair of them"
+            raise Fault(("", f"is a {name}, whose attach {remedy}."))
+        handler.attach(trainer, *events)
+    elif not callable(handler) or not events or isinstance(handler, CallableEventWithFilter):
+        expected = "an object with attach(trainer), or one or a function with its event, in this order"
+        raise Fault(("", f"must be {expected}, got {handler!r} and {', '.join(map(str, events)) or 'no event'}."))
     else:
-        raise Fault((next(iter(when)), f"got {next(iter(when.values()))!r}, but its events are its own: leave it out."))
+        try:
+            trainer.add_event_handler(*events, handler)
+        except ValueError:
+            if _takes(handler, trainer) or _takes(handler):
+                raise
+            shown = f"{name}{inspect.signature(handler)}: trainer.state has what else it needs."
+            raise Fault(("", f"must be a function of the trainer, or of nothing, got {shown}")) from None
 
 
 def _register(trainer: Trainer, label: str, handler: Any) -> None:
@@ -352,28 +366,10 @@ def _attach_own(trainer: Trainer, given: Any) -> None:
     labelled = given.items() if isinstance(given, Mapping) else enumerate(given)
     for label, users_own in labelled:
         handler, *events = users_own if isinstance(users_own, tuple) else (users_own,)
-        name = getattr(handler, "__name__", type(handler).__name__)
-        if isinstance(handler, type):
-            raise TypeError(f"handlers[{label!r}] is the class {name}: give an object of it, {name}(...).")
-        if hasattr(handler, "attach"):
-            if not _takes(handler.attach, trainer, *events):
-                raise TypeError(f"handlers[{label!r}] is a {name}, whose attach takes an event: give the pair of them.")
-            handler.attach(trainer, *events)
-        elif not callable(handler) or not events or isinstance(handler, CallableEventWithFilter):
-            raise TypeError(
-                f"handlers[{label!r}] must be an object with attach(trainer), or a pair of one or of a function and "
-                f"its event, in this order, got {handler!r}."
-            )
-        else:
-            try:
-                trainer.add_event_handler(*events, handler)
-            except ValueError:
-                if _takes(handler, trainer) or _takes(handler):
-                    raise
-                raise TypeError(
-                    f"handlers[{label!r}] must be a function of the trainer, or of nothing, got "
-                    f"{name}{inspect.signature(handler)}: trainer.state has what else it needs."
-                ) from None
+        try:
+            _attach_one(trainer, handler, *events)
+        except Fault as fault:
+            raise TypeError(f"handlers[{label!r}] {fault}") from None
         if isinstance(label, str):
             _register(trainer, label, handler)
 
@@ -388,18 +384,14 @@ def _takes(function: Callable[..., Any], *arguments: Any) -> bool:
     return True
 
 
-def _load(run: Run, sources: Sequence[LoadSource]) -> object:
-    assert run.checkpoint is not None
-    return run.checkpoint.load(sources)
-
-
-def _loading(config: Config, begin: Callable[[], object]) -> Callable[[], object]:
-    """``begin``, whose errors say where the sources are written."""
+def _loading(run: Run, sources: Sequence[LoadSource], bank: handlers.ModelBank | None) -> Callable[[], object]:
+    """Loads what a run begins from; errors say where the sources are written."""
 
     def load() -> object:
+        assert bank is not None or run.checkpoint is not None
         try:
-            return begin()
+            return bank.load() if bank is not None else run.checkpoint.load(sources)  # type: ignore[union-attr]
         except (CheckpointError, ValueError) as error:
-            raise config.error("load", str(error)) from error
+            raise run.settings.error("load", str(error)) from error
 
     return load

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,7 +137,9 @@ class Run:
             Interrupted: a signal stopped it. The summary is written first, also when anything else is raised.
             RunDirectoryInUse: another process trains in the folder; nothing is written.
         """
-        with self._held_directory(), on_failure(self._write_failure):
+        with contextlib.ExitStack() as held, on_failure(self._write_failure):
+            # rank 0 locks the folder for all ranks; if it cannot, all raise
+            agreement.on_rank_0(lambda: held.enter_context(self.directory.held()))
             return self._train()
 
     def _train(self) -> dict[str, Any]:
@@ -213,13 +215,6 @@ class Run:
             self._write_summary("running", self._resumed)
 
     keep_record.phase = Phase.LAST  # type: ignore[attr-defined]  # read by the Trainer
-
-    @contextlib.contextmanager
-    def _held_directory(self) -> Iterator[None]:
-        """Rank 0 locks the folder for all ranks; if it cannot, all raise."""
-        with contextlib.ExitStack() as stack:
-            agreement.on_rank_0(lambda: stack.enter_context(self.directory.held()))
-            yield
 
     def take_over(self) -> None:
         """Load the newest checkpoint, and read the summary, of a run that another process has trained."""
