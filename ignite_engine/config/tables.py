@@ -122,7 +122,9 @@ def make_optimizer(entry: Mapping[str, Any], parameters: Any) -> torch.optim.Opt
 
 
 def optimizer_entry(given: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's name, rate and options, of which it has made one."""
+    """An optimizer's name, rate and options, of which it has made one; or what a task has made, by ``task``."""
+    if "task" in given:
+        return dict(given)
     entry = {"name": "AdamW", "lr": 1e-3, **given}
     if given.keys() - {"lr"} or not (is_number(entry["lr"]) and entry["lr"] >= 0):
         # 2-d: Muon takes nothing else
@@ -142,7 +144,9 @@ def named_optimizer(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def schedule_entry(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A schedule's name and options, of which one has been made."""
+    """A schedule's name and options, of which one has been made; or what a task has made, by ``task``."""
+    if "task" in given:
+        return dict(given)
     entry = {"name": "constant", **given}
     if entry["name"] != "none":
         named(entry, SCHEDULES, _OfNothing())

@@ -117,12 +117,16 @@ def check_fit(config: Config, task: Task) -> None:
     ):
         kind = type(task.train_set).__name__
         raise config.error("task", f"it gives a sampler, which is of map-style data, and the train_set is a {kind}.")
-    own = {
-        "optimizer": task.optimizer is not None and (config.optimizer != optimizer_entry({}) or config.optimizers),
-        "schedule": task.schedule is not None and config.schedule != schedule_entry({}),
-    }
-    for key in (key for key, has_no_effect in own.items() if has_no_effect):
-        config.warn(key, f"{key} has no effect: the task makes its own.")
+    optimizers = [config.optimizer, *config.optimizers.values()]
+    schedules = [config.schedule, *(entry["schedule"] for entry in optimizers if "schedule" in entry)]
+    for key, makes, entries, usual in (
+        ("optimizer", task.optimizer, optimizers, optimizer_entry({})),
+        ("schedule", task.schedule, schedules, schedule_entry({})),
+    ):
+        if makes is not None and any("task" not in entry and entry != usual for entry in entries):
+            config.warn(key, f"{key} has no effect: the task makes its own.")
+        if makes is None and (made := next((entry["task"] for entry in entries if "task" in entry), None)):
+            raise config.error(key, f"got the {made} of another task, and this one makes none; give its name.")
     _check_metrics(config, task)
 
 
@@ -266,7 +270,7 @@ def steps_per_epoch(task: Task, scheduler: Any) -> bool:
 def settings_of(
     config: Config, task: Task, optimizers: Mapping[str, Optimizer], schedules: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The resolved config, with what the task has made in the place of a section."""
+    """The resolved config; ``task`` names what the task has made in the place of an entry."""
     values = config.to_dict()
     values["run"]["restart"] = False  # it is of one start
     if task.optimizer is not None:
@@ -274,7 +278,7 @@ def settings_of(
         values |= made if set(made) == {"optimizer"} else {"optimizers": made}
     if task.schedule is not None:
         names = [str(it) if isinstance(it, Schedule) else type(it).__name__ for it in schedules.values()]
-        values["schedule"] = {"name": ", ".join(dict.fromkeys(names))}
+        values["schedule"] = {"task": ", ".join(dict.fromkeys(names))}
     return values
 
 
@@ -284,4 +288,4 @@ def _options_of(optimizer: Optimizer) -> dict[str, Any]:
         for key, value in getattr(optimizer, "defaults", {}).items()
         if isinstance(value, bool | int | float | str | tuple | None)
     }
-    return {"name": type(optimizer).__name__, **options}
+    return {"task": type(optimizer).__name__, **options}

@@ -161,7 +161,7 @@ def _updates_asked_for(config: Config, data: str) -> int | None:
     """
     schedules = dict(config.schedule_of(name) for name in config.optimizers or ("optimizer",))
     for key, entry in schedules.items():
-        needed = entry["name"] not in ("none", "constant", "plateau") and entry.get("total") is None
+        needed = entry.get("name", "none") not in ("none", "constant", "plateau") and entry.get("total") is None
         if needed and config.run.max_iterations is None:
             raise config.error(
                 f"{key}.total", f"{data} does not say how many updates there will be: set it, or run.max_iterations."

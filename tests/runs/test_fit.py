@@ -14,7 +14,7 @@ from ignite.metrics import Accuracy, MeanAbsoluteError
 
 import ignite_engine
 from ignite_engine import Interrupted, TrainingEvents, fit
-from ignite_engine.config import ConfigWarning
+from ignite_engine.config import ConfigWarning, load_config
 from ignite_engine.handlers import LRSchedule, warmup_cosine
 from tests.kit.fitting import (
     INPUTS,
@@ -91,7 +91,8 @@ def test_ctrl_c_saves_and_ends_a_script_returns_in_a_session_and_the_same_call_r
     resumed = fitted(tmp_path / "run", **OWN)
     assert resumed.summary["resumed_from"] == "iteration_00000011"
     assert digest(resumed) == digest(whole) and resumed.metrics == whole.metrics
-    assert resumed.config["optimizer"]["momentum"] == 0.9 and "warmup_cosine" in resumed.config["schedule"]["name"]
+    assert resumed.config["optimizer"]["momentum"] == 0.9 and "warmup_cosine" in resumed.config["schedule"]["task"]
+    assert load_config(tmp_path / "run" / "config.yaml").to_dict() == resumed.config
 
 
 @pytest.mark.parametrize(

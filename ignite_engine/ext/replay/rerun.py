@@ -20,8 +20,6 @@ from ignite_engine.checkpointing.in_use import in_use
 from ignite_engine.checkpointing.layout import named_iteration
 from ignite_engine.config import Config
 from ignite_engine.config.load import validated, with_changes
-from ignite_engine.config.named import Fault
-from ignite_engine.config.tables import optimizer_entry, schedule_entry
 from ignite_engine.config.yaml_file import ConfigSource
 from ignite_engine.data.workers import end_workers
 from ignite_engine.engine import bus
@@ -279,11 +277,6 @@ def _moved(directory: Path, folder: Path, start: Start) -> Config:
         made = "was made by fit() in Python" if "task" in stored else "holds no config that names a task"
         raise ReplayError(f"{directory} {made}: give the function that builds the run (build, --build FILE:FUNCTION).")
     values = with_changes(stored, settings_in(folder))
-    for section, check in {"optimizer": optimizer_entry, "schedule": schedule_entry}.items():
-        try:  # in its place may be what the task has made, a scheduler of its own say
-            check(values.get(section, {}))
-        except Fault:
-            del values[section]
     # files of the task and of handlers are looked for where they were found
     known = start.environment
     configs = [word for word in known.get("command", []) if str(word).endswith((".yaml", ".yml"))]
