@@ -15,11 +15,11 @@ import ignite_engine
 from ignite_engine.cli.launch import FAILED
 from ignite_engine.cli.time_travel import function_of
 from ignite_engine.config import Config, ConfigError
-from ignite_engine.ext.replay.rerun import built, settings_in
+from ignite_engine.ext.replay.rerun import built, moved
 from ignite_engine.ext.replay.verify import NotProven, Phase
 from ignite_engine.ext.replay.verify import verify as compare_runs
 from ignite_engine.ranks import agreement
-from ignite_engine.run_directory import RunDirectory, flat
+from ignite_engine.run_directory import RunDirectory
 from ignite_engine.task import IN_PYTHON
 
 ITERATIONS = 20
@@ -80,7 +80,8 @@ def train_phase(config: Config | None, options: argparse.Namespace) -> None:
     """One start of the run, on one rank, in the process that was started for it."""
     folder = Path(options.phase.directory)
     with RunDirectory(folder).logging_to(agreement.rank()):
-        options.phase.train(*built(config or function_of(str(options.config)), folder))
+        build = moved(config.to_dict(), config.source.path, folder) if config else function_of(str(options.config))
+        options.phase.train(*built(build, folder))
 
 
 def _start(options: argparse.Namespace, phase: Phase) -> None:
@@ -91,9 +92,6 @@ def _start(options: argparse.Namespace, phase: Phase) -> None:
     """
     command = [sys.executable, "-m", "ignite_engine", "verify-resume", str(options.config), "--phase", str(phase)]
     command += options.overrides
-    if not is_built(options):
-        for section, settings in settings_in(Path(phase.directory)).items():
-            command += [f"{section}.{key}={json.dumps(value)}" for key, value in flat(settings).items()]
     command += ["--nproc-per-node", str(options.nproc_per_node)] if options.nproc_per_node is not None else []
     command += ["--backend", options.backend] if options.backend is not None else []
     home = str(Path(ignite_engine.__file__).resolve().parent.parent)

@@ -90,17 +90,17 @@ _SETTINGS = {
 }
 """Arguments of :func:`fit` and the settings that they are."""
 
-_CHANGES: ContextVar[tuple[Mapping[str, Any], Callable[[Run], object]]] = ContextVar("changes", default=({}, Run.train))
+_BUILT_WITH: ContextVar[Mapping[str, Any] | None] = ContextVar("built_with", default=None)
 
 
 @contextmanager
-def changed(settings: Mapping[str, Any], train: Callable[[Run], object] = Run.train) -> Iterator[None]:
-    """Within it :func:`fit` has these settings, nested as in a config, and trains by ``train(run)``."""
-    token = _CHANGES.set((settings, train))
+def built_with(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Within it :func:`fit` has these settings, nested as in a config, and returns the run untrained."""
+    token = _BUILT_WITH.set(settings)
     try:
         yield
     finally:
-        _CHANGES.reset(token)
+        _BUILT_WITH.reset(token)
 
 
 def _in_one_line(function: Callable[P, T]) -> Callable[P, T]:
@@ -266,8 +266,8 @@ def fit(
     for name, value in given.items():
         _set(values, name, value)
     values["run"].setdefault("name", Path(directory).name or "run")
-    settings, train_run = _CHANGES.get()
-    changed_values = with_changes(values, settings)
+    built_only = _BUILT_WITH.get()
+    changed_values = with_changes(values, built_only or {})
     config = validated(ConfigSource(changed_values, name="fit()", arguments={_SETTINGS[name]: name for name in given}))
     runs: list[Run] = []
 
@@ -275,9 +275,10 @@ def fit(
         # a program that has set up its own logging shows these lines by it
         with recipe.logged(config, console=not logging.getLogger().hasHandlers()):
             runs.append(recipe.build_run(config, task))
-            train_run(runs[0])
+            if built_only is None:
+                runs[0].train()
 
-    if restarts is not None and train_run is Run.train:
+    if restarts is not None and built_only is None:
         return _restarted(config, task, train, restarts)
     if is_launched() and not dist.is_initialized():
         backend = config.distributed.backend or devices.default_backend()

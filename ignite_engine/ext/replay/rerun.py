@@ -30,7 +30,7 @@ from ignite_engine.handlers import Checkpoint, MetricLogger
 from ignite_engine.ranks import agreement
 from ignite_engine.run_directory import RunDirectory, lines_of, read_yaml
 from ignite_engine.runs import recipe
-from ignite_engine.runs.fit import changed
+from ignite_engine.runs.fit import built_with
 from ignite_engine.runs.run import Run
 from ignite_engine.task import IN_PYTHON
 from ignite_engine.trainer import Trainer
@@ -95,7 +95,7 @@ def rerun(
     start, copy = agreement.on_rank_0(lambda: (start_of(directory, at), _make(directory, folder)))
     try:
         with _as_it_was(start), RunDirectory(copy).logging_to(agreement.rank(), console=False):
-            trainer, train = built(build or _moved(directory, copy, start), copy)
+            trainer, train = built(build or _config_of(directory, copy, start), copy)
             _check_ranks(directory, trainer, start)
             _follow_clocks(trainer, directory)
             stores = [checkpoint.store.directory for checkpoint in checkpoints_of(trainer)]
@@ -242,7 +242,7 @@ def built(recipe_or_build: Config | Build, folder: Path) -> tuple[Trainer, Calla
     if isinstance(recipe_or_build, Config):
         made = recipe.build_run(recipe_or_build)
     else:
-        with changed(settings_in(folder), lambda run: None):
+        with built_with(settings_in(folder)):
             made = recipe_or_build(folder)
     if isinstance(made, Run):
         return made.trainer, made.train
@@ -270,18 +270,22 @@ def built(recipe_or_build: Config | Build, folder: Path) -> tuple[Trainer, Calla
     return trainer, train
 
 
-def _moved(directory: Path, folder: Path, start: Start) -> Config:
+def _config_of(directory: Path, folder: Path, start: Start) -> Config:
     """The config of the same run in another folder."""
     stored = start.config
     if stored.get("task", IN_PYTHON) == IN_PYTHON:
         made = "was made by fit() in Python" if "task" in stored else "holds no config that names a task"
         raise ReplayError(f"{directory} {made}: give the function that builds the run (build, --build FILE:FUNCTION).")
-    values = with_changes(stored, settings_in(folder))
     # files of the task and of handlers are looked for where they were found
     known = start.environment
     configs = [word for word in known.get("command", []) if str(word).endswith((".yaml", ".yml"))]
     path = Path(known.get("working_directory", "."), *configs[:1]) if configs else directory / "config.yaml"
-    return validated(ConfigSource(values, path))
+    return moved(stored, path, folder)
+
+
+def moved(values: Mapping[str, Any], path: Path | None, folder: Path) -> Config:
+    """The config of nested values, which are those of a file, for the same run in another folder."""
+    return validated(ConfigSource(with_changes(values, settings_in(folder)), path))
 
 
 def _follow_clocks(trainer: Trainer, directory: Path) -> None:

@@ -242,10 +242,11 @@ def test_random_numbers_and_threads_are_as_before_and_a_folder_beside_the_checkp
 def test_nothing_is_written_but_in_the_folder_of_the_replay(again, tmp_path):
     places = {"mirror": str(tmp_path / "mirror"), "memory": 1, "every": 10, "keep_last": 9}
     logging = {"DigestTrail": {"every": 3}, "TensorBoard": {}, "ClearML": {}}
+    logging["Board"] = {"use": "TensorBoard", "directory": str(tmp_path / "board")}
     run = trained(tmp_path / "run", 18, Checkpoint=places, **logging, Profiler={"active": 2, "wait": 1})
     (run / "stop").touch()
     before = content(tmp_path)
-    assert {"mirror", "run/tensorboard", "run/trail.jsonl"} <= before.keys()
+    assert {"mirror", "board/tensorboard", "run/tensorboard", "run/trail.jsonl"} <= before.keys()
     assert again(run, 18, since=0) is None
     assert content(tmp_path) == before
 
