@@ -52,7 +52,8 @@ class Task:
         collate_fn: samples to a batch, as ``DataLoader`` takes it.
         tokens_fn: ``tokens_fn(batch)``, the tokens of a micro-batch, for tokens per second.
         test_sets: evaluated by the ``evaluate`` command only.
-        handlers: objects with ``attach(trainer)``, or pairs of one, or of a function, with its event; attached last.
+        handlers: objects with ``attach(trainer)``, or pairs of one, or of a function, with its event, in a list or by
+            label; attached last.
         optimizer: ``optimizer(model)`` makes the optimizer, or several by name, of the model as it is trained, instead
             of the config's sections.
         schedule: ``schedule(optimizer)`` makes a scheduler for each optimizer, instead of the config's sections.
@@ -75,7 +76,7 @@ class Task:
     collate_fn: Callable[[list[Any]], Any] | None = None
     tokens_fn: Callable[[Any], int] | None = None
     test_sets: Mapping[str, Data] = field(default_factory=dict)
-    handlers: Sequence[Any] = ()
+    handlers: Sequence[Any] | Mapping[str, Any] = ()
     parallelize: Callable[[Any, Any], Any] | None = None
     optimizer: Callable[[Any], Optimizer | Mapping[str, Optimizer]] | None = None
     schedule: Callable[[Optimizer], Any] | None = None

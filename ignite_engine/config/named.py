@@ -49,7 +49,6 @@ def named(
     *args: Any,
     key: str = "name",
     given: Mapping[str, Callable[[], Any]] | None = None,
-    folder: Path | None = None,
 ) -> Any:
     """Make what ``entry`` names, with the arguments that it gives.
 
@@ -57,12 +56,11 @@ def named(
         entry: the name, under ``key``, and arguments by name.
         args: arguments that come before those of the entry.
         given: functions that make arguments which the entry leaves out, for what takes arguments of these names.
-        folder: where a user's own file is looked for.
 
     Raises:
         Fault: the name or an argument is not known, one is missing or of another type, or what is made refuses them.
     """
-    make = lookup(entry[key], table, key=key, folder=folder)
+    make = lookup(entry[key], table, key=key)
     rest = {name: value for name, value in entry.items() if name != key}
     arguments = checked(make, rest, skip=len(args), given=given or (), beside=(key,))
     known, _ = parameters_of(make, len(args))
@@ -74,24 +72,27 @@ def named(
 
 
 def lookup(name: object, table: Table, *, key: str, folder: Path | None = None) -> Any:
-    """What ``name`` stands for: in the table, or in a file or module of the user's own, ``my_file.py:Name``."""
+    """What ``name`` stands for: in the table, or under ``use`` in a file or module of the user's, ``my_file.py:Name``.
+
+    Args:
+        folder: where such a file is looked for first.
+    """
     if not isinstance(name, str):
         raise WrongType(name, "text").inside(key)
-    found = table.get(name, name)
-    if not isinstance(found, str):
-        return found
-    if ":" not in found:
-        raise Fault((key, f"got {name!r}, which is not known{did_you_mean(name, table)}"))
-    if name in table:
-        module, _, attribute = found.partition(":")
-        try:
-            return getattr(importlib.import_module(module), attribute)
-        except ModuleNotFoundError as error:
-            raise Fault((key, f"got {name!r}, which cannot be used here: {error}.")) from error
+    found = table.get(name)
     try:
-        return find_object(found, folder)
+        if isinstance(found, str):
+            module, _, attribute = found.partition(":")
+            return getattr(importlib.import_module(module), attribute)
+        if found is None and key == "use" and ":" in name:
+            return find_object(name, folder)
+    except ModuleNotFoundError as error:
+        raise Fault((key, f"got {name!r}, which cannot be used here: {error}.")) from error
     except TaskError as error:
         raise Fault((key, str(error))) from error.__cause__
+    if found is None:
+        raise Fault((key, f"got {name!r}, which is not known{did_you_mean(name, table)}"))
+    return found
 
 
 def refusal_of(error: Exception, name: str, arguments: Mapping[str, Any]) -> Fault:

@@ -115,9 +115,7 @@ def make_optimizer(entry: Mapping[str, Any], parameters: Any) -> torch.optim.Opt
             )
             raise Fault(("name", complaint))
         name = next((known for known in table if known.lower() == name.lower()), name)
-    # None is the optimizer's own default
-    options = {key: value for key, value in entry.items() if key != "fused" or value is not None}
-    made: torch.optim.Optimizer = named({**options, "name": name}, table, parameters)
+    made: torch.optim.Optimizer = named({**entry, "name": name}, table, parameters)
     return made
 
 
@@ -182,7 +180,7 @@ def handler_entries(given: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(entry, Mapping | None):
             raise WrongType(entry, "a mapping of the handler's settings, or null").inside(label)
         if entry is not None:
-            usual = USUAL.get(entry.get("use", label), {}) if "at" not in entry else {}
+            usual = USUAL.get(str(entry.get("use", label)), {}) if "at" not in entry else {}
             entry = {**usual, **entry}
         merged[label] = entry
     return for_each(merged.items(), _handler_entry)
@@ -192,8 +190,10 @@ def _handler_entry(label: str, entry: dict[str, Any] | None) -> dict[str, Any] |
     if entry is None:
         return None
     kind = entry.get("use", label)
-    if kind not in HANDLERS and ":" not in str(kind):
-        known = did_you_mean(str(kind), HANDLERS, limit=40)
+    if not isinstance(kind, str):
+        raise WrongType(kind, "text").inside("use")
+    if kind not in HANDLERS and ":" not in kind:
+        known = did_you_mean(kind, HANDLERS, limit=40)
         own = "" if "did you mean" in known else " One of your own is named by use: FILE.py:CLASS."
         raise Fault(("use" if "use" in entry else "", f"got {display(kind)}, which is not a handler{known}{own}"))
     if kind in HANDLERS:  # the user's own code is imported when the run is built
@@ -203,7 +203,7 @@ def _handler_entry(label: str, entry: dict[str, Any] | None) -> dict[str, Any] |
             named({**arguments, "use": kind}, {kind: make}, key="use", given=_TRIED)
         event_of(when_of(make, entry), known=True)
     else:
-        event_of({key: entry[key] for key in ("every", "at") if key in entry}, known=True)
+        event_of(entry, known=True)
     return entry
 
 
@@ -268,7 +268,7 @@ def _interval(given: Any, count: Count | None, known: bool, has_length: bool) ->
         given = {"iterations": given}
     if not isinstance(given, Mapping) or len(given) != 1:
         raise WrongType(given, expected)
-    checked(every, {unit: number for unit, number in given.items() if unit != "count"} or given)
+    checked(every, given)
     ((unit, number),) = given.items()
     if unit == "tokens" and count is None and not known:
         raise Fault(("", f"got {number} tokens, but the task has no tokens_fn to count them."))

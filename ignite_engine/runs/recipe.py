@@ -211,16 +211,14 @@ def _attach(run: Run) -> None:
         entries.setdefault("ModelBank", {})
     # or as often as gives a short run ten points
     usual = {"every": 50 if run.total is None else max(1, min(50, run.total // 10))}
-    log_point = {**usual, **{key: value for key, value in entries.get("MetricLogger", {}).items() if key in _WHEN}}
-    if "at" in log_point:
-        del log_point["every"]
+    log_point = _event_given(entries.get("MetricLogger", {})) or usual
     supplied = _supplied(run, sources)
     events: dict[str, Any] = {}
     made: dict[str, Any] = {}
     order = {kind: place for place, kind in enumerate(HANDLERS)}
     for label, entry in sorted(entries.items(), key=lambda item: order.get(item[1].get("use", item[0]), len(order))):
-        if entry.get("use", label) in _AT_LOG_POINTS and not entry.keys() & _WHEN:
-            entry = {**log_point, **entry}
+        if entry.get("use", label) in _AT_LOG_POINTS and not _event_given(entry):
+            entry = {**entry, **log_point}
         with config.at(f"handlers.{label}"):
             made[label] = _attach_handler(run, label, entry, supplied, events)
     for sink in made["MetricLogger"].sinks if {"MetricLogger", "Throughput"} <= made.keys() else ():
@@ -236,7 +234,8 @@ def _attach(run: Run) -> None:
     _attach_own(trainer, run.task.handlers)
 
 
-_WHEN = {"every", "at"}
+def _event_given(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: entry[key] for key in ("every", "at") if entry.get(key) is not None}
 
 
 def _supplied(run: Run, sources: Sequence[LoadSource]) -> dict[str, Callable[[], Any]]:

@@ -128,6 +128,7 @@ def test_objects_of_a_call_are_attached_last_under_their_labels(tmp_path):
 YAML = {
     "unknown handler": ({"Chekpoint": {}}, "handlers.Chekpoint 'Checkpoint'?"),
     "unknown argument": ({"EMA": {"decya": 0.9}}, "handlers.EMA.decya got 0.9 'decay'?"),
+    "kind": ({"Mine": {"use": [1]}}, "handlers.Mine.use [1] text"),
     "type": ({"Checkpoint": {"keep_last": "two"}}, "handlers.Checkpoint.keep_last 'two' whole number"),
     "range": ({"EMA": {"decay": 1.5}}, "handlers.EMA.decay 1.5 below 1"),
     "choice": ({"Checkpoint": {"mode": "least"}}, "handlers.Checkpoint.mode 'least' 'min'"),
