@@ -91,7 +91,7 @@ def _replay(options: argparse.Namespace) -> int:
     if options.save is None:
         shutil.rmtree(folder, ignore_errors=True)
     if agreement.rank() == 0:
-        print(f"Compared with the run: {found}{' are equal' if found.difference is None else ''}.")
+        print(f"Equal in the run: {found}.")
         if found.difference is not None:
             print(f"error: The run is not what it has logged: {found.difference}.", file=sys.stderr, flush=True)
     return 0 if found.difference is None else FAILED

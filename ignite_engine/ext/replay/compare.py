@@ -55,7 +55,8 @@ class Comparison:
     equal: dict[str, list[int]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return ", ".join(f"{len(iterations)} {where}" for where, iterations in self.equal.items())
+        found = [f"{len(iterations)} {where}" for where, iterations in self.equal.items() if iterations]
+        return ", ".join(found) or "nothing that both have"
 
 
 def first_difference(

@@ -109,7 +109,7 @@ def test_command_says_what_the_iteration_was(tmp_path):
     assert f"lr: {row['lr']}" in said and f"weights: {digest}" in said and "Tensor [4, 6] float32" in said
     (samples,) = [line.split()[1:] for line in said.splitlines() if "samples" in line]
     assert len(set(samples)) == 8
-    assert "7 log lines, 7 lines of the trail, 0 checkpoints are equal" in said
+    assert "Equal in the run: 7 log lines, 7 lines of the trail." in said
 
 
 # ------------------------------------------------------------------------------------ runs that no config names
