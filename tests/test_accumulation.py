@@ -106,7 +106,7 @@ test_refusals = refusals(
 @pytest.mark.parametrize("name", ["capture", "rank_invariant"])
 def test_name_of_a_package_that_was_deleted_is_an_error_of_one_line(name, monkeypatch):
     monkeypatch.setitem(sys.modules, f"ignite_engine.ext.{name}", None)  # its import fails
-    text = f"accumulate='{name}' needs ignite_engine.ext.{name}, which is not installed."
+    text = f"accumulate '{name}' needs ignite_engine.ext.{name}, which is not installed."
     with pytest.raises(ValueError, match=re.escape(text)):
         update(name)
 

@@ -17,16 +17,16 @@ def update(model=MODEL, optimizer=OPTIMIZER, loss_fn=mse, **options):
 
 
 def attached(handler):
-    """To an evaluator, or another object that is no Trainer."""
-    return lambda: handler.attach(MODEL if isinstance(handler, MetricLogger) else EVALUATOR)
+    """To an object that is no engine."""
+    return lambda: handler.attach(MODEL)
 
 
 WRONG_TYPES = [
-    (attached(Checkpoint("unused")), "Checkpoint attached Trainer"),
-    (attached(MetricLogger()), "MetricLogger attached Trainer"),
-    (attached(EarlyStopping("loss", patience=1)), "EarlyStopping attached Trainer"),
-    (attached(EMA()), "EMA attached Trainer"),
-    (attached(Evaluation(EVALUATOR, [])), "Evaluation attached Trainer"),
+    (attached(Checkpoint("unused")), "attached Ignite Engine Sequential"),
+    (attached(MetricLogger()), "attached Ignite Engine Sequential"),
+    (attached(EarlyStopping("loss", patience=1)), "attached Ignite Engine Sequential"),
+    (attached(EMA()), "attached Ignite Engine Sequential"),
+    (attached(Evaluation(EVALUATOR, [])), "attached Ignite Engine Sequential"),
     (update(model=mse), "model module function"),
     (update(optimizer=None), "optimizer mapping None"),
     (update(optimizer=[OPTIMIZER]), "optimizer mapping list"),
