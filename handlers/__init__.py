@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ignite_engine.handlers.checkpoint import Checkpoint
-    from ignite_engine.handlers.clearml.sink import ClearMLLogger
     from ignite_engine.handlers.digest_trail import DigestTrail
     from ignite_engine.handlers.early_stopping import EarlyStopping
     from ignite_engine.handlers.ema import EMA
@@ -22,9 +21,12 @@ if TYPE_CHECKING:
     from ignite_engine.handlers.progress import Progress
     from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink
     from ignite_engine.handlers.step_times import StepTimes
-    from ignite_engine.handlers.tensorboard_sink import TensorBoardSink
     from ignite_engine.handlers.throughput import Throughput
-    from ignite_engine.handlers.trackers import MLflowSink, WandBSink
+    from ignite_engine.handlers.trackers.clearml import ClearML
+    from ignite_engine.handlers.trackers.mlflow import MLflow
+    from ignite_engine.handlers.trackers.tensorboard import TensorBoard
+    from ignite_engine.handlers.trackers.tracker import Tracker
+    from ignite_engine.handlers.trackers.wandb import WandB
     from ignite_engine.handlers.training_metrics import TrainingMetrics
     from ignite_engine.schedules import (
         Schedule,
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EMA",
     "Checkpoint",
-    "ClearMLLogger",
+    "ClearML",
     "ConsoleSink",
     "DigestTrail",
     "EarlyStopping",
@@ -49,7 +51,7 @@ __all__ = [
     "GracefulStop",
     "JSONLSink",
     "LRSchedule",
-    "MLflowSink",
+    "MLflow",
     "MemoryLogger",
     "Meter",
     "MetricLogger",
@@ -61,11 +63,12 @@ __all__ = [
     "StepTimes",
     "StopFile",
     "Stopwatch",
-    "TensorBoardSink",
+    "TensorBoard",
     "Throughput",
+    "Tracker",
     "TrainingMetrics",
     "WallClockLimit",
-    "WandBSink",
+    "WandB",
     "constant",
     "warmup_constant",
     "warmup_cosine",
@@ -78,7 +81,7 @@ __all__ = [
 # Each handler is loaded when it is asked for: a run uses some, and a process would take a tenth longer to start.
 _MODULES = {
     "Checkpoint": "ignite_engine.handlers.checkpoint",
-    "ClearMLLogger": "ignite_engine.handlers.clearml.sink",
+    "ClearML": "ignite_engine.handlers.trackers.clearml",
     "ConsoleSink": "ignite_engine.handlers.sinks",
     "DigestTrail": "ignite_engine.handlers.digest_trail",
     "EMA": "ignite_engine.handlers.ema",
@@ -88,7 +91,7 @@ _MODULES = {
     "GracefulStop": "ignite_engine.handlers.graceful_stop",
     "JSONLSink": "ignite_engine.handlers.sinks",
     "LRSchedule": "ignite_engine.handlers.lr_schedule",
-    "MLflowSink": "ignite_engine.handlers.trackers",
+    "MLflow": "ignite_engine.handlers.trackers.mlflow",
     "MemoryLogger": "ignite_engine.handlers.memory",
     "Meter": "ignite_engine.handlers.meters",
     "MetricLogger": "ignite_engine.handlers.metric_logger",
@@ -100,11 +103,12 @@ _MODULES = {
     "StepTimes": "ignite_engine.handlers.step_times",
     "StopFile": "ignite_engine.handlers.limits",
     "Stopwatch": "ignite_engine.handlers.meters",
-    "TensorBoardSink": "ignite_engine.handlers.tensorboard_sink",
+    "TensorBoard": "ignite_engine.handlers.trackers.tensorboard",
     "Throughput": "ignite_engine.handlers.throughput",
+    "Tracker": "ignite_engine.handlers.trackers.tracker",
     "TrainingMetrics": "ignite_engine.handlers.training_metrics",
     "WallClockLimit": "ignite_engine.handlers.limits",
-    "WandBSink": "ignite_engine.handlers.trackers",
+    "WandB": "ignite_engine.handlers.trackers.wandb",
     "constant": "ignite_engine.schedules",
     "warmup_constant": "ignite_engine.schedules",
     "warmup_cosine": "ignite_engine.schedules",

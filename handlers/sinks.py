@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.util
 import json
 import logging
 import math
@@ -22,13 +21,11 @@ import ignite.distributed as idist
 
 from ignite_engine import Phase, Trainer, TrainingEvents
 from ignite_engine.checkpointing.lock import InUse, lock
-from ignite_engine.checkpointing.nested import dotted, walk
 from ignite_engine.handlers.columns import Columns, head_of, short, width_of
 from ignite_engine.run_directory import json_values
 
 Values = Mapping[str, Any]
 LINES_OF_A_TABLE = 40
-EXTRAS = ("mlflow", "tensorboard", "wandb")
 _START = "{:>7}  {:>5}"
 logger = logging.getLogger(__name__)
 
@@ -117,40 +114,11 @@ class SinkState:
             self._load(state)
 
 
-def require(package: str) -> None:
-    """Say early that a sink cannot work.
-
-    Raises:
-        ModuleNotFoundError: the package, of an extra of the same name, is not installed.
-    """
-    if (package in sys.modules and sys.modules[package] is None) or importlib.util.find_spec(package) is None:
-        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-
-
-def new_numbers(iteration: int, values: Values, written: Mapping[str, int]) -> dict[str, float]:
-    """The numbers among ``values`` that are later than the last ones ``written``, by name."""
-    numbers = {name: number_of(value) for name, value in values.items() if iteration > written.get(name, -1)}
-    return {name: number for name, number in numbers.items() if number is not None}
-
-
-def settings_of(config: Mapping[str, Any]) -> dict[str, bool | float | str]:
-    """A config as hyperparameters: the value of each dotted key that is set, lists as text."""
-    values = {
-        dotted(path): value for path, value in walk(dict(config), whole=lambda value: not isinstance(value, dict))
-    }
-    return {
-        key: value if isinstance(value, bool | int | float | str) else str(value)
-        for key, value in values.items()
-        if value is not None
-    }
-
-
 def _remedy(error: Exception) -> str:
     if isinstance(error, FileInUse):
         return "give this run a directory of its own"
     if isinstance(error, ImportError):
-        package = (error.name or "the missing package").partition(".")[0]
-        return f"install {f'ignite-engine[{package}]' if package in EXTRAS else package}, or remove the sink"
+        return f"install {(error.name or 'the missing package').partition('.')[0]}, or remove the sink"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "free some disk space"
     if isinstance(error, OSError):
@@ -380,13 +348,6 @@ def _iteration_of(line: bytes) -> float:
         return float(json.loads(line)["iteration"])
     except (ValueError, KeyError, TypeError):
         return math.inf
-
-
-def number_of(value: Any) -> float | None:
-    """``value`` as a float, None if it is not a number."""
-    if hasattr(value, "item"):
-        value = value.item()
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _json_value(value: Any) -> Any:

@@ -66,7 +66,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         if options.command == "doctor":
             parser.error(f"got {word!r}, and doctor takes nothing")
         if options.command in pages.COMMANDS:
-            takes = "a directory, --watch and --output" if options.command == "report" else "directories and --output"
+            takes = {"report": "a directory, --watch and --output", "track": "a directory"}.get(
+                options.command, "directories and --output"
+            )
             parser.error(f"got {word!r}, which {options.command} does not take; it takes {takes}")
         if options.command in time_travel.COMMANDS and not word.startswith("-"):
             parser.error(f"got {word!r}, which {options.command} does not take; --help says what it does")

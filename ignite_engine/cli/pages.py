@@ -1,27 +1,34 @@
-"""The commands that draw the curves of runs: ``report`` and ``compare``."""
+"""The commands that take the folders of runs: ``report``, ``compare`` and ``track``."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ignite_engine.checkpointing.lock import InUse
 from ignite_engine.config.load import default_values
 from ignite_engine.ext.report import read_run, runs_in, write_comparison, write_report
 from ignite_engine.ext.report.pages import RELOAD_S
+from ignite_engine.handlers.trackers.following import follow
 
 
 def add_parsers(subparsers: Any) -> None:
-    """Add both commands; they take the directories of runs, not a config."""
+    """Add the commands; they take the directories of runs, not a config."""
     descriptions = {
         "report": "write a page with a run's curves, config and outcome, for a browser; no network is needed",
         "compare": "write a page that compares several runs: curves in the same charts, differences of their configs",
+        "track": "send to a run's trackers what they lack of it, to its end",
     }
     for name, text in descriptions.items():
         command = subparsers.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.set_defaults(overrides=[], traceback=False)
+        if name == "track":
+            command.add_argument("run", type=Path, metavar="RUN_DIR", help="the directory of a run")
+            continue
         if name == "report":
             command.add_argument("runs", nargs=1, type=Path, metavar="RUN_DIR", help="the directory of a run")
             command.add_argument(
@@ -52,7 +59,18 @@ def compare(options: argparse.Namespace) -> None:
     print(write_comparison(runs, _checked(options.output) or "compare.html"))
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {"report": report, "compare": compare}
+def track(options: argparse.Namespace) -> int:
+    """Send what the trackers of a run lack; 1: some still do, each in one line."""
+    try:
+        problems = follow(options.run)
+    except InUse as holder:
+        problems = {str(options.run): f"{holder} sends it already"}
+    for name, problem in problems.items():
+        print(f"error: {name}: {problem}", file=sys.stderr)
+    return int(bool(problems))
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {"report": report, "compare": compare, "track": track}
 
 
 def _checked(output: Path | None) -> Path | None:

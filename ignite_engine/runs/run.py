@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from ignite_engine.handlers import Checkpoint, Evaluation
 
 logger = logging.getLogger(__name__)
-LOG_STATES = ("clearml", "mlflow", "tensorboard", "wandb")
-"""Names of states that are dropped on a resume if their logger is no longer attached."""
 
 
 @dataclass(repr=False)
@@ -156,8 +154,6 @@ class Run:
                     resumed = self._resumed = self.begin()
                 finally:
                     self._log_differences()
-                for name in LOG_STATES:
-                    trainer.resume_state.unclaimed.pop(name, None)
                 if resumed is None and rank == 0:
                     self._set_old_metrics_aside()
             self.first_iteration = trainer.state.iteration
@@ -189,6 +185,7 @@ class Run:
                 report = self._write_report()
                 if status == "interrupted":
                     self._log_outcome(summary, report)
+                self._end_trackers(summary)
             if error is not raised:
                 raise error from raised
             raise
@@ -201,6 +198,7 @@ class Run:
                 *(self.directory.config.name, self.directory.history.name),
             )
         self._log_outcome(summary, self._write_report())
+        self._end_trackers(summary)
         return summary
 
     def keep_record(self, trainer: Trainer) -> None:
@@ -354,6 +352,12 @@ class Run:
         except Exception as error:  # the outcome of the run does not depend on its report
             logger.warning("No report could be written: %s: %s.", type(error).__name__, error)
             return None
+
+    def _end_trackers(self, summary: Mapping[str, Any]) -> None:
+        if agreement.rank() == 0:
+            from ignite_engine.handlers.trackers.tracker import end_of_run
+
+            end_of_run(self.directory.path, summary["status"], summary["reason"])
 
     def _set_old_metrics_aside(self) -> None:
         """Log points of a run that left no checkpoint would appear twice."""

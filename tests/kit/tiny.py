@@ -108,10 +108,11 @@ def without_address(value):
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
-def logging_to(sink, run, die_at=None):
-    """A trainer that logs to ``run`` and the sink, resumed from it; it raises ZeroDivisionError after ``die_at``."""
+def logging_to(tracker, run, die_at=None):
+    """A trainer that logs to ``run`` and the tracker, resumed from it; it raises ZeroDivisionError after ``die_at``."""
     trainer, checkpoint = trainer_of(), Checkpoint(run / "checkpoints")
-    MetricLogger(run, sinks=[sink], console=False).attach(trainer)
+    MetricLogger(run, console=False).attach(trainer)
+    tracker.attach(trainer)
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=4))
     if die_at is not None:
         trainer.add_event_handler(TrainingEvents.RESUME_POINT(once=die_at), lambda: 1 / 0)

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ import torch
 from ignite.engine import Events
 
 from ignite_engine import Trainer
-from ignite_engine.handlers import ClearMLLogger, GracefulStop, MemoryLogger, MetricLogger
+from ignite_engine.handlers import ClearML, GracefulStop, MemoryLogger, MetricLogger
 from tests.kit import saved
 from tests.kit.processes import ranks, start, wait_until
 from tests.kit.tiny import logging_to, numbers_loader
@@ -75,8 +76,15 @@ def library(tmp_path_factory, monkeypatch):
 
 
 def built(run, die_at=None, **options):
-    # on a busy machine the process needs longer than a run waits
-    return logging_to(ClearMLLogger(run, **{"close_within_s": 60.0, **options}), run, die_at)
+    return logging_to(ClearML(run, **options), run, die_at)
+
+
+def settled(run):
+    """Waits for the process that sends, which a run that was not completed leaves to itself."""
+    files = [run / "trackers" / name for name in ("run.json", "done.json")]
+    wait_until(lambda: len({json.loads(path.read_text())["token"] for path in files if path.exists()} | {0}) == 2)
+    wait_until(lambda: files[1].exists())
+    return json.loads(files[1].read_text())["problems"]
 
 
 def losses(run):
@@ -90,8 +98,10 @@ def test_metrics_config_environment_model_and_outcome_are_reported(tmp_path, lib
     config = {"optimizer": {"lr": 0.25}, "empty": None}
     trainer = built(tmp_path, config=config, project="mine", tags=["first"])
     MemoryLogger().attach(trainer, EACH(every=6))
+    (tmp_path / "report.html").write_text("<html>")
     trainer.run(numbers_loader())
 
+    assert settled(tmp_path) == {} and str(tmp_path / "report.html") in library.calls("upload_artifact")[0]["given"]
     (init,) = library.calls("init")
     assert (init["project_name"], init["task_name"], init["tags"]) == ("mine", tmp_path.name, ["first"])
     assert library.points(tmp_path, "loss/loss") == losses(tmp_path)
@@ -114,8 +124,9 @@ def test_resumed_run_continues_its_task_and_no_point_appears_twice(variables, tm
         monkeypatch.setenv(name, value)
     with pytest.raises(ZeroDivisionError):
         built(tmp_path, die_at=6).run(numbers_loader(24))
+    settled(tmp_path)
     assert library.ending() == ("failed", "ZeroDivisionError: division by zero")
-    assert [point[1] for point in library.points(tmp_path, "loss/loss")] == [1, 2, 3, 4, 5, 6]  # two of them to be cut
+    assert [point[1] for point in library.points(tmp_path, "loss/loss")] == [1, 2, 3, 4, 5, 6]
     if not variables:
         with (tmp_path / "clearml" / "offline" / library.task() / "metrics.jsonl").open("a") as file:
             file.write('[{"metric": "lo')  # killed while writing
@@ -125,15 +136,6 @@ def test_resumed_run_continues_its_task_and_no_point_appears_twice(variables, tm
     assert max(Counter(point[:2] for point in library.points(tmp_path)).values()) == 1
     assert library.ending() == ("completed", "max_epochs")
     assert len(library.calls("mark_failed")) == bool(variables)
-
-
-@pytest.mark.nightly  # it starts ClearML's process twice
-def test_run_that_is_at_its_end_reports_no_point_twice(tmp_path, library):
-    built(tmp_path).run(numbers_loader(8))
-    expected, trainer = losses(tmp_path), built(tmp_path)
-    trainer.add_event_handler(Events.STARTED, lambda: trainer.state.metrics.update(loss=0.0))
-    trainer.run(numbers_loader(8), max_epochs=1)
-    assert library.points(tmp_path, "loss/loss") == expected and len(expected) == 4
 
 
 def test_stop_is_handled_by_the_run_and_reported_to_clearml(tmp_path, library):
@@ -148,7 +150,7 @@ def test_stop_is_handled_by_the_run_and_reported_to_clearml(tmp_path, library):
         os.kill(os.getpid(), signal.SIGINT)
 
     state = trainer.run(numbers_loader(24))
-    wait_until(lambda: library.calls("close"))  # the run does not wait as long
+    settled(tmp_path)
     assert (state.status, state.reason) == ("interrupted", "SIGINT") and state.iteration < 12
     assert library.ending() == ("interrupted", "SIGINT")
     assert [point[1] for point in library.points(tmp_path, "loss/loss")] == list(range(1, state.iteration + 1))
@@ -170,7 +172,7 @@ def test_stop_waits_half_a_second_at_most_and_the_session_ends_by_itself(tmp_pat
     assert began[0] - starts < 6 and time.monotonic() - began[0] < 6  # it was 20 s, and 10 s where the id is waited for
     assert not library.calls("init") and "ends by itself" in caplog.text and "failed" not in caplog.text
     (library.folder / "wait").unlink()
-    wait_until(lambda: library.calls("close"))
+    settled(tmp_path)
     assert library.ending() == ("interrupted", "enough")
 
 
@@ -188,8 +190,6 @@ def test_training_process_stays_as_it_is(tmp_path, library):
     trainer.run(numbers_loader())
 
     assert within == [before] * 6 and everything() == before and "clearml" not in sys.modules
-    with pytest.raises(ProcessLookupError):
-        os.kill(library.pid(), 0)
     assert library.points(tmp_path, "loss/loss") == losses(tmp_path)
 
 
@@ -200,7 +200,7 @@ def test_killed_training_is_reported_as_failed(tmp_path, library):
         trainer.run(numbers_loader(24))
 
     assert start(train).wait() == -signal.SIGKILL
-    wait_until(lambda: library.calls("close"))
+    settled(tmp_path)
     status, reason = library.ending()
     assert status == "failed" and "killed" in reason
     assert [point[1] for point in library.points(tmp_path, "loss/loss")] == [1, 2]
@@ -208,7 +208,8 @@ def test_killed_training_is_reported_as_failed(tmp_path, library):
 
 def test_value_that_is_not_finite_is_a_line_and_not_a_point(tmp_path, library):
     trainer = Trainer(lambda engine, batch: batch)
-    MetricLogger(sinks=[ClearMLLogger(tmp_path)], console=False).attach(trainer)
+    MetricLogger(tmp_path, console=False).attach(trainer)
+    ClearML(tmp_path).attach(trainer)
     trainer.add_event_handler(EACH, lambda: trainer.state.metrics.update(word="good", flag=True))
     trainer.run([1.0, float("nan"), float("inf")])
 
@@ -219,29 +220,31 @@ def test_value_that_is_not_finite_is_a_line_and_not_a_point(tmp_path, library):
 
 def test_reports_wait_for_nothing_and_all_arrive_at_the_end(tmp_path, library):
     trainer = Trainer(lambda engine, batch: 1.0)
-    MetricLogger(sinks=[ClearMLLogger(tmp_path, close_within_s=60.0)], console=False).attach(trainer)
+    MetricLogger(tmp_path, console=False).attach(trainer)
+    ClearML(tmp_path).attach(trainer)
     values = {f"group/name{index}": index * 1.2345 for index in range(12)}
-    # it reads nothing, and the pipe is full before the last of them
-    trainer.add_event_handler(Events.STARTED, lambda: os.kill(library.pid(), signal.SIGSTOP))
+    trainer.add_event_handler(EACH(once=3), lambda: os.kill(library.pid(), signal.SIGSTOP))
     trainer.add_event_handler(EACH, lambda: trainer.state.metrics.update(values))
     trainer.add_event_handler(Events.COMPLETED, lambda: os.kill(library.pid(), signal.SIGCONT))
     trainer.run([0] * 300, max_epochs=1)
     assert sum(point[0].startswith("group/") for point in library.points(tmp_path)) == 300 * len(values)
 
 
-def test_session_that_fails_is_one_warning_and_training_continues(tmp_path, library, caplog):
+def test_tracker_that_fails_is_one_line_and_the_rest_is_sent_later(tmp_path, library, caplog):
     (library.folder / "fail").touch()
-    trainer = built(tmp_path)
-    trainer.add_event_handler(EACH, lambda: time.sleep(0.05))
-    state = trainer.run(numbers_loader())
+    state = built(tmp_path).run(numbers_loader())
     assert state.status == "completed" and len(losses(tmp_path)) == 6
-    (warned,) = [each.getMessage() for each in caplog.records if "sink" in each.getMessage()]
-    assert "clearml (ClearMLLogger)" in warned and "ValueError: wrong key" in warned
+    (warned,) = [each.getMessage() for each in caplog.records if "Trackers" in each.getMessage()]
+    assert "clearml: ValueError: wrong key" in warned and f"track {tmp_path}" in warned
+
+    (library.folder / "fail").unlink()
+    subprocess.run([sys.executable, "-m", "ignite_engine", "track", tmp_path], check=True, timeout=120)
+    assert library.points(tmp_path, "loss/loss") == losses(tmp_path)
 
 
 def test_other_ranks_start_nothing(tmp_path, library):
     ranks(2, lambda rank: built(tmp_path / str(rank)).run(numbers_loader()).iteration)
-    assert (tmp_path / "0" / "clearml").exists() and not (tmp_path / "1" / "clearml").exists()
+    assert (tmp_path / "0" / "trackers").exists() and not (tmp_path / "1" / "trackers").exists()
 
 
 @pytest.mark.parametrize(
@@ -264,6 +267,7 @@ def test_offline_session_of_the_library_itself_can_be_imported(tmp_path, monkeyp
     config = {"optimizer": {"lr": 0.25}}
     with pytest.raises(ZeroDivisionError):
         built(tmp_path, die_at=6, config=config).run(numbers_loader(24))
+    settled(tmp_path)
     built(tmp_path, config=config).run(numbers_loader(24))
     (zipped,) = tmp_path.glob("clearml/offline/*.zip")
     with zipfile.ZipFile(zipped) as archive:
