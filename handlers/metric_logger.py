@@ -266,11 +266,13 @@ def _scalars(output: Any, *, fresh: bool) -> Row:
         fresh: the tensors are in memory of their own; else they may be parts of larger ones, or parameters.
     """
     row: dict[str, Any] = {}
+    if isinstance(output, list) and output and isinstance(output[0], Mapping):
+        output = output[0]  # MONAI's: one for each sample, with the same loss
     pairs = output.items() if isinstance(output, Mapping) else (("loss", output),)
     for name, value in pairs:
         if isinstance(value, torch.Tensor):
             if value.numel() == 1:
-                row[name] = value if fresh else value.detach().clone()
+                row[str(name)] = value if fresh else value.detach().clone()
         elif isinstance(value, Number):
-            row[name] = value
+            row[str(name)] = value
     return row

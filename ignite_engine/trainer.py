@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,7 +139,8 @@ class Trainer(Engine):
             raise RuntimeError("A handler of ignite_engine is attached before the engine runs: attach it before run().")
         kind, before = type(engine), dict(vars(engine))
         update = EngineUpdate(engine._process_function, engine)
-        engine.__class__ = cls if kind is Engine else type(kind.__name__, (kind, cls), {})
+        own = {name: None for name in before if isinstance(getattr(cls, name, None), property)}  # what it calls so
+        engine.__class__ = cls if kind is Engine else type(kind.__name__, (kind, cls), own)
         assert isinstance(engine, Trainer)
         Trainer.__init__(engine, update)
         engine.logger = before["logger"]
@@ -385,16 +387,13 @@ class Trainer(Engine):
         return loop
 
     def _begin(self, arguments: start.RunArguments) -> Loop:
-        for name in ("accumulation_steps", "global_micro_batches"):
-            if arguments.data is None and getattr(self, name) is not None:
+        settings: dict[str, Any] = asdict(self.progress.grouping)
+        for name, value in settings.items():
+            if arguments.data is None and value is not None:
                 raise ValueError(f"{name} needs data to group: give run() a loader.")
         state, policy = self.state, self.update.non_finite
         self._roll_backs.check(policy)
-        settings: dict[str, Any] = {
-            "accumulation_steps": self.accumulation_steps,
-            "global_micro_batches": self.global_micro_batches,
-            "max_read_errors": self.progress.max_read_errors,
-        }
+        settings["max_read_errors"] = self.progress.max_read_errors
         settings["what a checkpoint holds"] = sorted(self.registry.objects)
         start.check_ranks_agree(arguments, settings, self.update.optimizers)
         start.begin(arguments, state, self.progress, self.registry, self.resume_state)

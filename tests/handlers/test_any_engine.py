@@ -2,6 +2,7 @@
 
 import os
 import signal
+from functools import partial
 
 import pytest
 import torch
@@ -214,6 +215,52 @@ def test_what_was_attached_before_stays_in_its_order_and_a_gan_has_one_step_an_i
     engine.run([torch.ones(1, 2)] * 3, max_epochs=1)
     assert seen == ["before", "after"] and engine.state.optimizer_steps == 3 and engine.state.own == "kept"
     assert {*read_source(find_source(tmp_path)).parts} >= {*nets, *optimizers}
+
+
+@pytest.mark.nightly  # with a package that is not among those for development
+@pytest.mark.parametrize("data", ["loader()", "DataLoader"])
+def test_a_trainer_of_monai_is_resumed_to_the_same_bits(data, tmp_path):
+    engines = pytest.importorskip("monai.engines")
+    batches = {
+        "loader()": partial(loader, batch_size=4, shuffle=True, seed=0),
+        "DataLoader": partial(DataLoader, batch_size=4, shuffle=True),
+    }[data]
+
+    def begun():
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+        samples = [{"image": inputs, "label": targets} for inputs, targets in DATA]
+        trainer = engines.SupervisedTrainer(
+            device=torch.device("cpu"),
+            max_epochs=2,
+            train_data_loader=batches(samples),
+            network=model,
+            optimizer=torch.optim.AdamW(model.parameters(), 1e-2),
+            loss_function=nn.MSELoss(),
+        )
+        torch.manual_seed(5)
+        return trainer
+
+    def listened_to(folder):
+        trainer = begun()
+        for handler in (EMA(0.9), MetricLogger(console=False), GracefulStop(), MemoryLogger(), Progress()):
+            handler.attach(trainer)
+        checkpoint = Checkpoint(folder)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        return trainer
+
+    whole = begun()
+    whole.run()
+    for stop_at in range(1, whole.state.iteration, 3):
+        stopped = listened_to(tmp_path / str(stop_at))
+        stopped.add_event_handler(Events.ITERATION_COMPLETED(once=stop_at), ask_for_a_stop)
+        stopped.run()
+        torch.manual_seed(99)
+        resumed = listened_to(tmp_path / str(stop_at))
+        resumed.run()
+        assert stopped.state.iteration == stop_at and resumed.state.metrics["loss"] > 0
+        assert torch.equal(one(resumed.network), one(whole.network)), stop_at
 
 
 def within_a_run():
