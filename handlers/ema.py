@@ -58,6 +58,7 @@ class EMA:
         self.updates = 0
         """Applied optimizer steps included so far."""
         self._model: nn.Module | None = None
+        self._is_of_steps = True
         self._averages: dict[str, Tensor] = {}
         self._pairs: list[tuple[list[Tensor], list[Tensor]]] = []
 
@@ -80,7 +81,7 @@ class EMA:
                 "An iteration has several updates, so say after which the average is updated: "
                 f"EMA(...).attach(trainer, trainer.update.stepped({name!r}))."
             )
-        self._model = unwrap(model)
+        self._model, self._is_of_steps = unwrap(model), event == TrainingEvents.OPTIMIZER_STEP_COMPLETED
         trainer.register(self.name, self, shared=True, kind="average")
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(event, self)
@@ -89,7 +90,9 @@ class EMA:
 
     @torch.no_grad()
     def __call__(self, trainer: Trainer) -> None:
-        """Include the weights of the update just made."""
+        """Include the weights of the update just made; an average of later steps begins with them."""
+        if not self.updates and self._is_of_steps and trainer.state.optimizer_steps > 1:
+            self._reset()
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
         for averages, followed in self._pairs:
             dtype = averages[0].dtype
@@ -127,8 +130,8 @@ class EMA:
         self.updates = state["updates"]
 
     def is_evaluated(self, name: str) -> bool:
-        """Whether the evaluation of that name uses the average."""
-        return self.evaluate is None or name in self.evaluate
+        """Whether the evaluation of that name uses the average, once there is one."""
+        return bool(self.updates) and (self.evaluate is None or name in self.evaluate)
 
     def begin_anew(self) -> None:
         """A run starts over: so does the average, at the weights that it starts with."""
@@ -140,9 +143,7 @@ class EMA:
 
     def _swap_in(self, trainer: Trainer) -> None:
         evaluation = trainer.state.evaluating
-        if not self._averages or evaluation is None:
-            return
-        if not self.is_evaluated(evaluation.name):
+        if evaluation is None or not self.is_evaluated(evaluation.name):
             return
         registered = trainer.registry.objects.get("model")
         state = registered if isinstance(registered, ModelState) else None  # a user's update may save it by itself
@@ -204,7 +205,9 @@ class EMA:
                 stacklevel=2,
             )
 
-    _start.phase = Phase.PREPARE  # type: ignore[attr-defined]  # an evaluation at STARTED uses this run's average
+    # an evaluation of the same event uses the average with the newest weights
+    _start.phase = Phase.PREPARE  # type: ignore[attr-defined]
+    phase = Phase.PREPARE
 
 
 def _local(tensor: Tensor) -> Tensor:

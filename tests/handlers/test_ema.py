@@ -121,6 +121,29 @@ def test_named_evaluations_use_the_average_until_their_end_and_others_the_weight
     assert all(map(torch.equal, other, live)) and trainer.state.evaluating is None
 
 
+def test_an_average_that_begins_late_is_evaluated_from_then_on_and_begins_with_the_weights_of_then():
+    trainer, evaluated = trainer_of(), []
+    ema = EMA(0.9, warmup=False)
+    ema.attach(trainer, TrainingEvents.OPTIMIZER_STEP_COMPLETED(after=2))
+    live = noted(trainer)
+    evaluation_of(trainer, evaluated).attach(trainer, Events.ITERATION_COMPLETED)
+    trainer.run(numbers_loader(), max_iters=4)
+
+    assert all(map(torch.equal, evaluated[:3], live[:3]))
+    assert torch.allclose(evaluated[3], 0.9 * live[2] + 0.1 * live[3])
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_average_of_epochs_is_evaluated_with_its_epoch_whatever_was_attached_first(is_first):
+    trainer, evaluated, averages, ema = trainer_of(), [], [], EMA(0.9)
+    evaluation = evaluation_of(trainer, evaluated)
+    for handler in (ema, evaluation) if is_first else (evaluation, ema):
+        handler.attach(trainer, Events.EPOCH_COMPLETED)
+    trainer.add_event_handler(TrainingEvents.RESUME_POINT, lambda: averages.append(average_of(ema).clone()))
+    trainer.run(numbers_loader(), max_epochs=3)
+    assert len(evaluated) == 3 and all(map(torch.equal, evaluated, averages[5::6]))
+
+
 def test_training_does_not_notice_it():
     def train(*handlers):
         trainer = trainer_of(linear(dropout=True))
