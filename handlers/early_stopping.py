@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ignite.engine import Engine, Events
 
 from ignite_engine import Trainer, TrainingEvents
-from ignite_engine.checkpointing.retention import usual_mode
+from ignite_engine.checkpointing.retention import mode_of
 from ignite_engine.errors import check_type, is_number, is_whole
 from ignite_engine.handlers.followed_metric import FollowedMetric, improves
 
@@ -22,7 +22,7 @@ class EarlyStopping:
 
     Args:
         key: in ``state.metrics``; its mean over the ranks is compared, so that all of them decide the same.
-        mode: whether lower (``min``) or higher (``max``) is better; None: as the metric's name says, else ``min``.
+        mode: whether lower (``min``) or higher (``max``) is better; None: as the metric's name says.
         patience: number of values without an improvement, at least 1; None: any, where a threshold is given.
         min_delta: the smallest change that is an improvement, exclusive, in the metric's unit.
         stopping_threshold: a value as good as this is good enough: the run ends.
@@ -60,11 +60,9 @@ class EarlyStopping:
             )
         if patience is not None and patience < 1:
             raise ValueError(f"patience must be at least 1 value without improvement, got {patience}.")
-        mode = usual_mode(key) or "min" if mode is None else mode
-        if mode not in ("min", "max"):
-            raise ValueError(f"mode must be 'min' or 'max', got {mode!r}.")
         if not 0 <= min_delta < math.inf:
             raise ValueError(f"min_delta must be a number of at least 0, got {min_delta}; mode gives the direction.")
+        mode = mode_of(key, mode)
         self.key, self.mode, self.patience, self.min_delta, self.name = key, mode, patience, min_delta, name
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
         self.last: float | None = None

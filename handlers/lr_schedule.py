@@ -88,7 +88,9 @@ class LRSchedule:
             )
         self.scheduler: Any = scheduler
         self.name = name
-        self._followed = None if metric is None else FollowedMetric(metric, f"LRSchedule(metric={metric!r})")
+        self._followed = (
+            None if metric is None else FollowedMetric(metric, f"LRSchedule(metric={metric!r})", scheduler.mode)
+        )
         self._primed = not self._called
         self._per_update = True
         self._built_lrs = [float(group["lr"]) for group in self._optimizer.param_groups]

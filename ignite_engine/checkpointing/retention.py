@@ -145,3 +145,19 @@ def usual_mode(metric: str) -> Literal["min", "max"] | None:
     small = any(word in _SMALL_IS_GOOD for word in words)
     large = any(word in _LARGE_IS_GOOD or word.startswith("accura") for word in words) or metric.endswith("_per_s")
     return None if small == large else "min" if small else "max"
+
+
+def mode_of(metric: str, mode: Literal["min", "max"] | None = None) -> Literal["min", "max"]:
+    """``mode``, or what the name of a metric says.
+
+    Raises:
+        ValueError: it is neither ``min`` nor ``max``; or it is None, and the name does not tell.
+    """
+    if mode not in (None, "min", "max"):
+        raise ValueError(f"mode must be 'min' or 'max', got {mode!r}.")
+    if (found := mode or usual_mode(metric)) is None:
+        raise ValueError(
+            f"The name of {metric!r} does not say whether smaller or larger values are better: give mode='min' or "
+            "mode='max'."
+        )
+    return found

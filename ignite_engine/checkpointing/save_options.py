@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ignite_engine.checkpointing.manifest import Facts
-from ignite_engine.checkpointing.retention import Retention, usual_mode
+from ignite_engine.checkpointing.retention import Retention, mode_of
 from ignite_engine.checkpointing.save_filter import SaveFilter
 from ignite_engine.errors import check_type, is_whole
 
@@ -21,8 +21,8 @@ class SaveOptions:
         best: name of a metric, written on every rank; a new best one, by its mean over the ranks, is saved and kept.
             A metric that is never written causes a warning.
         keep_best: how many of the best are kept.
-        mode: whether a small (``min``) or a large value (``max``) is good; by default as the metric's name says, else
-            ``min``.
+        mode: whether a small (``min``) or a large value (``max``) is good; by default as the metric's name
+            says; it is needed where that does not tell.
         keep_every: those whose iteration is a multiple of it are never deleted.
         config: stored in each checkpoint.
         labels: words that each checkpoint is labelled with.
@@ -60,8 +60,7 @@ class SaveOptions:
     def __post_init__(self) -> None:
         mode: Any = self.mode
         if mode is None:
-            usual = usual_mode(self.best) if isinstance(self.best, str) else None
-            object.__setattr__(self, "mode", usual or "min")
+            object.__setattr__(self, "mode", mode_of(self.best) if isinstance(self.best, str) else "min")
         for name in ("save_at_end", "background", "on_exception", "strict"):
             value = getattr(self, name)
             check_type(name, value, isinstance(value, bool), "True or False")

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLR
 from torch.utils.data import IterableDataset
 
 from ignite_engine import devices
+from ignite_engine.checkpointing.retention import mode_of
 from ignite_engine.config import Config, ConfigError
 from ignite_engine.config.named import named
 from ignite_engine.config.sections import Count
@@ -234,7 +235,7 @@ def plateau(
     optimizer: Optimizer,
     *,
     metric: str,
-    mode: Literal["min", "max"] = "min",
+    mode: Literal["min", "max"] | None = None,
     factor: float = 0.1,
     patience: Count = 5,
     min_delta: float = 0.0,
@@ -243,7 +244,7 @@ def plateau(
     """A rate that is multiplied by ``factor`` after ``patience`` values of a metric in a row without improvement."""
     return ReduceLROnPlateau(
         optimizer,
-        mode=mode,
+        mode=mode_of(metric, mode),
         factor=factor,
         patience=patience - 1,  # torch counts the values that are tolerated
         threshold=min_delta,

@@ -222,7 +222,7 @@ def measured(evaluated_at, asked_at, asked):
     def attach(trainer):
         evaluator = create_evaluator(trainer.update.model, lambda model, batch: batch, {"mean": Average()})
         Evaluation(evaluator, [torch.tensor([1.0])] * 2).attach(trainer, evaluated_at)
-        EarlyStopping("val/mean", patience=9).attach(trainer)
+        EarlyStopping("val/mean", mode="min", patience=9).attach(trainer)
 
         def ask():
             if trainer.state.evaluations == 1:

@@ -143,11 +143,11 @@ def test_finished_run_continues_with_more_patience(tmp_path):
 
 def test_another_metric_starts_the_count_over(tmp_path, caplog):
     run(trainer_with(FALLING_THEN_FLAT), folder=tmp_path)
-    again = trainer_with([float(-epoch) for epoch in range(8)], key="val/other")
-    run(again, key="val/other", folder=tmp_path)
+    again = trainer_with([float(-epoch) for epoch in range(8)], key="val/error")
+    run(again, key="val/error", folder=tmp_path)
 
     assert (again.state.epoch, again.state.reason) == (8, "max_epochs")
-    assert "val/other (min) now" in caplog.text
+    assert "val/error (min) now" in caplog.text
 
 
 @pytest.mark.parametrize(("first", "second", "bad"), [(2, 2, 1), (1, 1, 0)])
@@ -173,7 +173,7 @@ def test_value_at_a_look_before_the_resumed_training_does_not_count_twice(tmp_pa
 
 
 def test_name_of_the_metric_says_what_is_better_where_no_mode_is_given(caplog):
-    modes = {"val/accuracy": "max", "val/loss": "min", "score": "min"}
+    modes = {"val/accuracy": "max", "val/loss": "min"}
     assert {key: EarlyStopping(key, patience=1).mode for key in modes} == modes and caplog.text == ""
     assert EarlyStopping("val/accuracy", patience=1, mode="min").mode == "min" and "smaller" in caplog.text
 
@@ -192,7 +192,7 @@ def test_metric_that_nothing_writes_is_one_warning_as_soon_as_it_is_sure(key, wa
     evaluator.add_event_handler(Events.COMPLETED, lambda: evaluator.state.metrics.update(accuracy=0.5))
     Evaluation(evaluator, [1], name="val").attach(trainer, Events.ITERATION_COMPLETED(once=2))
     MetricLogger(console=False).attach(trainer, Events.EPOCH_COMPLETED)
-    EarlyStopping(key, patience=9).attach(trainer)
+    EarlyStopping(key, patience=9, mode="max").attach(trainer)
     at = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

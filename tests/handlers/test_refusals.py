@@ -110,6 +110,8 @@ test_refusals = refusals(
         ("EMA, one name", lambda: ours.EMA(0.9, evaluate="val"), ValueError, "evaluate ('val',)"),
         ("two averages of one evaluation", two_averages, ValueError, "evaluate="),
         ("EMA without a model", lambda: ours.EMA().attach(without_a_model()), TypeError, "Update model"),
+        ("no mode", lambda: ours.EarlyStopping("val/kappa", patience=1), ValueError, "val/kappa smaller larger mode="),
+        ("no mode of the best", lambda: ours.Checkpoint("x", best="val/kappa"), ValueError, "val/kappa mode="),
         ("patience of 0", lambda: ours.EarlyStopping("a", patience=0), ValueError, "patience at least 1"),
         ("unknown mode", lambda: ours.EarlyStopping("a", patience=1, mode="low"), ValueError, "mode 'low'"),
         ("negative delta", lambda: ours.EarlyStopping("a", patience=1, min_delta=-1), ValueError, "min_delta -1"),
