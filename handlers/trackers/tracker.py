@@ -7,6 +7,7 @@ import inspect
 import json
 import logging
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -161,18 +162,18 @@ def end_of_run(directory: Path, status: str, reason: str | None) -> None:
         logger.warning("The trackers are not told how the run has ended: %s.", error)
         return
     until = time.monotonic() + (END_WITHIN_S if status == "completed" else STOP_WITHIN_S)
-    while read(folder / DONE).get("token") != run["token"]:
-        if not is_running(run.get("follower")):
-            problems = {"the process": f"it has ended, see {folder / LOG}"}
+    while True:
+        has_ended = not is_running(run.get("follower"))  # before its last word is read
+        done = read(folder / DONE)
+        if has_ended or done.get("token") == run["token"]:
             break
         if time.monotonic() >= until:
             level = logging.WARNING if status == "completed" else logging.INFO
             logger.log(level, "Trackers are still sent to, by a process that ends by itself; see %s.", folder / LOG)
             return
         time.sleep(0.02)
-    else:
-        problems = read(folder / DONE)["problems"]
-    if problems:
+    is_known = done.get("token") == run["token"]
+    if problems := done["problems"] if is_known else {"all": f"the process has ended, see {folder / LOG}"}:
         logger.warning(
             "Trackers lack a part of the run (%s). Once that is mended, python -m ignite_engine track %s sends it.",
             "; ".join(f"{name}: {problem}" for name, problem in problems.items()),
@@ -219,21 +220,23 @@ def write(path: Path, values: Mapping[str, Any]) -> None:
     os.replace(part, path)
 
 
-def identity(pid: int | None = None) -> list[float]:
+def identity(pid: int | None = None) -> list[Any]:
     """What tells a process, by default this one, from a later one with its number; empty: it has ended."""
     try:
         process = psutil.Process(pid)
-        return [process.pid, process.create_time()]
+        return [process.pid, process.create_time(), platform.node()]
     except psutil.NoSuchProcess:
         return []
 
 
-def is_running(process: Sequence[float] | None) -> bool:
-    """Whether the process of an :func:`identity` runs."""
-    if not process or identity(int(process[0])) != list(process):
+def is_running(process: Sequence[Any] | None) -> bool:
+    """Whether the process of an :func:`identity` runs; one of another machine does, for all that is known here."""
+    if process and process[2] != platform.node():
+        return True
+    if not process or identity(process[0]) != list(process):
         return False
     try:
-        return psutil.Process(int(process[0])).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(process[0]).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
