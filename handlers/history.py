@@ -16,7 +16,7 @@ from ignite_engine.state import Start
 
 
 class History:
-    """Adds a line to ``history.jsonl`` in the run's folder at each start, and one when it has ended in any way.
+    """Adds a line to ``starts.jsonl`` in the run's folder at each start, and one when it has ended in any way.
 
     A kill leaves none of the latter. That the folder cannot be written is said by the log beside it.
     """

@@ -35,10 +35,10 @@ class MetricLogger:
     What is in ``state.meters`` (:class:`~ignite_engine.handlers.Meter`) is written beside the means, by its name.
 
     Args:
-        directory: gets a ``metrics.jsonl`` and a ``history.jsonl`` (starts and stops); None: no files.
+        directory: gets a ``metrics.jsonl`` and a ``starts.jsonl`` (starts and stops); None: no files.
         sinks: further ones; an error in a sink is a warning, and training continues.
         console: print a line at each log point; a list: with these columns (:class:`ConsoleSink`).
-        config: the settings of the run, kept in ``history.jsonl`` with each start.
+        config: the settings of the run, kept in ``starts.jsonl`` with each start.
         name: in checkpoints; the interval's values are saved, so that a resumed run logs the same means.
 
     Between log points it keeps references to the last detached scalars and the sums of those before, on their device:

@@ -72,7 +72,7 @@ class RunDirectory:
         self.metrics = self.path / "metrics.jsonl"
         self.summary = self.path / "summary.json"
         self.checkpoints = self.path / "checkpoints"
-        self.history = self.path / "history.jsonl"
+        self.starts = self.path / "starts.jsonl"
         self.followed = self.path / "follow" / "metrics.jsonl"
         self.logs = self.path / "logs"
 
@@ -166,13 +166,13 @@ class RunDirectory:
             values["config"] = config
         line = json.dumps(json_values(values), default=str)
         self.path.mkdir(parents=True, exist_ok=True)
-        with self.history.open("a", encoding="utf-8") as file:
+        with self.starts.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
     def read_history(self) -> list[dict[str, Any]]:
         """What :meth:`note` wrote since the run was last started afresh; a line that cannot be read is left out."""
         history: list[dict[str, Any]] = []
-        for line in lines_of(self.history):
+        for line in lines_of(self.starts):
             if isinstance(line.get("iteration"), int) and "what" in line:
                 history = [line] if line["what"] == "started" else [*history, line]
         return history

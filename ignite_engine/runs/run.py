@@ -195,7 +195,7 @@ class Run:
                 "The run was at its end, so nothing was trained with the settings that differ: %s stays as it was, and "
                 "%s has the settings of each start. To train with them give another directory, or restart (fit: "
                 "restart=True, config: run.restart), which moves this run aside.",
-                *(self.directory.config.name, self.directory.history.name),
+                *(self.directory.config.name, self.directory.starts.name),
             )
         self._log_outcome(summary, self._write_report())
         self._end_trackers(summary)

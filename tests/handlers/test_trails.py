@@ -91,7 +91,7 @@ def test_each_start_and_how_it_ended_is_kept(tmp_path):
         begin(tmp_path, fail_at=9)
     begin(tmp_path)
 
-    assert [(line["what"], line["iteration"]) for line in lines(tmp_path, "history")] == [
+    assert [(line["what"], line["iteration"]) for line in lines(tmp_path, "starts")] == [
         ("started", 0),
         ("interrupted", 5),
         ("resumed", 5),
@@ -103,7 +103,7 @@ def test_each_start_and_how_it_ended_is_kept(tmp_path):
 
 
 def test_history_that_cannot_be_written_stops_nothing(tmp_path):
-    (tmp_path / "history.jsonl").mkdir()
+    (tmp_path / "starts.jsonl").mkdir()
     begin(tmp_path)
 
     assert lines(tmp_path, "metrics")[-1]["iteration"] == 12

@@ -130,7 +130,7 @@ def test_what_a_second_start_changes_is_said_and_is_in_each_record(tmp_path, cap
     run = fitted(tmp_path, schedule={"name": "cosine", "warmup": 2}, handlers=[at(7, stop)], **changed)
 
     assert "update.clip_norm: None -> 0.5" in caplog.text
-    history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    history = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
     records = {
         "config.yaml": yaml.safe_load((tmp_path / "config.yaml").read_text()),
         "history": [line["config"] for line in history if "config" in line][-1],

@@ -261,7 +261,7 @@ test_second_starts = refusals(
 @pytest.mark.parametrize("is_finished", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_start_that_is_refused_leaves_the_folder_as_it_was(wrong, is_finished, tmp_path):
     fitted(tmp_path, handlers=[] if is_finished else [at(4, stop)])
-    names = ("config.yaml", "environment.json", "summary.json", "history.jsonl", "metrics.jsonl")
+    names = ("config.yaml", "environment.json", "summary.json", "starts.jsonl", "metrics.jsonl")
     before = {name: (tmp_path / name).read_bytes() for name in names}
     with pytest.raises(ValueError):
         fitted(tmp_path, **wrong)

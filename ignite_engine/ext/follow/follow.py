@@ -178,7 +178,7 @@ class Follower:
     def _look(self) -> tuple[bool, str | None, list[tuple[int, int] | None]]:
         """Whether the run is trained by a process; else the status that it was left with; and signs of life."""
         run = self.run
-        signs = [_stamp(path) for path in (run.summary, run.metrics, run.history, run.checkpoints)]
+        signs = [_stamp(path) for path in (run.summary, run.metrics, run.starts, run.checkpoints)]
         # of a run of a config or of fit(), and of Checkpoint alone
         if is_held(run.path) or is_held(run.checkpoints):
             return True, None, signs

@@ -102,7 +102,7 @@ def test_killed_process_goes_on_to_the_same_bits_and_says_so(tmp_path, weights):
     for number, (_, how, where) in enumerate(kills, start=1):
         assert re.search(rf"{how} {where}\. Restart {number}, of at most 5", said), said
     assert log_of(tmp_path).count("was killed by") == 3
-    history = [json.loads(line) for line in (tmp_path / "run" / "history.jsonl").read_text().splitlines()]
+    history = [json.loads(line) for line in (tmp_path / "run" / "starts.jsonl").read_text().splitlines()]
     resumed = [entry for entry in history if entry["what"] == "resumed"]
     assert [entry["iteration"] for entry in resumed] == [6, 29]
     assert "SIGSEGV in iteration 30" in resumed[1]["reason"]

@@ -361,7 +361,7 @@ def test_epochs_hours_stops_and_kills_are_found_in_what_a_run_has_logged(tmp_pat
         {"what": what, "iteration": at, "at": f"2026-01-01T{time}+00:00", "reason": why}
         for what, at, time, why in HISTORY
     ]
-    (run / "history.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries) + "torn {")
+    (run / "starts.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries) + "torn {")
     page = Page(write_report(run))
 
     (found,) = page.runs
