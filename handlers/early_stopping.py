@@ -62,7 +62,7 @@ class EarlyStopping:
             raise ValueError(f"patience must be at least 1 value without improvement, got {patience}.")
         if not 0 <= min_delta < math.inf:
             raise ValueError(f"min_delta must be a number of at least 0, got {min_delta}; mode gives the direction.")
-        mode = mode_of(key, mode)
+        mode = mode_of(key, mode, "key")
         self.key, self.mode, self.patience, self.min_delta, self.name = key, mode, patience, min_delta, name
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
         self.last: float | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -147,8 +148,11 @@ def usual_mode(metric: str) -> Literal["min", "max"] | None:
     return None if small == large else "min" if small else "max"
 
 
-def mode_of(metric: str, mode: Literal["min", "max"] | None = None) -> Literal["min", "max"]:
+def mode_of(metric: str, mode: Literal["min", "max"] | None, setting: str) -> Literal["min", "max"]:
     """``mode``, or what the name of a metric says.
+
+    Args:
+        setting: that names the metric.
 
     Raises:
         ValueError: it is neither ``min`` nor ``max``; or it is None, and the name does not tell.
@@ -156,8 +160,11 @@ def mode_of(metric: str, mode: Literal["min", "max"] | None = None) -> Literal["
     if mode not in (None, "min", "max"):
         raise ValueError(f"mode must be 'min' or 'max', got {mode!r}.")
     if (found := mode or usual_mode(metric)) is None:
+        group, slash, name = metric.rpartition("/")
+        near = difflib.get_close_matches(name.lower(), {*_SMALL_IS_GOOD, *_LARGE_IS_GOOD, "accuracy"}, 1, 0.75)
+        meant = f"; did you mean '{group}{slash}{near[0]}'?" if near else "."
         raise ValueError(
-            f"The name of {metric!r} does not say whether smaller or larger values are better: give mode='min' or "
-            "mode='max'."
+            f"got {metric!r} for {setting}, a name that does not say whether smaller or larger values are better: give "
+            f"mode='min' or mode='max'{meant}"
         )
     return found

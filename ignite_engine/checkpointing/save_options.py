@@ -60,7 +60,7 @@ class SaveOptions:
     def __post_init__(self) -> None:
         mode: Any = self.mode
         if mode is None:
-            object.__setattr__(self, "mode", mode_of(self.best) if isinstance(self.best, str) else "min")
+            object.__setattr__(self, "mode", mode_of(self.best, None, "best") if isinstance(self.best, str) else "min")
         for name in ("save_at_end", "background", "on_exception", "strict"):
             value = getattr(self, name)
             check_type(name, value, isinstance(value, bool), "True or False")

@@ -244,7 +244,7 @@ def plateau(
     """A rate that is multiplied by ``factor`` after ``patience`` values of a metric in a row without improvement."""
     return ReduceLROnPlateau(
         optimizer,
-        mode=mode_of(metric, mode),
+        mode=mode_of(metric, mode, "metric"),
         factor=factor,
         patience=patience - 1,  # torch counts the values that are tolerated
         threshold=min_delta,
