@@ -100,7 +100,7 @@ class Replayed:
         self._began_with = self.state()
         if self.draws:
             self._began_with = {**self._began_with, "drawn_with": drawn_with or rng.capture()}
-        if drawn_with is not None and place.batch:
+        if drawn_with is not None:
             rng.restore(drawn_with)
         iterator, fetched, self.fetched = self.begin(), self.fetched, None
         if fetched is not None:

@@ -199,7 +199,7 @@ class DataSource:
             return iter(())
         if begins := bool(place.held.get("between_passes")):
             self.agree_lengths()  # the data may have grown
-        was_open = place.is_within or ("loader" in place.held and not begins)
+        was_open = place.is_within or (not begins and bool({"loader", "drawn_with"} & place.held.keys()))
         self._opened_with = rng.snapshot() if self.reader.draws and not was_open else None
         with rng.isolated() if was_open else nullcontext():  # what it draws was drawn before the place was saved
             return self._groups(self._open())
@@ -218,7 +218,7 @@ class DataSource:
             if self.reader.draws:
                 held, opened_with = self._held(), self._opened_with
                 # a pass that is not begun is opened again, but by a loader that has it in its state
-                begins = opened_with is not None and "loader" not in held
+                begins = opened_with is not None and not {"loader", "drawn_with"} & held.keys()
                 self._before = held, opened_with if begins else rng.snapshot()
             self._opened_with = None
             try:
@@ -271,7 +271,8 @@ class DataSource:
         self.reader.end_pass(self.place)
         # if this pass was not opened since its place was loaded, the loader's state is still the loaded one, at its end
         held = {**self.place.held, "between_passes": True, "exhausted": False}
-        held.pop("samplers", None)
+        for name in ("samplers", "drawn_with"):
+            held.pop(name, None)
         self.place = Place(self.place.pass_number + 1, held=held)
         self._before = None
 
