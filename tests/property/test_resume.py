@@ -10,6 +10,16 @@ from tests.property.strategies import resumes
 PINNED = [
     # modes that a handler has set at EPOCH_STARTED, in a run that goes on in its process
     Case(layers=("frozen",), handlers=("frozen part in eval mode",), stops=(Stop("same process", after=0.8),)),
+    # a pass that is open and not begun, as the one before was ended before its time
+    Case(
+        data="weighted sampler",
+        samples=26,
+        batch_size=2,
+        epochs=3,
+        evaluation="epochs",
+        handlers=("terminate_epoch",),
+        stops=(Stop(how="stop in an evaluation", event="ITERATION_COMPLETED", after=0.15, rank=0),),
+    ),
 ]
 
 
