@@ -152,12 +152,13 @@ def ask_for_a_stop(trainer):
     trainer.request_stop("test")
 
 
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.nightly)], ids=["each fifth one", "each"])
 @pytest.mark.parametrize(
     ("kind", "data", "accumulation_steps"),
     [("supervised", data, 1) for data in LOADERS] + [("supervised", "loader()", 3), ("a subclass", "DataLoader", 1)],
 )
 def test_an_engine_that_is_stopped_after_any_iteration_is_resumed_to_the_same_bits(
-    kind, data, accumulation_steps, tmp_path
+    kind, data, accumulation_steps, step, tmp_path
 ):
     def begun():
         setup = Setup(kind, data, accumulation_steps)
@@ -166,7 +167,7 @@ def test_an_engine_that_is_stopped_after_any_iteration_is_resumed_to_the_same_bi
 
     whole = begun()
     whole.run()
-    for stop_at in range(1, whole.engine.state.iteration, 1 if data != "workers" else 10):
+    for stop_at in range(1, whole.engine.state.iteration, step if data != "workers" else 2 * step):
         folder, stopped = tmp_path / str(stop_at), begun()
         stopped.checkpoint(folder, Events.COMPLETED)
         stopped.engine.add_event_handler(Events.ITERATION_COMPLETED(once=stop_at), ask_for_a_stop)
