@@ -32,7 +32,7 @@ from benchmarks.ratios import ratio_of_medians
 from benchmarks.turns import take_turns
 from ignite_engine import Trainer, Update, create_evaluator, follow, loader
 from ignite_engine.handlers import Evaluation
-from ignite_engine.run_directory import lines_of
+from ignite_engine.runs.run_directory import lines_of
 
 GOAL = 1.01
 WITH, WITHOUT = "with a follower", "without"

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from ignite_engine import Trainer, Update, loader, seed_everything
 from ignite_engine.handlers import Checkpoint, GracefulStop, LRSchedule, MetricLogger, warmup_cosine
-from ignite_engine.run_directory import weights_sha256
+from ignite_engine.runs.run_directory import weights_sha256
 
 
 def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

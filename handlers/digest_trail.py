@@ -11,12 +11,12 @@ from ignite.engine import Engine
 from torch import Tensor
 
 from ignite_engine import Phase, Trainer, TrainingEvents
-from ignite_engine.checkpointing.digests import HASH, hashes
+from ignite_engine.checkpoint.digests import HASH, hashes
+from ignite_engine.checkpoint.states.model_and_optimizer import weights_of
+from ignite_engine.checkpoint.states.rank_digests import different_names
 from ignite_engine.errors import RanksDiffer, is_whole
 from ignite_engine.handlers.sinks import GuardedSink, LogFile
 from ignite_engine.ranks import agreement
-from ignite_engine.states.model_and_optimizer import weights_of
-from ignite_engine.states.rank_digests import different_names
 
 Digests = Mapping[str, Any]
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ignite.engine import Engine, Events
 
 from ignite_engine import Trainer, TrainingEvents
-from ignite_engine.checkpointing.retention import mode_of
+from ignite_engine.checkpoint.retention import mode_of
 from ignite_engine.errors import check_type, is_number, is_whole
 from ignite_engine.handlers.followed_metric import FollowedMetric, improves
 

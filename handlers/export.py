@@ -14,13 +14,13 @@ from ignite.engine import Engine, Events
 from torch import Tensor
 
 from ignite_engine import Trainer, TrainingEvents
-from ignite_engine.checkpointing import filesystem
-from ignite_engine.checkpointing.export import write_weights
-from ignite_engine.checkpointing.shards import is_sharded
+from ignite_engine.checkpoint import filesystem
+from ignite_engine.checkpoint.export import write_weights
+from ignite_engine.checkpoint.shards import is_sharded
+from ignite_engine.checkpoint.states.model_and_optimizer import ModelState, reshard
+from ignite_engine.checkpoint.states.registry import Registry
 from ignite_engine.errors import check_type, did_you_mean, is_whole, one_line, shortened
 from ignite_engine.ranks import agreement
-from ignite_engine.states.model_and_optimizer import ModelState, reshard
-from ignite_engine.states.registry import Registry
 
 logger = logging.getLogger(__name__)
 

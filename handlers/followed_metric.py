@@ -10,7 +10,7 @@ from typing import Any
 
 from ignite.engine import Engine
 
-from ignite_engine.checkpointing.retention import usual_mode
+from ignite_engine.checkpoint.retention import usual_mode
 from ignite_engine.errors import did_you_mean, shortened
 from ignite_engine.ranks import agreement
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,8 @@ from ignite.engine import Events
 
 from ignite_engine import Phase, Trainer
 from ignite_engine.ranks import agreement, attempt
-from ignite_engine.run_directory import RunDirectory
 from ignite_engine.state import Start
+from ignite_engine.text import json_values
 
 
 class History:
@@ -22,7 +24,7 @@ class History:
     """
 
     def __init__(self, directory: str | Path, config: Mapping[str, Any] | None = None) -> None:
-        self.directory = RunDirectory(directory)
+        self.path = Path(directory).absolute() / "starts.jsonl"  # the run may change its working directory
         self.config = config
         """The settings of the run, in the line of each start."""
 
@@ -31,16 +33,22 @@ class History:
 
     def _start(self, trainer: Trainer) -> None:
         trainer.registry.check_all_claimed()  # by then nothing refuses the start any more
-        self._note("started" if trainer.state.start is Start.FRESH else "resumed", trainer, self.config)
+        config = {} if self.config is None else {"config": self.config}
+        what = "started" if trainer.state.start is Start.FRESH else "resumed"
+        self._add(trainer, what, attempt.current.reason, **config)
         trainer.call_at_end(self._end)
 
     _start.phase = Phase.LAST  # type: ignore[attr-defined]  # read by the Trainer
 
     def _end(self, trainer: Trainer) -> None:
-        self._note(trainer.state.status, trainer)
+        self._add(trainer, trainer.state.status, trainer.state.reason)
 
-    def _note(self, what: str, trainer: Trainer, config: Mapping[str, Any] | None = None) -> None:
-        if agreement.rank() == 0:
-            reason = attempt.current.reason if config is not None else trainer.state.reason
-            with contextlib.suppress(OSError):
-                self.directory.note(what, trainer.state.iteration, reason, config)
+    def _add(self, trainer: Trainer, what: str, reason: str | None, **more: Any) -> None:
+        if agreement.rank() != 0:
+            return
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        values = {"what": what, "iteration": trainer.state.iteration, "reason": reason, "at": now, **more}
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(json_values(values), default=str) + "\n")

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ignite_engine import Trainer, Updates
-from ignite_engine.engine.position import EpochIs
 from ignite_engine.errors import StateMismatch, leave_out
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.handlers.followed_metric import FollowedMetric
+from ignite_engine.loop.position import EpochIs
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.schedules import Schedule, set_lr
 from ignite_engine.state import Start

@@ -18,7 +18,7 @@ from ignite_engine.handlers.history import History
 from ignite_engine.handlers.meters import CHUNK, Meter, Running, packed, unpacked
 from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink, Sink, attach_sink
 from ignite_engine.ranks import agreement
-from ignite_engine.run_directory import plain_metric
+from ignite_engine.text import plain_metric
 from ignite_engine.update import Update, Updates
 
 Row = Mapping[str, Any]

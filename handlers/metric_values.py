@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ignite_engine.ranks import agreement
-from ignite_engine.run_directory import as_float, plain_metric
 from ignite_engine.state import TrainingState
+from ignite_engine.text import as_float, plain_metric
 
 MOST = 1000
 """Numbers of a metric that a log takes."""

@@ -20,9 +20,9 @@ from typing import IO, Any, Protocol
 import ignite.distributed as idist
 
 from ignite_engine import Phase, Trainer, TrainingEvents
-from ignite_engine.checkpointing.lock import InUse, lock
+from ignite_engine.checkpoint.lock import InUse, lock
 from ignite_engine.handlers.columns import Columns, head_of, short, width_of
-from ignite_engine.run_directory import json_values
+from ignite_engine.text import json_values
 
 Values = Mapping[str, Any]
 LINES_OF_A_TABLE = 40

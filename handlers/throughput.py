@@ -16,7 +16,7 @@ from ignite_engine import Trainer
 from ignite_engine.errors import is_number
 from ignite_engine.events import Phase
 from ignite_engine.ranks import agreement, mesh
-from ignite_engine.step.micro_batches import first_dimension, group_of
+from ignite_engine.update.micro_batches import first_dimension, group_of
 
 logger = logging.getLogger(__name__)
 

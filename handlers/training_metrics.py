@@ -16,7 +16,7 @@ from ignite_engine.errors import check_type
 from ignite_engine.handlers.metric_values import publish
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.mesh import metrics_reduce
-from ignite_engine.step.micro_batches import group_of
+from ignite_engine.update.micro_batches import group_of
 
 logger = logging.getLogger(__name__)
 

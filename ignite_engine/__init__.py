@@ -5,21 +5,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ignite_engine.data.loader import loader
-    from ignite_engine.engine.intervals import every
     from ignite_engine.errors import Interrupted, StopRequested
     from ignite_engine.evaluator import create_evaluator
     from ignite_engine.events import Phase, TrainingEvents
     from ignite_engine.ext.follow.follow import follow
     from ignite_engine.ext.recovery.parallel import Parallel
     from ignite_engine.ext.windows.windows import Windows
+    from ignite_engine.loop.intervals import every
     from ignite_engine.rng import seed_everything
     from ignite_engine.runs.fit import fit
     from ignite_engine.runs.load_model import load_model, load_weights
+    from ignite_engine.runs.task import Task
     from ignite_engine.state import Start, TrainingState
-    from ignite_engine.step.micro_batches import Group, accumulation_steps_for, gradient_sync
-    from ignite_engine.task import Task
     from ignite_engine.trainer import Trainer
     from ignite_engine.update import Update, Updates
+    from ignite_engine.update.micro_batches import Group, accumulation_steps_for, gradient_sync
 
 __all__ = [
     "Group",
@@ -51,7 +51,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "data.loader": ("loader",),
     "ext.windows.windows": ("Windows",),
-    "engine.intervals": ("every",),
+    "loop.intervals": ("every",),
     "errors": ("Interrupted", "StopRequested"),
     "evaluator": ("create_evaluator",),
     "events": ("Phase", "TrainingEvents"),
@@ -61,8 +61,8 @@ _HOMES = {
     "runs.fit": ("fit",),
     "runs.load_model": ("load_model", "load_weights"),
     "state": ("Start", "TrainingState"),
-    "step.micro_batches": ("Group", "accumulation_steps_for", "gradient_sync"),
-    "task": ("Task",),
+    "update.micro_batches": ("Group", "accumulation_steps_for", "gradient_sync"),
+    "runs.task": ("Task",),
     "trainer": ("Trainer",),
     "update": ("Update", "Updates"),
 }

@@ -13,16 +13,16 @@ from ignite.metrics import Metric
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from ignite_engine.checkpoint.states.model_and_optimizer import reshard, unwrap
 from ignite_engine.data.own_state import generators_of
 from ignite_engine.data.sampler import Dealing, ResumableSampler
-from ignite_engine.engine import bus
 from ignite_engine.errors import check_type, shapes_of
+from ignite_engine.loop import bus
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.ranks.ddp_buffers import data_parallel, own_buffers
 from ignite_engine.ranks.mesh import metrics_reduce
-from ignite_engine.states.model_and_optimizer import reshard, unwrap
-from ignite_engine.step.device import device_of, to_device
-from ignite_engine.step.precision import Precision, autocast, check_precision
+from ignite_engine.update.device import device_of, to_device
+from ignite_engine.update.precision import Precision, autocast, check_precision
 
 logger = logging.getLogger(__name__)
 

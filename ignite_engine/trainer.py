@@ -11,28 +11,28 @@ from ignite.engine import Engine
 from ignite.engine.events import EventsList
 from torch import nn
 
-from ignite_engine.engine import bus, saved_progress, start
-from ignite_engine.engine.grouping import Grouping
-from ignite_engine.engine.intervals import Interval, Intervals
-from ignite_engine.engine.loop import Loop
-from ignite_engine.engine.position import Plan, last_iteration
-from ignite_engine.engine.progress import Progress
-from ignite_engine.engine.requests import COLLECT, END, SAVE, Requests
-from ignite_engine.engine.roll_back import RollBacks, arguments_again
+from ignite_engine.checkpoint.states.registry import Registry, Stateful
+from ignite_engine.checkpoint.states.resume_state import ResumeState
 from ignite_engine.errors import Interrupted, RollBack, check_type, is_whole
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
+from ignite_engine.loop import bus, saved_progress, start
+from ignite_engine.loop.grouping import Grouping
+from ignite_engine.loop.intervals import Interval, Intervals
+from ignite_engine.loop.loop import Loop
+from ignite_engine.loop.position import Plan, last_iteration
+from ignite_engine.loop.progress import Progress
+from ignite_engine.loop.requests import COLLECT, END, SAVE, Requests
+from ignite_engine.loop.roll_back import RollBacks, arguments_again
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp_buckets import settle_buckets
 from ignite_engine.ranks.watch import cause_of, reason_of, watched_run
 from ignite_engine.state import Boundary, Start, TrainingState
-from ignite_engine.states.registry import Registry, Stateful
-from ignite_engine.states.resume_state import ResumeState
-from ignite_engine.step.micro_batches import check_steps
 from ignite_engine.update.base import update_of
+from ignite_engine.update.micro_batches import check_steps
 from ignite_engine.update.of_engine import EngineUpdate
 
 if TYPE_CHECKING:
-    from ignite_engine.checkpointing import SaveFilter
+    from ignite_engine.checkpoint import SaveFilter
 
 attached_to_each: list[Callable[[Trainer], None]] = []
 """Called with each trainer that this process makes: for who supervises the ranks."""
@@ -58,8 +58,8 @@ class Trainer(Engine):
 
     Its parts: ``state`` (what handlers read), ``progress`` (counters and data position), ``requests`` (to stop, to
     save), ``intervals`` (of its handlers), ``registry`` (what a checkpoint holds) and ``resume_state`` (what a
-    checkpoint brought). The bus is Ignite's own list of handlers (``engine/bus.py``), the loop is ``engine/loop.py``,
-    and ``engine/start.py`` begins a run.
+    checkpoint brought). The bus is Ignite's own list of handlers (``loop/bus.py``), the loop is ``loop/loop.py``,
+    and ``loop/start.py`` begins a run.
     """
 
     state: TrainingState
@@ -201,7 +201,7 @@ class Trainer(Engine):
         Args:
             rates: with the learning rates.
         """
-        from ignite_engine.describe import describe
+        from ignite_engine.loop.describe import describe
 
         state = self.state
         if max_epochs is None and max_iters is None:  # what is not given is as in the last run
@@ -217,7 +217,7 @@ class Trainer(Engine):
         Args:
             only: of several checkpoint handlers, what this one's filter leaves out; None: what any of them does.
         """
-        from ignite_engine.states.reproducibility import reasons_of
+        from ignite_engine.checkpoint.states.reproducibility import reasons_of
 
         filters = self.registry.filters if only is None else [only]
         unsaved = (
@@ -309,7 +309,7 @@ class Trainer(Engine):
         """Train; the arguments are Ignite's, in updates: ``epoch_length`` and ``max_iters`` count iterations.
 
         Of ``max_epochs`` and ``max_iters`` either may be given, or both: the run ends where the first is reached.
-        How it starts (``state.start``) follows from what was done before, see ``engine/start.py``.
+        How it starts (``state.start``) follows from what was done before, see ``loop/start.py``.
 
         Raises:
             Interrupted: a signal stopped the run, which is saved on every rank.

@@ -92,7 +92,7 @@ def words(*pages: Path) -> int:
 
 def settings() -> int:
     """Keys of a config."""
-    from ignite_engine.config.load import config_from_dict
+    from ignite_engine.runs.config.load import config_from_dict
 
     values = config_from_dict({"task": "task.py:build", "run": {"max_epochs": 1}}).to_dict()
     sections = {"run", "data", "update", "distributed"}

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ignite_engine import Phase, Trainer, TrainingEvents
-from ignite_engine.checkpointing import (
+from ignite_engine.checkpoint import (
     BestCheckpoint,
     CheckpointError,
     CheckpointInfo,
@@ -28,18 +28,18 @@ from ignite_engine.checkpointing import (
     read_manifest,
     require_exact,
 )
-from ignite_engine.checkpointing.load_sources import Found, load_sources
-from ignite_engine.checkpointing.retention import of_one_run, ranked
+from ignite_engine.checkpoint.load_sources import Found, load_sources
+from ignite_engine.checkpoint.retention import of_one_run, ranked
+from ignite_engine.checkpoint.states import loading
+from ignite_engine.checkpoint.states.model_and_optimizer import ModelState, OptimizerState
+from ignite_engine.checkpoint.states.rates import Rates, set_rates
+from ignite_engine.checkpoint.states.tiers import TIERS, tiers_of
 from ignite_engine.errors import check_type, did_you_mean, is_number
 from ignite_engine.handlers.checkpoint.saver import Saver
 from ignite_engine.handlers.checkpoint.times import Times
 from ignite_engine.handlers.followed_metric import FollowedMetric, improves
 from ignite_engine.ranks import agreement
 from ignite_engine.state import Start
-from ignite_engine.states import loading
-from ignite_engine.states.model_and_optimizer import ModelState, OptimizerState
-from ignite_engine.states.rates import Rates, set_rates
-from ignite_engine.states.tiers import TIERS, tiers_of
 from ignite_engine.update.of_engine import EngineUpdate
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Checkpoint:
             made of an :class:`~ignite_engine.Update`. None: of such an engine the model and the optimizers to which its
             process function refers.
         must_be_new: refuse a directory that holds checkpoints when the run starts or resumes; nothing is changed.
-        options: the fields of :class:`~ignite_engine.checkpointing.SaveOptions`, and second places of the checkpoints:
+        options: the fields of :class:`~ignite_engine.checkpoint.SaveOptions`, and second places of the checkpoints:
             ``memory``: after how many iterations the state is copied into shared memory, from where a run that was
             killed goes on if the machine lives; ``"auto"``: as few as cost at most 1 % of the time. It holds two copies
             of the state. ``mirror``: a directory or a URL of ``fsspec``, without credentials, which comes to hold what
@@ -382,7 +382,7 @@ class Checkpoint:
         Args:
             path: a checkpoint, a folder of checkpoints or of a run (its newest valid one), or a file of weights
                 (safetensors, or a state_dict of ``torch.save``). Or a list of
-                :class:`~ignite_engine.checkpointing.LoadSource`, each with its options; if several contain a name, the
+                :class:`~ignite_engine.checkpoint.LoadSource`, each with its options; if several contain a name, the
                 last one wins.
             options: beside a path: ``parts``, ``rename``, ``ignore``, ``strict`` and the others of ``LoadSource``; by
                 default the model is loaded.

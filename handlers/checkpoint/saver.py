@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ignite_engine import rng
-from ignite_engine.checkpointing import (
+from ignite_engine.checkpoint import (
     BackgroundSave,
     CheckpointError,
     CheckpointInfo,
@@ -23,14 +23,14 @@ from ignite_engine.checkpointing import (
     Snapshot,
     filesystem,
 )
-from ignite_engine.checkpointing.manifest import Facts
-from ignite_engine.checkpointing.shards import Shards, without_shards
+from ignite_engine.checkpoint.manifest import Facts
+from ignite_engine.checkpoint.shards import Shards, without_shards
+from ignite_engine.checkpoint.states.tiers import TIERS, Tier, marker
 from ignite_engine.errors import one_line
 from ignite_engine.events import TrainingEvents
 from ignite_engine.handlers.checkpoint.times import Times, Transfer
 from ignite_engine.ranks import agreement
 from ignite_engine.state import Start
-from ignite_engine.states.tiers import TIERS, Tier, marker
 
 if TYPE_CHECKING:
     from ignite_engine.trainer import Trainer

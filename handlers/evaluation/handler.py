@@ -11,6 +11,7 @@ from ignite.engine import Engine, Events
 from ignite.engine.events import EventsList
 
 from ignite_engine import Phase, Trainer, TrainingEvents, rng
+from ignite_engine.checkpoint.states.generators import undrawn
 from ignite_engine.errors import check_type, is_whole
 from ignite_engine.evaluator import eval_mode, whole_pass
 from ignite_engine.ext.windows.window_reader import WindowReader
@@ -23,7 +24,6 @@ from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp_buffers import share_buffers
 from ignite_engine.ranks.mesh import metrics_reduce
 from ignite_engine.state import OngoingEvaluation, Start
-from ignite_engine.states.generators import undrawn
 
 logger = logging.getLogger(__name__)
 

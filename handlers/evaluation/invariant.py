@@ -14,11 +14,11 @@ from ignite.metrics import Metric
 from torch import Tensor
 
 from ignite_engine import rng
+from ignite_engine.checkpoint.states.metrics import inner_metrics, metrics_of
 from ignite_engine.data.sampler import Dealing, ResumableSampler
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.ranks.tree_sum import TreeSum
-from ignite_engine.states.metrics import inner_metrics, metrics_of
-from ignite_engine.step.device import device_of
+from ignite_engine.update.device import device_of
 
 Sums = list[dict[str, Any]]
 

@@ -10,12 +10,12 @@ from typing import Any
 from ignite.engine import Engine, Events
 
 from ignite_engine import rng
-from ignite_engine.checkpointing.plain_data import refuse_what_cannot_be_loaded
+from ignite_engine.checkpoint.plain_data import refuse_what_cannot_be_loaded
+from ignite_engine.checkpoint.states import metrics as metric_state
 from ignite_engine.data.source import DataSource
 from ignite_engine.errors import CheckpointError, one_line
 from ignite_engine.ranks import agreement
-from ignite_engine.states import metrics as metric_state
-from ignite_engine.step.micro_batches import Group
+from ignite_engine.update.micro_batches import Group
 
 logger = logging.getLogger(__name__)
 

@@ -17,14 +17,14 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ignite_engine import Phase, Trainer, rng
+from ignite_engine.checkpoint.states.generators import undrawn
+from ignite_engine.checkpoint.states.metrics import metrics_of
 from ignite_engine.data.workers import begin_pass, end_workers
 from ignite_engine.errors import one_line, shapes_of
 from ignite_engine.evaluator import eval_mode, whole_pass
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.mesh import metrics_of_this_rank
 from ignite_engine.state import Start
-from ignite_engine.states.generators import undrawn
-from ignite_engine.states.metrics import metrics_of
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from ignite_engine.checkpointing.lock import InUse, lock
+from ignite_engine.checkpoint.lock import InUse, lock
 from ignite_engine.handlers.trackers.tracker import DONE, FOLDER, RUN, Tracker, is_running, read, write
 
 POLL_S, MOST_PAUSE_S, WAIT_S, END_WITHIN_S = 0.25, 60.0, 600.0, 600.0

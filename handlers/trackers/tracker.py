@@ -104,8 +104,8 @@ class Tracker:
 
 def start(tracker: Tracker, world_size: int) -> bool:
     """Name a tracker in the run's folder and start the process, unless another tracker of this run has; else True."""
-    from ignite_engine.checkpointing.environment import environment_values
-    from ignite_engine.run_directory import json_values
+    from ignite_engine.checkpoint.environment import environment_values
+    from ignite_engine.text import json_values
 
     folder = tracker.directory / FOLDER
     folder.mkdir(parents=True, exist_ok=True)

@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 from ignite_engine import __version__
 from ignite_engine.cli import checkpoints, commands, doctor, launch, pages, time_travel, verify_resume
-from ignite_engine.config import ConfigWarning
 from ignite_engine.errors import did_you_mean
 from ignite_engine.ranks import signals
+from ignite_engine.runs.config import ConfigWarning
 
 
 class Parser(argparse.ArgumentParser):

@@ -10,19 +10,20 @@ from functools import partial
 from typing import Any
 
 from ignite_engine import devices
-from ignite_engine.checkpointing import CheckpointStore
-from ignite_engine.checkpointing.naming import followed
+from ignite_engine.checkpoint import CheckpointStore
+from ignite_engine.checkpoint.naming import followed
 from ignite_engine.cli import checkpoints, doctor, pages, time_travel
 from ignite_engine.cli import verify_resume as resume_verification
 from ignite_engine.cli.launch import on_ranks
-from ignite_engine.config import Config, ConfigError, load_config
-from ignite_engine.config.load import default_values
 from ignite_engine.ext.follow.follow import follow_with
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.joining import is_launched
-from ignite_engine.run_directory import RunDirectory, json_values
 from ignite_engine.runs import recipe
-from ignite_engine.task import TaskError, find_task
+from ignite_engine.runs.config import Config, ConfigError, load_config
+from ignite_engine.runs.config.load import default_values
+from ignite_engine.runs.run_directory import RunDirectory
+from ignite_engine.runs.task import TaskError, find_task
+from ignite_engine.text import json_values
 
 
 def train(options: argparse.Namespace) -> int:

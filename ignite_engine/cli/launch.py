@@ -10,13 +10,13 @@ from typing import Any
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from ignite_engine import devices
-from ignite_engine.checkpointing import CheckpointError, NotExact
-from ignite_engine.config import ConfigError
+from ignite_engine.checkpoint import CheckpointError, NotExact
 from ignite_engine.errors import LaunchError, NotFinite, PeerFailed, RanksDiffer, ReplayError, StateMismatch
 from ignite_engine.ext.recovery.parallel import Parallel
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.joining import is_launched
-from ignite_engine.run_directory import RunDirectoryInUse
+from ignite_engine.runs.config import ConfigError
+from ignite_engine.runs.run_directory import RunDirectoryInUse
 
 FAILED, USAGE_ERROR = 1, 2
 USER_ERRORS = (ConfigError, StateMismatch, NotExact, ReplayError, RunDirectoryInUse)

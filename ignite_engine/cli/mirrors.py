@@ -6,16 +6,16 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ignite_engine.checkpointing import CheckpointError, find_source
-from ignite_engine.checkpointing.layout import named_iteration, scan
-from ignite_engine.checkpointing.manifest import read_manifest
-from ignite_engine.checkpointing.naming import RUNS_FOLDER
-from ignite_engine.checkpointing.verification import Verification
+from ignite_engine.checkpoint import CheckpointError, find_source
+from ignite_engine.checkpoint.layout import named_iteration, scan
+from ignite_engine.checkpoint.manifest import read_manifest
+from ignite_engine.checkpoint.naming import RUNS_FOLDER
+from ignite_engine.checkpoint.states.tiers import Unreachable
+from ignite_engine.checkpoint.verification import Verification
 from ignite_engine.errors import did_you_mean
 from ignite_engine.ext.mirror.fetch import fetch
 from ignite_engine.ext.mirror.remote import Remote, Torn, why
 from ignite_engine.ext.mirror.upload import upload
-from ignite_engine.states.tiers import Unreachable
 
 _PATH = "a checkpoint, a run's folder, or one of checkpoints (its last valid one), or RUN/best"
 _FROM = "a mirror: a URL such as s3://bucket/run, or a directory; its newest checkpoint, or one by its name behind it"

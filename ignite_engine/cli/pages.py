@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ignite_engine.checkpointing.lock import InUse
-from ignite_engine.config.load import default_values
+from ignite_engine.checkpoint.lock import InUse
 from ignite_engine.ext.report import read_run, runs_in, write_comparison, write_report
 from ignite_engine.ext.report.pages import RELOAD_S
 from ignite_engine.handlers.trackers.following import follow
+from ignite_engine.runs.config.load import default_values
 
 
 def add_parsers(subparsers: Any) -> None:

@@ -22,7 +22,7 @@ from ignite_engine.ext.replay.rerun import start_of
 from ignite_engine.ext.replay.steps import rates_of, scalars_of
 from ignite_engine.handlers.digest_trail import digests_of
 from ignite_engine.ranks import agreement
-from ignite_engine.task import TaskError, find_task
+from ignite_engine.runs.task import TaskError, find_task
 from ignite_engine.trainer import Trainer
 
 

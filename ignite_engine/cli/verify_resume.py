@@ -14,13 +14,13 @@ from pathlib import Path
 import ignite_engine
 from ignite_engine.cli.launch import FAILED
 from ignite_engine.cli.time_travel import function_of
-from ignite_engine.config import Config, ConfigError
 from ignite_engine.ext.replay.rerun import built, moved
 from ignite_engine.ext.replay.verify import NotProven, Phase
 from ignite_engine.ext.replay.verify import verify as compare_runs
 from ignite_engine.ranks import agreement
-from ignite_engine.run_directory import RunDirectory
-from ignite_engine.task import IN_PYTHON
+from ignite_engine.runs.config import Config, ConfigError
+from ignite_engine.runs.run_directory import RunDirectory
+from ignite_engine.runs.task import IN_PYTHON
 
 ITERATIONS = 20
 

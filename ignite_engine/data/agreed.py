@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ignite_engine.data.read_errors import split
 from ignite_engine.errors import PeerFailed, StopRequested, one_line
 from ignite_engine.ranks import agreement, mesh
-from ignite_engine.step.micro_batches import Group, check_weight
+from ignite_engine.update.micro_batches import Group, check_weight
 
 if TYPE_CHECKING:
     from ignite_engine.data.source import DataSource

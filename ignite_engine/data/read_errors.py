@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ignite_engine.errors import PeerFailed, one_line
 from ignite_engine.ranks import agreement, mesh
-from ignite_engine.step.micro_batches import Group
+from ignite_engine.update.micro_batches import Group
 
 logger = logging.getLogger(__name__)
 

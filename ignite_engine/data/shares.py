@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ignite_engine.data.readers import Indexed, Replayed
 from ignite_engine.data.sampler import Dealing
 from ignite_engine.ranks import agreement, mesh
-from ignite_engine.step.micro_batches import Group, share
+from ignite_engine.update.micro_batches import Group, share
 
 if TYPE_CHECKING:
     from ignite_engine.data.source import DataSource

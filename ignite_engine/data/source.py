@@ -21,7 +21,7 @@ from ignite_engine.data.readers import Indexed, Replayed
 from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.errors import StateMismatch, StopRequested, leave_out
 from ignite_engine.ranks import agreement, mesh
-from ignite_engine.step.micro_batches import Group, WeightFn
+from ignite_engine.update.micro_batches import Group, WeightFn
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Waiting(Protocol):
 
 
 class EndsEpochs(Protocol):
-    """A source whose epochs are several passes, and that says which is the last; ``run`` is the ``engine/feed.py``."""
+    """A source whose epochs are several passes, and that says which is the last; ``run`` is the ``loop/feed.py``."""
 
     def run_begins(self) -> None:
         """The position at which a run begins is set."""

@@ -14,18 +14,18 @@ from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLR
 from torch.utils.data import IterableDataset
 
 from ignite_engine import devices
-from ignite_engine.checkpointing.retention import mode_of
-from ignite_engine.config import Config, ConfigError
-from ignite_engine.config.named import named
-from ignite_engine.config.sections import Count
-from ignite_engine.config.tables import SCHEDULES, USUAL, make_optimizer, optimizer_entry, schedule_entry
+from ignite_engine.checkpoint.retention import mode_of
 from ignite_engine.data.source import OwnSource
 from ignite_engine.errors import did_you_mean, metric_meant, shortened
 from ignite_engine.ranks import agreement, mesh
-from ignite_engine.run_directory import config_differences
+from ignite_engine.runs.config import Config, ConfigError
+from ignite_engine.runs.config.named import named
+from ignite_engine.runs.config.sections import Count
+from ignite_engine.runs.config.tables import SCHEDULES, USUAL, make_optimizer, optimizer_entry, schedule_entry
 from ignite_engine.runs.loaders import is_loader
+from ignite_engine.runs.run_directory import config_differences
+from ignite_engine.runs.task import Task, TaskError, build_task, find_task
 from ignite_engine.schedules import Schedule
-from ignite_engine.task import Task, TaskError, build_task, find_task
 
 logger = logging.getLogger(__name__)
 

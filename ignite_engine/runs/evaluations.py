@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ignite.engine import Engine, Events
 
-from ignite_engine.config.named import Fault
-from ignite_engine.config.sections import Count, CountFrom0
 from ignite_engine.data.source import OwnSource
 from ignite_engine.errors import did_you_mean
 from ignite_engine.evaluator import create_evaluator
@@ -18,10 +16,12 @@ from ignite_engine.events import TrainingEvents
 from ignite_engine.handlers.evaluation import Evaluation
 from ignite_engine.handlers.evaluation.batches import loader_of
 from ignite_engine.handlers.evaluation.sanity import SanityCheck, Trial
+from ignite_engine.runs.config.named import Fault
+from ignite_engine.runs.config.sections import Count, CountFrom0
 from ignite_engine.runs.loaders import data_loader, is_loader
 from ignite_engine.runs.mean_loss import mean_loss
+from ignite_engine.runs.task import Data, Task
 from ignite_engine.state import Start
-from ignite_engine.task import Data, Task
 from ignite_engine.trainer import Trainer
 
 if TYPE_CHECKING:

@@ -22,12 +22,8 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
 from ignite_engine import devices
-from ignite_engine.checkpointing import CheckpointError
-from ignite_engine.checkpointing.retention import usual_mode
-from ignite_engine.config import Config, ConfigError
-from ignite_engine.config.load import validated, with_changes
-from ignite_engine.config.tables import HANDLERS
-from ignite_engine.config.yaml_file import ConfigSource
+from ignite_engine.checkpoint import CheckpointError
+from ignite_engine.checkpoint.retention import usual_mode
 from ignite_engine.errors import (
     Interrupted,
     LaunchError,
@@ -42,13 +38,17 @@ from ignite_engine.errors import (
 )
 from ignite_engine.ext.recovery.parallel import Parallel
 from ignite_engine.ranks.joining import is_launched
-from ignite_engine.run_directory import RunDirectoryInUse
 from ignite_engine.runs import recipe
+from ignite_engine.runs.config import Config, ConfigError
+from ignite_engine.runs.config.load import validated, with_changes
+from ignite_engine.runs.config.tables import HANDLERS
+from ignite_engine.runs.config.yaml_file import ConfigSource
 from ignite_engine.runs.loaders import is_loader
 from ignite_engine.runs.run import Run
-from ignite_engine.step.losses import LossFn
-from ignite_engine.task import IN_PYTHON, Task, problem_of_metrics
+from ignite_engine.runs.run_directory import RunDirectoryInUse
+from ignite_engine.runs.task import IN_PYTHON, Task, problem_of_metrics
 from ignite_engine.update import Update, Updates
+from ignite_engine.update.losses import LossFn
 
 Data = Dataset[Any] | Sequence[Any] | Iterable[Any]
 """Map-style data, a list of samples, a tuple of tensors or arrays of equal length, a loader, a stream, or windows."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from ignite_engine.run_directory import RunDirectory
+from ignite_engine.runs.run_directory import RunDirectory
 
 _NOT_FINITE = {text: float(text) for text in ("nan", "inf", "-inf")}
 

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from ignite_engine import rng
-from ignite_engine.checkpointing import CheckpointError, LoadSource, Source
-from ignite_engine.checkpointing.load import prepare
-from ignite_engine.checkpointing.naming import Which
-from ignite_engine.checkpointing.weights_source import model_part, read_named
+from ignite_engine.checkpoint import CheckpointError, LoadSource, Source
+from ignite_engine.checkpoint.load import prepare
+from ignite_engine.checkpoint.naming import Which
+from ignite_engine.checkpoint.states.loading import load_state
+from ignite_engine.checkpoint.states.model_and_optimizer import ModelState, clean_name, unwrap
+from ignite_engine.checkpoint.weights_source import model_part, read_named
 from ignite_engine.errors import StateMismatch, check_type
-from ignite_engine.states.loading import load_state
-from ignite_engine.states.model_and_optimizer import ModelState, clean_name, unwrap
-from ignite_engine.task import IN_PYTHON, Task, TaskError, build_task, find_task
+from ignite_engine.runs.task import IN_PYTHON, Task, TaskError, build_task, find_task
 
 
 def load_model(

@@ -12,8 +12,8 @@ from torch import nn
 
 from ignite_engine.devices import widest_float
 from ignite_engine.evaluator import eval_mode
-from ignite_engine.step.losses import LossFn, parts
-from ignite_engine.step.micro_batches import check_weight, first_dimension
+from ignite_engine.update.losses import LossFn, parts
+from ignite_engine.update.micro_batches import check_weight, first_dimension
 
 
 def mean_loss(

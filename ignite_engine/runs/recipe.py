@@ -19,15 +19,11 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ignite_engine import handlers
-from ignite_engine.checkpointing import CheckpointError, LoadSource
-from ignite_engine.config import Config, ConfigWarning
-from ignite_engine.config.named import Fault, lookup, named, parameters_of, refusal_of
-from ignite_engine.config.tables import HANDLERS, arguments_of, event_of, load_source, when_of
+from ignite_engine.checkpoint import CheckpointError, LoadSource
 from ignite_engine.data.source import OwnSource
 from ignite_engine.errors import check_type, one_line
 from ignite_engine.ranks import agreement, attempt, mesh
 from ignite_engine.rng import seed_everything
-from ignite_engine.run_directory import PhaseTimes, RunDirectory, installed_packages
 from ignite_engine.runs.components import (
     agreed_task,
     check_configs_agree,
@@ -38,11 +34,15 @@ from ignite_engine.runs.components import (
     settings_of,
     steps_per_epoch,
 )
+from ignite_engine.runs.config import Config, ConfigWarning
+from ignite_engine.runs.config.named import Fault, lookup, named, parameters_of, refusal_of
+from ignite_engine.runs.config.tables import HANDLERS, arguments_of, event_of, load_source, when_of
 from ignite_engine.runs.evaluations import Evaluations
 from ignite_engine.runs.loaders import data_loader, say_how_it_resumes, updates_of
 from ignite_engine.runs.run import Run
+from ignite_engine.runs.run_directory import PhaseTimes, RunDirectory, installed_packages
+from ignite_engine.runs.task import Task
 from ignite_engine.runs.wrapping import declare_mesh, wrap
-from ignite_engine.task import Task
 from ignite_engine.trainer import Trainer
 from ignite_engine.update import Update
 

@@ -13,30 +13,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ignite_engine.checkpointing import BestCheckpoint, CheckpointStore, Loaded
-from ignite_engine.checkpointing.in_use import read_chosen
-from ignite_engine.checkpointing.naming import NAMES, find_source, followed, scored_by
-from ignite_engine.checkpointing.shards import is_sharded
-from ignite_engine.config.load import Config, default_values
-from ignite_engine.config.named import parameters_of
+from ignite_engine.checkpoint import BestCheckpoint, CheckpointStore, Loaded
+from ignite_engine.checkpoint.in_use import read_chosen
+from ignite_engine.checkpoint.naming import NAMES, find_source, followed, scored_by
+from ignite_engine.checkpoint.shards import is_sharded
+from ignite_engine.checkpoint.states.loading import load_evaluated
+from ignite_engine.checkpoint.states.model_and_optimizer import unwrap
 from ignite_engine.data.place import Place
 from ignite_engine.data.workers import note_dead_worker
-from ignite_engine.describe.lr_text import lr_text
-from ignite_engine.describe.model_table import model_table
 from ignite_engine.errors import Interrupted, NotExact, PeerFailed, StateMismatch
 from ignite_engine.events import Phase
+from ignite_engine.loop.describe import lr_text, model_table
 from ignite_engine.ranks import agreement, attempt
 from ignite_engine.ranks.watch import cause_of, known_failure, on_failure, reason_of
-from ignite_engine.run_directory import PhaseTimes, RunDirectory, in_lists, plain_metric, weights_sha256
 from ignite_engine.runs.code import commit_of_code
+from ignite_engine.runs.config.load import Config, default_values
+from ignite_engine.runs.config.named import parameters_of
 from ignite_engine.runs.history import Records, read_records
+from ignite_engine.runs.run_directory import PhaseTimes, RunDirectory, weights_sha256
+from ignite_engine.runs.task import Task
 from ignite_engine.schedules import Schedule
 from ignite_engine.state import Start
-from ignite_engine.states.loading import load_evaluated
-from ignite_engine.states.model_and_optimizer import unwrap
-from ignite_engine.step.parameters import Parameters
-from ignite_engine.task import Task
+from ignite_engine.text import in_lists, plain_metric
 from ignite_engine.trainer import Trainer
+from ignite_engine.update.parameters import Parameters
 
 if TYPE_CHECKING:
     from ignite_engine.handlers import Checkpoint, Evaluation

@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import devices
-from ignite_engine.config import Config
 from ignite_engine.ranks import agreement, mesh
-from ignite_engine.step.micro_batches import reducing_modules
-from ignite_engine.task import Task
+from ignite_engine.runs.config import Config
+from ignite_engine.runs.task import Task
+from ignite_engine.update.micro_batches import reducing_modules
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -16,14 +16,14 @@ from ignite_engine.errors import by_name, check_type, one_line, shapes_of
 from ignite_engine.events import TrainingEvents
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.mesh import is_sharded
-from ignite_engine.step.device import to_device
-from ignite_engine.step.loss_parallel import loss_parallel_context
-from ignite_engine.step.losses import names_of, parts, scalar, weighted
-from ignite_engine.step.micro_batches import Group, check_accumulates, group_of, reducing_modules, without_sync
-from ignite_engine.step.parameters import clip_gradients
-from ignite_engine.step.precision import autocast
-from ignite_engine.step.shortcuts import backward
-from ignite_engine.step.without_trace import without_rows, without_trace
+from ignite_engine.update.device import to_device
+from ignite_engine.update.loss_parallel import loss_parallel_context
+from ignite_engine.update.losses import names_of, parts, scalar, weighted
+from ignite_engine.update.micro_batches import Group, check_accumulates, group_of, reducing_modules, without_sync
+from ignite_engine.update.parameters import clip_gradients
+from ignite_engine.update.precision import autocast
+from ignite_engine.update.shortcuts import backward
+from ignite_engine.update.without_trace import without_rows, without_trace
 
 if TYPE_CHECKING:
     from ignite_engine.update.one import Update

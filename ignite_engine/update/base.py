@@ -12,10 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ignite_engine.errors import check_type
-from ignite_engine.step.losses import LossFn
-from ignite_engine.step.micro_batches import WeightFn
-from ignite_engine.step.non_finite import NonFinitePolicy
-from ignite_engine.step.precision import LossScaler
+from ignite_engine.update.losses import LossFn
+from ignite_engine.update.micro_batches import WeightFn
+from ignite_engine.update.non_finite import NonFinitePolicy
+from ignite_engine.update.precision import LossScaler
 
 
 class BaseUpdate:

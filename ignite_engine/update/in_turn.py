@@ -9,9 +9,9 @@ from ignite.engine import Engine
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ignite_engine.checkpoint.states.model_and_optimizer import OptimizerState
 from ignite_engine.errors import check_type, did_you_mean, is_whole
 from ignite_engine.events import TrainingEvents
-from ignite_engine.states.model_and_optimizer import OptimizerState
 from ignite_engine.update.base import BaseUpdate
 from ignite_engine.update.one import Update
 

@@ -12,25 +12,25 @@ from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_engine.errors import check_type, is_number
-from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
-from ignite_engine.states.generators import ModelGenerators
-from ignite_engine.states.model_and_optimizer import (
+from ignite_engine.checkpoint.states.generators import ModelGenerators
+from ignite_engine.checkpoint.states.model_and_optimizer import (
     ModelState,
     OptimizerState,
     ParametersState,
     sharded_modules,
     unwrap,
 )
-from ignite_engine.step.device import device_of
-from ignite_engine.step.losses import LossFn
-from ignite_engine.step.micro_batches import WeightFn, group_of
-from ignite_engine.step.non_finite import FirstNonFinite, NonFinitePolicy
-from ignite_engine.step.parameters import Parameters, check_gradients, check_model, optimizers_by_name
-from ignite_engine.step.precision import Precision, check_precision, loss_scaler
-from ignite_engine.step.shortcuts import step
+from ignite_engine.errors import check_type, is_number
+from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.update.accumulation import Accumulation, accumulation_of
 from ignite_engine.update.base import BaseUpdate
+from ignite_engine.update.device import device_of
+from ignite_engine.update.losses import LossFn
+from ignite_engine.update.micro_batches import WeightFn, group_of
+from ignite_engine.update.non_finite import FirstNonFinite, NonFinitePolicy
+from ignite_engine.update.parameters import Parameters, check_gradients, check_model, optimizers_by_name
+from ignite_engine.update.precision import Precision, check_precision, loss_scaler
+from ignite_engine.update.shortcuts import step
 
 
 class Update(BaseUpdate):

@@ -356,7 +356,7 @@ def test_ranks_share_out_what_a_sampler_of_torchs_draws():
 
 
 def warnings_of_streams(rank):
-    lines, handler, logger = [], logging.Handler(logging.WARNING), logging.getLogger("ignite_engine.engine")
+    lines, handler, logger = [], logging.Handler(logging.WARNING), logging.getLogger("ignite_engine.loop")
     handler.emit = lambda record: lines.append(record.getMessage())
     logger.addHandler(handler)
     try:

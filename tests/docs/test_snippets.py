@@ -15,8 +15,8 @@ import pytest
 import torch
 import yaml
 
-from ignite_engine.config import config_from_dict, load_config
-from ignite_engine.config.tables import HANDLERS
+from ignite_engine.runs.config import config_from_dict, load_config
+from ignite_engine.runs.config.tables import HANDLERS
 from tests.kit import runs
 from tests.kit.refusals import command
 

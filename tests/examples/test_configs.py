@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ignite_engine.config import load_config
-from ignite_engine.task import TaskError, build_task, find_task
+from ignite_engine.runs.config import load_config
+from ignite_engine.runs.task import TaskError, build_task, find_task
 from tests.examples.golden import CONFIGS, ITERATIONS, OPTIONS, environment, losses, recorded
 from tests.kit import runs
 from tests.kit.fitting import log, read

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import lr_scheduler as of_torch
 
 from ignite_engine import TrainingEvents, Windows, create_evaluator, handlers
-from ignite_engine.checkpointing import LoadSource
+from ignite_engine.checkpoint import LoadSource
 from tests.kit.processes import ranks
 from tests.kit.resume import assert_resumes, program
 from tests.kit.tiers import tiered

@@ -10,7 +10,7 @@ import torch
 from ignite.engine import Events
 
 from ignite_engine import TrainingEvents, seed_everything
-from ignite_engine.checkpointing import read_source
+from ignite_engine.checkpoint import read_source
 from ignite_engine.handlers import Checkpoint
 from tests.kit.processes import ended
 from tests.kit.tiny import linear, numbers_loader, trainer_of

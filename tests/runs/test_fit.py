@@ -14,8 +14,8 @@ from ignite.metrics import Accuracy, MeanAbsoluteError
 
 import ignite_engine
 from ignite_engine import Interrupted, TrainingEvents, fit
-from ignite_engine.config import ConfigWarning, load_config
 from ignite_engine.handlers import LRSchedule, warmup_cosine
+from ignite_engine.runs.config import ConfigWarning, load_config
 from tests.kit.fitting import (
     INPUTS,
     QUIET,

@@ -14,8 +14,8 @@ import yaml
 from ignite.engine import Events
 
 from ignite_engine import TrainingEvents
-from ignite_engine.config import ConfigError
 from ignite_engine.errors import StateMismatch
+from ignite_engine.runs.config import ConfigError
 from tests.kit import runs
 from tests.kit.fitting import VAL, at, digest, fitted, log, loss_fn, manifest, points, read, saved, stop
 from tests.kit.processes import ranks

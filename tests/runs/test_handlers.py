@@ -7,7 +7,7 @@ import yaml
 from ignite.engine import Events
 
 from ignite_engine import TrainingEvents
-from ignite_engine.config import ConfigError
+from ignite_engine.runs.config import ConfigError
 from tests.kit import runs
 from tests.kit.fitting import VAL, at, digest, fitted, log, manifest, points, read, saved, stop
 from tests.kit.refusals import CommandRefused, command, refusals, refuses

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from ignite_engine import fit, load_weights
-from ignite_engine.config import ConfigError
 from ignite_engine.errors import CheckpointError, StateMismatch
 from ignite_engine.handlers import EarlyStopping
+from ignite_engine.runs.config import ConfigError
 from tests.kit.fitting import INPUTS, TARGETS, TRAIN, VAL, at, digest, fitted, loss_fn, net, stop
 from tests.kit.processes import start, wait_until
 from tests.kit.refusals import refusals

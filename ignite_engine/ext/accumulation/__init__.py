@@ -15,10 +15,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_engine.errors import check_type
 from ignite_engine.schedules import Schedule
-from ignite_engine.step import precision as precisions
-from ignite_engine.step.device import device_of
-from ignite_engine.step.micro_batches import accumulation_steps_for, check_accumulates, check_steps, reducing_modules
-from ignite_engine.step.parameters import clip_gradients
+from ignite_engine.update import precision as precisions
+from ignite_engine.update.device import device_of
+from ignite_engine.update.micro_batches import accumulation_steps_for, check_accumulates, check_steps, reducing_modules
+from ignite_engine.update.parameters import clip_gradients
 
 __all__ = ["GradientAccumulationLRScheduler", "GradientAccumulationOptimizer", "accumulation_steps_for", "initialize"]
 

@@ -17,10 +17,10 @@ from ignite_engine.events import TrainingEvents
 from ignite_engine.ext.capture.compiling import compiler, not_captured
 from ignite_engine.ext.capture.gradients import GradientGraph, signature_of
 from ignite_engine.ext.capture.step import StepGraph, why_not
-from ignite_engine.step.losses import scalar
-from ignite_engine.step.micro_batches import reducing_modules
-from ignite_engine.step.precision import DTYPES
 from ignite_engine.update.accumulation import Accumulation, Listeners
+from ignite_engine.update.losses import scalar
+from ignite_engine.update.micro_batches import reducing_modules
+from ignite_engine.update.precision import DTYPES
 
 if TYPE_CHECKING:
     from ignite_engine.update.one import Update

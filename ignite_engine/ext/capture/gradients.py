@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from ignite_engine import devices
 from ignite_engine.ext.capture.compiling import compiled, first_call, not_captured
-from ignite_engine.step.losses import LossFn, parts
-from ignite_engine.step.without_trace import without_trace
+from ignite_engine.update.losses import LossFn, parts
+from ignite_engine.update.without_trace import without_trace
 
 Gradients = list[Tensor]
 TOLERANCE = {None: 1e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from ignite_engine.checkpointing import filesystem, layout
-from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Manifest
-from ignite_engine.checkpointing.retention import CheckpointInfo
-from ignite_engine.checkpointing.verification import Verification
+from ignite_engine.checkpoint import filesystem, layout
+from ignite_engine.checkpoint.manifest import MANIFEST_NAME, Manifest
+from ignite_engine.checkpoint.retention import CheckpointInfo
+from ignite_engine.checkpoint.states.tiers import Unreachable
+from ignite_engine.checkpoint.verification import Verification
 from ignite_engine.ext.mirror.remote import Remote, Torn, why
 from ignite_engine.ranks import agreement
-from ignite_engine.states.tiers import Unreachable
 from ignite_engine.text import in_units
 
 logger = logging.getLogger(__name__)

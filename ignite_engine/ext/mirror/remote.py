@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ignite_engine.checkpointing import filesystem
-from ignite_engine.checkpointing.filesystem import FileRecord, new_hash, open_regular
-from ignite_engine.checkpointing.layout import named_iteration
-from ignite_engine.checkpointing.manifest import MANIFEST_NAME, parse_manifest
-from ignite_engine.checkpointing.retention import CheckpointInfo
+from ignite_engine.checkpoint import filesystem
+from ignite_engine.checkpoint.filesystem import FileRecord, new_hash, open_regular
+from ignite_engine.checkpoint.layout import named_iteration
+from ignite_engine.checkpoint.manifest import MANIFEST_NAME, parse_manifest
+from ignite_engine.checkpoint.retention import CheckpointInfo
+from ignite_engine.checkpoint.states.tiers import order
 from ignite_engine.errors import CheckpointError, one_line
-from ignite_engine.states.tiers import order
 
 _PIECE_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 23

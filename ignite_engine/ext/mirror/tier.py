@@ -13,14 +13,14 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ignite_engine.checkpointing.layout import scan
-from ignite_engine.checkpointing.retention import CheckpointInfo
+from ignite_engine.checkpoint.layout import scan
+from ignite_engine.checkpoint.retention import CheckpointInfo
+from ignite_engine.checkpoint.states.tiers import Fetched, Folder, Offer, SavedRun, Tier, Unreachable
 from ignite_engine.errors import CheckpointError, check_type
 from ignite_engine.ext.mirror.fetch import asked, fetch
 from ignite_engine.ext.mirror.remote import Remote, Torn
 from ignite_engine.ext.mirror.upload import Uploader
 from ignite_engine.ranks import agreement, signals
-from ignite_engine.states.tiers import Fetched, Folder, Offer, SavedRun, Tier, Unreachable
 
 if TYPE_CHECKING:
     from ignite_engine.trainer import Trainer

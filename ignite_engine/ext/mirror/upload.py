@@ -7,13 +7,13 @@ import threading
 import time
 from pathlib import Path
 
-from ignite_engine.checkpointing.in_use import in_use
-from ignite_engine.checkpointing.layout import scan
-from ignite_engine.checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest
-from ignite_engine.checkpointing.retention import CheckpointInfo, Retention, of_one_run
+from ignite_engine.checkpoint.in_use import in_use
+from ignite_engine.checkpoint.layout import scan
+from ignite_engine.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
+from ignite_engine.checkpoint.retention import CheckpointInfo, Retention, of_one_run
+from ignite_engine.checkpoint.states.tiers import order
 from ignite_engine.errors import CheckpointError
 from ignite_engine.ext.mirror.remote import Remote, why
-from ignite_engine.states.tiers import order
 
 logger = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 300.0

@@ -19,9 +19,9 @@ from ignite_engine.devices import widest_float
 from ignite_engine.ext.rank_invariant.invariant_sum import InvariantSum, Spare, exchanged_on
 from ignite_engine.ext.rank_invariant.rank_local import check_model
 from ignite_engine.ranks import agreement
-from ignite_engine.step.losses import names_of, weighted
-from ignite_engine.step.micro_batches import Group, check_weight, scales_of, share
 from ignite_engine.update.accumulation import Accumulation, Listeners
+from ignite_engine.update.losses import names_of, weighted
+from ignite_engine.update.micro_batches import Group, check_weight, scales_of, share
 
 _BETWEEN_UPDATES = -1
 """In the place of a micro-batch: the random numbers that handlers and evaluations draw."""

@@ -15,15 +15,15 @@ from blake3 import blake3
 
 import ignite_engine
 from ignite_engine import devices
-from ignite_engine.checkpointing import CheckpointInfo
-from ignite_engine.checkpointing.environment import environment_values
+from ignite_engine.checkpoint import CheckpointInfo
+from ignite_engine.checkpoint.environment import environment_values
+from ignite_engine.checkpoint.states.sharding import layout_of_models
+from ignite_engine.checkpoint.states.tiers import Fetched, Folder, Offer, SavedRun, Tier, order
 from ignite_engine.errors import CheckpointError, Interrupted, PeerFailed, check_type, is_whole, one_line
 from ignite_engine.events import TrainingEvents
 from ignite_engine.ext.recovery.memory import Memory, ignore
 from ignite_engine.ext.recovery.slots import Boundary
 from ignite_engine.ranks import agreement, watch
-from ignite_engine.states.sharding import layout_of_models
-from ignite_engine.states.tiers import Fetched, Folder, Offer, SavedRun, Tier, order
 
 if TYPE_CHECKING:
     from ignite_engine.trainer import Trainer

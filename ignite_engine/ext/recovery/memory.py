@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ignite_engine.checkpointing.filesystem import FileRecord
-from ignite_engine.checkpointing.manifest import Manifest
-from ignite_engine.checkpointing.pack import Pack
-from ignite_engine.checkpointing.plain_data import tensors_of
-from ignite_engine.checkpointing.retention import CheckpointInfo
-from ignite_engine.checkpointing.shards import PIECES, add_pieces, is_placeholder, join, without_shards
-from ignite_engine.checkpointing.store import Loaded
+from ignite_engine.checkpoint.filesystem import FileRecord
+from ignite_engine.checkpoint.manifest import Manifest
+from ignite_engine.checkpoint.pack import Pack
+from ignite_engine.checkpoint.plain_data import tensors_of
+from ignite_engine.checkpoint.retention import CheckpointInfo
+from ignite_engine.checkpoint.shards import PIECES, add_pieces, is_placeholder, join, without_shards
+from ignite_engine.checkpoint.store import Loaded
 from ignite_engine.errors import CheckpointError, one_line
 from ignite_engine.ext.recovery import slots
 from ignite_engine.ext.recovery.slots import Boundary, Folder, Header, Slot

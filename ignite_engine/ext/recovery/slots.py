@@ -28,10 +28,10 @@ from typing import Any, Self
 import torch
 from blake3 import blake3
 
-from ignite_engine.checkpointing import filesystem
-from ignite_engine.checkpointing.pack import Pack, unpacked
+from ignite_engine.checkpoint import filesystem
+from ignite_engine.checkpoint.pack import Pack, unpacked
+from ignite_engine.checkpoint.states.tiers import marker
 from ignite_engine.errors import CheckpointError, one_line
-from ignite_engine.states.tiers import marker
 
 ROOT = Path("/dev/shm")
 MARKER = marker("memory")

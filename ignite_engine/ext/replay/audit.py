@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from ignite_engine.checkpointing import CheckpointInfo, CheckpointStore
+from ignite_engine.checkpoint import CheckpointInfo, CheckpointStore
 from ignite_engine.errors import ReplayError
 from ignite_engine.ext.replay.compare import Difference, first_difference
 from ignite_engine.ext.replay.rerun import Build, rerun
 from ignite_engine.ranks import agreement
-from ignite_engine.run_directory import RunDirectory
+from ignite_engine.runs.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)

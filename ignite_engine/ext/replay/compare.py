@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ignite_engine.checkpointing import CheckpointInfo, CheckpointStore
-from ignite_engine.checkpointing.digests import digests
+from ignite_engine.checkpoint import CheckpointInfo, CheckpointStore
+from ignite_engine.checkpoint.digests import digests
 from ignite_engine.errors import CheckpointError, ReplayError
 from ignite_engine.ext.replay.rerun import Build, iterations_of, rerun, start_of
 from ignite_engine.ext.replay.steps import STEPS, Steps, state_name
 from ignite_engine.ranks import agreement
-from ignite_engine.run_directory import RunDirectory, config_differences, flat, lines_of
+from ignite_engine.runs.run_directory import RunDirectory, config_differences, flat, lines_of
 
 _LEFT_OUT = re.compile(r"(^|\.|, )(memory|throughput|time)/|^the state of trainer( of rank \d+)?, checkpoints$")
 """Names of values that clocks and the machine decide, and how often was saved."""

@@ -15,24 +15,24 @@ import yaml
 from ignite.engine import Events
 
 from ignite_engine import rng
-from ignite_engine.checkpointing import CheckpointStore
-from ignite_engine.checkpointing.in_use import in_use
-from ignite_engine.checkpointing.layout import named_iteration
-from ignite_engine.config import Config
-from ignite_engine.config.load import validated, with_changes
-from ignite_engine.config.yaml_file import ConfigSource
+from ignite_engine.checkpoint import CheckpointStore
+from ignite_engine.checkpoint.in_use import in_use
+from ignite_engine.checkpoint.layout import named_iteration
 from ignite_engine.data.workers import end_workers
-from ignite_engine.engine import bus
-from ignite_engine.engine.intervals import Clock
 from ignite_engine.errors import CheckpointError, ReplayError
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.handlers import Checkpoint, MetricLogger
+from ignite_engine.loop import bus
+from ignite_engine.loop.intervals import Clock
 from ignite_engine.ranks import agreement
-from ignite_engine.run_directory import RunDirectory, lines_of, read_yaml
 from ignite_engine.runs import recipe
+from ignite_engine.runs.config import Config
+from ignite_engine.runs.config.load import validated, with_changes
+from ignite_engine.runs.config.yaml_file import ConfigSource
 from ignite_engine.runs.fit import built_with
 from ignite_engine.runs.run import Run
-from ignite_engine.task import IN_PYTHON
+from ignite_engine.runs.run_directory import RunDirectory, lines_of, read_yaml
+from ignite_engine.runs.task import IN_PYTHON
 from ignite_engine.trainer import Trainer
 
 Build = Callable[[Path], Any]

@@ -11,10 +11,10 @@ from ignite.engine import Events
 from torch import Tensor
 
 from ignite_engine import rng
-from ignite_engine.checkpointing.digests import digests
+from ignite_engine.checkpoint.digests import digests
+from ignite_engine.checkpoint.states.model_and_optimizer import OptimizerState, weights_of
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.ranks import agreement
-from ignite_engine.states.model_and_optimizer import OptimizerState, weights_of
 from ignite_engine.trainer import Trainer
 
 STEPS = "steps_{}.jsonl"

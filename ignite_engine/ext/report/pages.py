@@ -16,7 +16,7 @@ from ignite_engine.ext.report.charts import chart, script_data
 from ignite_engine.ext.report.panels import COLOURS, OF_ENGINE, Panel, compared_panels, panels_of
 from ignite_engine.ext.report.records import Record, read_run
 from ignite_engine.ext.report.timeline import iterations_per_epoch, seconds, timeline
-from ignite_engine.run_directory import flat, write_whole
+from ignite_engine.runs.run_directory import flat, write_whole
 from ignite_engine.text import short
 
 # The browser enforces that nothing is loaded.

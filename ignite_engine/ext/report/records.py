@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from ignite_engine.checkpointing.retention import usual_mode
+from ignite_engine.checkpoint.retention import usual_mode
 from ignite_engine.errors import shortened
-from ignite_engine.run_directory import RunDirectory, read_yaml
+from ignite_engine.runs.run_directory import RunDirectory, read_yaml
 
 LOG_LINES = 40
 

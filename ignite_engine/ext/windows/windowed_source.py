@@ -17,7 +17,7 @@ from ignite_engine.errors import StopRequested
 from ignite_engine.events import TrainingEvents
 from ignite_engine.ext.windows.window_reader import WindowReader
 from ignite_engine.ranks import agreement, mesh
-from ignite_engine.step.micro_batches import Group
+from ignite_engine.update.micro_batches import Group
 
 if TYPE_CHECKING:
     from ignite_engine.ext.windows.windows import Windows

@@ -10,9 +10,9 @@ import pytest
 import torch
 from ignite.engine import Events
 
-from ignite_engine.config import ConfigError, config_from_dict
 from ignite_engine.errors import CheckpointError
 from ignite_engine.handlers import Checkpoint
+from ignite_engine.runs.config import ConfigError, config_from_dict
 from tests.ext.mirror import faulty
 from tests.ext.mirror.runs import there, train
 from tests.ext.recovery.deaths import Death

@@ -21,7 +21,7 @@ from ignite_engine.handlers import Checkpoint, Evaluation, LRSchedule, MetricLog
 from tests.kit.processes import ranks, start_ranks
 from tests.kit.resume import leaves, same_bits
 from tests.kit.tiny import Numbers, linear, one
-from tests.step.test_non_finite import Planted, journal, planted_loss
+from tests.update.test_non_finite import Planted, journal, planted_loss
 
 
 @dataclass(frozen=True)

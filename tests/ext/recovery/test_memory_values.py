@@ -8,7 +8,7 @@ import torch
 from ignite.engine import Events
 from torch import nn
 
-from ignite_engine.checkpointing.pack import unpacked
+from ignite_engine.checkpoint.pack import unpacked
 from ignite_engine.handlers import Checkpoint
 from tests.ext.recovery.runs import KILLED, forget
 from tests.kit.faults import kill_this_process

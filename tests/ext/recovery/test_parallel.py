@@ -11,8 +11,8 @@ import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from ignite_engine import Parallel
-from ignite_engine.config import ConfigError
 from ignite_engine.errors import Interrupted, LaunchError
+from ignite_engine.runs.config import ConfigError
 from tests.ext.recovery.deaths import Death, Deaths
 from tests.kit.fitting import at, digest, fitted, net
 from tests.kit.processes import child

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ignite_engine.config import config_from_dict
 from ignite_engine.ext.report import read_run, write_comparison, write_report
+from ignite_engine.runs.config import config_from_dict
 from tests.kit.refusals import CommandRefused, command, refusals
 
 VOID = {"meta", "br", "path"}

@@ -6,9 +6,9 @@ from ignite.engine import Events
 from torch.utils.data import DataLoader
 
 from ignite_engine import Windows
-from ignite_engine.config import ConfigError, config_from_dict
 from ignite_engine.errors import NotExact
 from ignite_engine.handlers import Checkpoint
+from ignite_engine.runs.config import ConfigError, config_from_dict
 from tests.kit import saved
 from tests.kit.processes import ranks
 from tests.kit.refusals import refusals, refuses

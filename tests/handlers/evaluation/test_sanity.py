@@ -12,7 +12,7 @@ from ignite.metrics import Accuracy, EpochMetric, Loss, Metric, MetricsLambda
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from ignite_engine.config import ConfigError
+from ignite_engine.runs.config import ConfigError
 from tests.kit.fitting import VAL, fitted, net
 from tests.kit.processes import ranks
 from tests.kit.refusals import refuses

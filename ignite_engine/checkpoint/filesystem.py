@@ -1,0 +1,302 @@
+"""Every file operation of the store, each one system call of ``os`` and nothing beside them.
+
+The order of these calls is the commit protocol, so they are in one place: a test replaces ``os.open``, ``os.write``,
+``os.fsync``, ``os.rename``, ``os.unlink``, ``os.rmdir`` and ``os.mkdir`` and sees, fails or kills every step of a save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import io
+import logging
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+from blake3 import blake3
+
+from ignite_engine.checkpoint.lock import InUse, lock
+
+PIECE_BYTES = 1 << 20
+"""Bytes that are read from a file at a time, and that are collected before they are written."""
+HASHES: dict[str, Callable[[], Any]] = {"blake3": blake3, "sha256": hashlib.sha256}
+"""What a manifest may name. New files have the first, which is faster than a disk on one core."""
+DEFAULT_HASH = "blake3"
+LOCK_NAME = ".lock"
+_ASKED_FOR_S = 0.1
+"""Who asks whether a directory is held has its lock for a moment."""
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size and hash of one file."""
+
+    bytes: int
+    hash: str
+    """Algorithm and hexadecimal digest, ``blake3:9f86d0...``."""
+
+    @property
+    def algorithm(self) -> str:
+        return self.hash.partition(":")[0]
+
+    def problem(self, name: str, found: FileRecord) -> str | None:
+        """In words, how a file of this name differs from its record; None if it does not."""
+        if found.bytes != self.bytes:
+            return f"{name} has {found.bytes} bytes, the manifest says {self.bytes}"
+        if found.hash != self.hash:
+            digest, said = (record.hash.partition(":")[2][:12] for record in (found, self))
+            return f"{name} has changed: {self.algorithm.upper()} {digest}, the manifest says {said}"
+        return None
+
+
+def new_hash(algorithm: str) -> Any:
+    """An object with ``update`` and ``hexdigest``; ``algorithm`` is one of :data:`HASHES`."""
+    return HASHES[algorithm]()
+
+
+class HashingFile(io.RawIOBase):
+    """A new file that is hashed while it is written, so that it need not be read again.
+
+    After a failed write it swallows what follows and keeps the error in ``error``: who writes may answer a write error
+    with one of its own that hides the reason.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._hash = new_hash(DEFAULT_HASH)
+        self._bytes = 0
+        self.error: OSError | None = None
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        if self.error is not None:
+            return len(view)
+        piece = view[:PIECE_BYTES]
+        try:
+            written = os.write(self._descriptor, piece)
+        except OSError as error:
+            self.error = OSError(error.errno, error.strerror, str(self._path))
+            raise self.error from error
+        self._bytes += written
+        self._hash.update(piece[:written])  # after the write, which has brought it into the processor's cache
+        return written
+
+    def synchronise(self) -> FileRecord:
+        """fsync; returns size and hash of what was written."""
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+        return FileRecord(self._bytes, f"{DEFAULT_HASH}:{self._hash.hexdigest()}")
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            os.close(self._descriptor)
+
+
+def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> FileRecord:
+    """Create ``path``, let ``write`` fill it, fsync it.
+
+    Returns:
+        Size and hash, taken while writing.
+
+    Raises:
+        OSError: with the path; also where ``write`` turned it into an error of its own.
+        FileExistsError: nothing is ever overwritten in place.
+    """
+    raw = HashingFile(path)
+    # closing() and not `with raw`: the buffer must not be flushed a second time after a failure
+    with contextlib.closing(raw):
+        buffered = io.BufferedWriter(raw, buffer_size=PIECE_BYTES)
+        try:
+            write(cast(IO[bytes], buffered))
+            buffered.flush()
+        except Exception as error:
+            if raw.error is not None and error is not raw.error:
+                raise raw.error from error
+            raise
+        finally:
+            with contextlib.suppress(OSError, ValueError):
+                buffered.detach()
+        if raw.error is not None:
+            raise raw.error
+        return raw.synchronise()
+
+
+def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Write a file that replaces ``path`` whole and durably: a reader, or a kill, finds the old or the new one.
+
+    Raises:
+        OSError: the old file, if there was one, is as it was.
+    """
+    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        write_file(temporary, write)
+        os.rename(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    synchronise_directory(path.parent)
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file for reading, without a buffer; a symbolic link, a pipe or a device is refused with an ``OSError``."""
+    mode = os.lstat(path).st_mode
+    if stat.S_ISLNK(mode):
+        raise OSError(errno.ELOOP, "It is a symbolic link, which is not followed", str(path))
+    if not stat.S_ISREG(mode):  # opening a pipe would wait for its other end
+        raise OSError(errno.EINVAL, "It is not a regular file", str(path))
+    return open(path, "rb", buffering=0)
+
+
+def hash_file(file: IO[bytes], algorithm: str = DEFAULT_HASH) -> FileRecord:
+    """Size and hash of an open file from its start; leaves it at its end."""
+    file.seek(0)
+    digest = new_hash(algorithm)
+    size = 0
+    buffer = memoryview(bytearray(PIECE_BYTES))
+    while count := file.readinto(buffer):  # type: ignore[attr-defined]  # binary files have it, IO[bytes] does not say
+        digest.update(buffer[:count])
+        size += count
+    return FileRecord(size, f"{algorithm}:{digest.hexdigest()}")
+
+
+def read_into(file: IO[bytes], into: np.ndarray[Any, Any], offset: int) -> None:
+    """Fill bytes with those of a file from ``offset`` on.
+
+    Raises:
+        OSError: with the path.
+    """
+    left = into.data
+    while len(left):
+        try:
+            received = os.preadv(file.fileno(), [left], offset)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, file.name) from error
+        if received == 0:
+            raise OSError(errno.EIO, "It has become shorter while it was read", file.name)
+        left, offset = left[received:], offset + received
+
+
+def make_directory(path: Path) -> None:
+    """Create one new directory."""
+    os.mkdir(path)
+
+
+def ensure_directory(path: Path) -> None:
+    """Create ``path`` and its missing parents, each durable in its own parent."""
+    missing = [directory for directory in (path, *path.parents) if not directory.exists()]
+    for directory in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(directory)
+        synchronise_directory(directory.parent)
+    if not path.is_dir():
+        raise NotADirectoryError(20, "Not a directory", str(path))
+
+
+def synchronise_directory(path: Path) -> None:
+    """fsync of the directory itself: what makes created, renamed and removed names durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Rename; the target must not exist (an empty directory would be replaced silently)."""
+    if os.path.lexists(new):
+        raise FileExistsError(17, "File exists", str(new))
+    os.rename(old, new)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory with all in it; what another process removed meanwhile is not an error.
+
+    Of a symbolic link the link itself is removed, never what it points to.
+    """
+    if path.is_symlink():
+        os.unlink(path)
+        return
+    try:
+        entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        with contextlib.suppress(FileNotFoundError):
+            if entry.is_dir(follow_symlinks=False):
+                remove_tree(Path(entry.path))
+            else:
+                os.unlink(entry.path)
+    with contextlib.suppress(FileNotFoundError):
+        os.rmdir(path)
+
+
+class DirectoryInUse(RuntimeError):
+    """Another process holds the lock of a directory; the message is the process."""
+
+
+@contextlib.contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Keep other processes from holding a directory, which is made if it is missing; a thread may hold it twice.
+
+    Where the file system does not allow a lock, that is a warning.
+
+    Raises:
+        DirectoryInUse: another process holds it.
+    """
+    with contextlib.ExitStack() as stack:
+        reason: str | None = "the file system has no locks"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            if stack.enter_context(lock(directory / LOCK_NAME, again=True, own_file=True, wait_s=_ASKED_FOR_S)):
+                reason = None
+        except InUse as holder:
+            raise DirectoryInUse(str(holder)) from None
+        except OSError as error:
+            reason = error.strerror
+        if reason is not None:
+            logger.warning("%s cannot be locked (%s): do not start a second run in it.", directory, reason)
+        yield
+
+
+def is_held(directory: Path) -> bool:
+    """Whether another process or thread holds a directory by :func:`held`."""
+    try:
+        with lock(directory / LOCK_NAME, shared=True, again=True):
+            return False
+    except InUse:
+        return True
+    except OSError:
+        return False
+
+
+Signature = tuple[int, int, int, int]
+
+
+def signature(path: Path) -> Signature | None:
+    """What changes when a regular file is written or replaced: inode, size, times in ns.
+
+    None if there is no regular file; a symbolic link is none.
+    """
+    try:
+        status = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

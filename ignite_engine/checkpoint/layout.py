@@ -1,0 +1,186 @@
+"""The names in a checkpoint directory: committed, being written, being removed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+from pathlib import Path
+
+from ignite_engine.checkpoint import filesystem
+from ignite_engine.checkpoint.filesystem import Signature, signature
+from ignite_engine.checkpoint.in_use import LOOKS
+from ignite_engine.checkpoint.lock import InUse, lock
+from ignite_engine.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
+from ignite_engine.checkpoint.retention import CheckpointInfo
+from ignite_engine.errors import CheckpointError, one_line
+
+logger = logging.getLogger(__name__)
+
+_COMMITTED = re.compile(r"iteration_(\d{8,})(?:\.\d+)?")
+_TEMPORARY = ".tmp-"
+_TRASH = ".trash-"
+_READ: dict[Path, dict[str, tuple[Signature, Manifest]]] = {}
+"""By directory and name, what this process has read: a manifest is read again where its file has changed."""
+_LEFTOVER = re.compile(rf"(?P<prefix>{re.escape(_TEMPORARY)}|{re.escape(_TRASH)}){_COMMITTED.pattern}-[0-9a-f]{{8}}")
+
+
+def rank_file(rank: int) -> str:
+    """Name of the file with the parts of one rank."""
+    return f"rank_{rank}.safetensors"
+
+
+def shared_file(number: int) -> str:
+    """Name of a file with parts that the ranks share; there are several where several writers were asked for."""
+    return f"shared_{number}.safetensors" if number else "shared.safetensors"
+
+
+RANK_FILE, SHARED_FILE = re.compile(r"rank_\d+\.safetensors"), re.compile(r"shared(_\d+)?\.safetensors")
+
+
+def checkpoint_name(iteration: int) -> str:
+    """Name of the directory of a committed checkpoint."""
+    return f"iteration_{iteration:08d}"
+
+
+def temporary_path(directory: Path, iteration: int) -> Path:
+    """A new name for a checkpoint that is being written."""
+    return directory / f"{_TEMPORARY}{checkpoint_name(iteration)}-{secrets.token_hex(4)}"
+
+
+def named_iteration(path: Path) -> int | None:
+    """The iteration in the name of a committed checkpoint; None for any other name."""
+    match = _COMMITTED.fullmatch(path.name)
+    return int(match.group(1)) if match else None
+
+
+def manifest_of(checkpoint: Path) -> Manifest:
+    """As ``read_manifest``; one that this process has read is not read again while its file is the same.
+
+    That is the same inode, size and times.
+
+    Raises:
+        CheckpointError: as ``read_manifest``.
+    """
+    read, status = _READ.setdefault(checkpoint.parent, {}), signature(checkpoint / MANIFEST_NAME)
+    if status is None:
+        return read_manifest(checkpoint)  # which says why
+    if checkpoint.name not in read or read[checkpoint.name][0] != status:
+        read[checkpoint.name] = status, read_manifest(checkpoint)
+    return read[checkpoint.name][1]
+
+
+def scan(directory: Path) -> tuple[list[CheckpointInfo], list[tuple[Path, str]]]:
+    """What is committed in a directory.
+
+    The manifests are those of :func:`manifest_of`, so that the cost of a save does not grow with the number of
+    checkpoints.
+
+    Returns:
+        Those with a readable manifest in the order they were saved, and path and reason of those without.
+    """
+    for _ in range(LOOKS):
+        readable, unreadable, all_there = _look(directory)
+        if all_there:
+            break
+    names = {checkpoint.path.name for checkpoint in readable}
+    _READ[directory] = {name: known for name, known in list(_READ.get(directory, {}).items()) if name in names}
+    readable.sort(key=lambda checkpoint: (checkpoint.manifest.sequence, checkpoint.iteration, checkpoint.path.name))
+    return readable, unreadable
+
+
+def _look(directory: Path) -> tuple[list[CheckpointInfo], list[tuple[Path, str]], bool]:
+    """What is committed, in no order, and whether none was deleted meanwhile, when a newer one may have come."""
+    readable: list[CheckpointInfo] = []
+    unreadable: list[tuple[Path, str]] = []
+    all_there = True
+    try:
+        with os.scandir(directory) as found:
+            entries = [entry for entry in found if _COMMITTED.fullmatch(entry.name) and entry.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return [], [], True
+    for entry in sorted(entries, key=lambda entry: entry.name):
+        path = directory / entry.name
+        if entry.is_symlink():  # what it points to may be another run's, and would be pruned with this one's
+            unreadable.append((path, "it is a symbolic link, which is neither read nor deleted"))
+            continue
+        try:
+            readable.append(CheckpointInfo(path, manifest_of(path)))
+        except CheckpointError as error:
+            if path.exists():
+                unreadable.append((path, str(error)))
+            else:
+                all_there = False
+    return readable, unreadable, all_there
+
+
+def free_name(directory: Path, iteration: int) -> Path:
+    """The name of a checkpoint that is to be committed: a revision of it while the plain name is taken."""
+    plain = directory / checkpoint_name(iteration)
+    path, revision = plain, 0
+    while os.path.lexists(path):  # a dangling link, too
+        revision += 1
+        path = plain.with_name(f"{plain.name}.{revision}")
+    return path
+
+
+def discard(paths: list[Path]) -> None:
+    """Remove committed checkpoints: none is ever half removed under its own name, wherever the process is killed.
+
+    Raises:
+        OSError: of the first one that could not be removed, after the others were.
+    """
+    trash: list[Path] = []
+    errors: list[OSError] = []
+    for path in paths:
+        target = path.with_name(f"{_TRASH}{path.name}-{secrets.token_hex(4)}")
+        try:
+            filesystem.rename(path, target)
+        except OSError as error:
+            errors.append(error)
+        else:
+            trash.append(target)
+    for parent in {removed.parent for removed in trash}:
+        filesystem.synchronise_directory(parent)  # the new name is durable before the content goes
+    for removed in trash:
+        try:
+            filesystem.remove_tree(removed)
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def sweep(directory: Path) -> list[Path]:
+    """Remove what dead writers and interrupted removals left.
+
+    A temporary directory with a living writer stays. What cannot be removed stays, too, with a warning. Of a symbolic
+    link the link is removed.
+    """
+    removed: list[Path] = []
+    if not directory.is_dir():
+        return removed
+    for path in sorted(directory.iterdir()):
+        found = _LEFTOVER.fullmatch(path.name)
+        if found is None:
+            continue
+        try:
+            if found["prefix"] == _TRASH or path.is_symlink() or _has_no_writer(path):
+                filesystem.remove_tree(path)
+                removed.append(path)
+            else:
+                logger.warning("%s was left: another process is writing it.", path)
+        except FileNotFoundError:  # another process was faster
+            continue
+        except OSError as error:
+            logger.warning("%s is a leftover that cannot be deleted: %s.", path, one_line(error))
+    return removed
+
+
+def _has_no_writer(path: Path) -> bool:
+    try:
+        with lock(path) as is_locked:
+            return is_locked
+    except InUse:
+        return False

@@ -1,0 +1,284 @@
+"""A source to load from: where it is, which of its checkpoints, what is taken from it, and whether it must be there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+from ignite_engine.checkpoint import layout as names
+from ignite_engine.checkpoint.filesystem import Signature, hash_file, open_regular, signature
+from ignite_engine.checkpoint.manifest import Manifest, read_manifest
+from ignite_engine.checkpoint.naming import (
+    Which,
+    check_which,
+    find_directory,
+    find_source,
+    is_single,
+    is_there,
+    scored_by,
+    split_name,
+)
+from ignite_engine.checkpoint.patterns import Patterns
+from ignite_engine.checkpoint.retention import of_one_run, ranked
+from ignite_engine.checkpoint.store import CheckpointStore
+from ignite_engine.checkpoint.weights_source import Source, read_source
+from ignite_engine.errors import CheckpointError, check_type, one_line
+
+logger = logging.getLogger(__name__)
+
+Rename = Callable[[str], str | None]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint or a file of weights that a source meant, and enough to know another one from it later."""
+
+    path: Path
+    digest: str
+    """A hash of what is in it; labels and metrics do not count."""
+    iteration: int | None = None
+    """The iteration of the run that saved it; a file of weights has None here and in the fields below."""
+    sequence: int | None = None
+    created_at: str | None = None
+    score: float | None = None
+    """Where the best was asked for."""
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Which checkpoint it is: two that were saved with the same bytes differ."""
+        return self.digest, self.sequence, self.created_at
+
+    @classmethod
+    def of(cls, path: Path, metric: str | None = None) -> Found:
+        """What is there now.
+
+        Raises:
+            CheckpointError: one line; it cannot be read.
+        """
+        return cls(path, _hash(path)) if path.is_file() else cls.of_checkpoint(path, read_manifest(path), metric)
+
+    @classmethod
+    def of_checkpoint(cls, path: Path, manifest: Manifest, metric: str | None = None) -> Found:
+        """A checkpoint by its manifest."""
+        score = None if metric is None else manifest.metrics.get(metric)
+        return cls(path, _digest(manifest), manifest.iteration, manifest.sequence, manifest.created_at, score)
+
+    def read(self, rank: int, *, mmap: bool = False) -> Source:
+        """Read exactly this; see :func:`read_source`.
+
+        Raises:
+            CheckpointError: one line; it cannot be read, or something else is there by now.
+        """
+        before = signature(self.path.resolve())
+        source = read_source(self.path, rank, mmap=mmap, whole=False)
+        digest = _hash(self.path) if source.manifest is None else _digest(source.manifest)
+        if digest != self.digest or signature(self.path.resolve()) != before:
+            raise CheckpointError(f"{self.path} was replaced while it was read.")
+        return source
+
+
+@dataclass(frozen=True)
+class LoadSource:
+    """A source, and what is taken from it. If several of a list contain a name, the last one wins.
+
+    Args:
+        path: a checkpoint, a folder of checkpoints or of a run, or a file of weights (safetensors, or a state_dict of
+            ``torch.save``). A folder may be followed by a name: ``runs/x/best``.
+        parts: what is loaded: parts by name or kind (``model``, ``optimizer``, ``schedule``, ``counters``, ``data``,
+            ``rng``), or names inside them: ``["model:backbone.*", "optimizer"]``; ``["*"]`` is everything.
+        rename: a function from a name in the source to the name here, in the model, its optimizers and its averages;
+            None leaves the name out. Or a mapping of prefixes: ``{"encoder.": "backbone."}``, of which the first that
+            matches counts. All patterns refer to the names after it.
+        ignore: parts and names that stay as they were built, wherever they are missing: ``["model:head.*", "ema"]``.
+        strict: what is missing on either side, or of another shape, is an error; otherwise it stays as it was built.
+        weights: ``raw``, or the part that holds an average (``ema``), which is then loaded as the model.
+        which: of a folder the ``last`` (or ``newest``) valid checkpoint or the ``best`` one.
+        metric, mode: by which it is the best, and whether ``min`` or ``max`` is good; None: as the run that saved them
+            says.
+        required: False: it may be missing; one that is there must be valid.
+        dynamic: a :class:`~ignite_engine.handlers.ModelBank` loads it again while training, when there is a newer one.
+
+    An optimizer's options (its learning rate, its betas) come along with the counters only, and with all of its
+    parameters: a run that starts counting from 0 keeps its own.
+
+    Raises:
+        TypeError, ValueError: a value is of another type, or is not one of those above; ``data`` without
+            ``counters``; a dynamic source with more than weights and optimizers.
+    """
+
+    path: str | Path
+    parts: Sequence[str] = ("model",)
+    rename: Rename | Mapping[str, str] | None = None
+    ignore: Sequence[str] = ()
+    strict: bool = True
+    weights: str = "raw"
+    which: Which = "last"
+    metric: str | None = None
+    mode: Literal["min", "max"] | None = None
+    required: bool = True
+    dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        check_type("path", self.path, bool(self.path) and isinstance(self.path, str | PathLike), "a path")
+        for name in ("strict", "required", "dynamic"):
+            check_type(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
+        rename = self.rename
+        is_rename = rename is None or callable(rename) or isinstance(rename, Mapping)
+        check_type("rename", rename, is_rename, "a function or a mapping of prefixes")
+        Patterns(self.parts, "parts"), Patterns(self.ignore, "ignore")
+        check_which(self.which)
+        if self.mode not in (None, "min", "max"):
+            raise ValueError(f"mode must be 'min', 'max' or None, got {self.mode!r}.")
+        if (self.metric is None) != (self.mode is None) or (self.metric is not None and self.named[1] != "best"):
+            raise ValueError(
+                f"metric and mode say together which one is the best, for which='best'; got which={self.named[1]!r}, "
+                f"metric={self.metric!r}, mode={self.mode!r}."
+            )
+        if "data" in self.parts and not {"counters", "trainer", "*"} & set(self.parts):
+            raise ValueError(
+                "parts has 'data' without 'counters': a run that counts from 0 starts its data from the beginning."
+            )
+        if self.dynamic and {"counters", "trainer", "data", "rng", "*"} & set(self.parts):
+            raise ValueError(
+                f"A dynamic source is loaded while training: its parts are model, optimizer or averages, got "
+                f"{list(self.parts)}."
+            )
+
+    @property
+    def named(self) -> tuple[Path, Which]:
+        """The path without a name at its end, and which checkpoint is meant of a folder."""
+        return split_name(self.path, self.which)
+
+    def renamed(self, name: str) -> str | None:
+        """The name here of a name in the source."""
+        if self.rename is None or callable(self.rename):
+            return name if self.rename is None else self.rename(name)
+        old = next((old for old in self.rename if name.startswith(old)), None)
+        return name if old is None else self.rename[old] + name.removeprefix(old)
+
+    def find(self) -> Found | None:
+        """What is meant now, verified; None: it is not required and there is none.
+
+        Raises:
+            CheckpointError: one line; there is none, or none that is valid.
+        """
+        place, which = self.named
+        if not self.required and not is_there(place):
+            return None
+        if which != "best":
+            return Found.of(find_source(place))
+        store = CheckpointStore(find_directory(place))
+        metric, mode = scored_by(store, self.metric, self.mode)
+        best = store.best(metric, mode)
+        if best is None and self.required:
+            raise CheckpointError(f"{place} holds no valid checkpoint with {metric}.")
+        return Found.of(best.path, metric) if best else None
+
+
+class SourceWatch:
+    """Looks whether a source has something newer, on one rank; what is refused is named once, in a warning."""
+
+    def __init__(self, source: LoadSource) -> None:
+        self.source = source
+        self._refused: set[tuple[object, ...]] = set()
+        self._file: tuple[Signature | None, Found] | None = None
+
+    def newer(self, than: Found | None) -> Found | None:
+        """The newest, or the best, that is valid and came after ``than``; None: there is none.
+
+        Of a folder that is one that was saved later, or has a better score, perhaps with the same bytes: the run has
+        trained its copy since. A checkpoint or a file that is given by its own path must have changed. One that was
+        refused is looked at again when its files have changed.
+        """
+        try:
+            for found in self._candidates(than):
+                if self._state(found) in self._refused:
+                    continue
+                if not (reason := _problem(found)):
+                    return found
+                self.refuse(found, f"{found.path}: {reason.rstrip('.')}.")
+        except (CheckpointError, OSError) as error:  # it may be gone by now, as the run that saved it pruned it
+            logger.debug("A source is not there: %s", error)
+        return None
+
+    def refuse(self, found: Found, reason: str) -> None:
+        """Name what is not loaded and why."""
+        self._refused.add(self._state(found))
+        if found.path.exists():
+            logger.warning("A newer source is refused, and training goes on with what it has: %s", reason)
+
+    def _candidates(self, than: Found | None) -> Iterator[Found]:
+        path, which = self.source.named
+        if is_single(path):
+            found = self._in_file(path) if path.is_file() else Found.of(path)
+            if than is None or found.digest != than.digest:
+                yield found
+            return
+        if not is_there(path):
+            return
+        store = CheckpointStore(find_directory(path))
+        readable = names.scan(store.directory)[0]
+        if which != "best":
+            for checkpoint in reversed(readable):
+                found = Found.of_checkpoint(checkpoint.path, checkpoint.manifest)
+                if than is None or than.created_at is None or checkpoint.manifest.created_at > than.created_at:
+                    yield found
+            return
+        metric, mode = scored_by(store, self.source.metric, self.source.mode)
+        sign = 1 if mode == "min" else -1
+        for checkpoint in ranked(of_one_run(readable), metric, mode):
+            found = Found.of_checkpoint(checkpoint.path, checkpoint.manifest, metric)
+            is_another = than is None or found.identity != than.identity
+            if is_another and (than is None or than.score is None or sign * found.score < sign * than.score):  # type: ignore[operator]  # those that are ranked have a score
+                yield found
+
+    def _in_file(self, path: Path) -> Found:
+        """A file of weights is hashed again only where it has changed."""
+        now = signature(path.resolve())
+        if self._file is None or self._file[0] != now:
+            self._file = now, Found.of(path)
+        return self._file[1]
+
+    def _state(self, found: Found) -> tuple[object, ...]:
+        files = sorted(found.path.iterdir()) if found.path.is_dir() else [found.path.resolve()]
+        return found.path, *found.identity, *map(signature, files)
+
+
+def _problem(found: Found) -> str:
+    if found.sequence is None:  # a file of weights
+        return ""
+    problems = CheckpointStore(found.path.parent).verify(found.path)
+    return "; ".join(problems) or ("" if read_manifest(found.path).healthy else "its weights are not finite")
+
+
+def _digest(manifest: Manifest) -> str:
+    files = sorted((name, record.hash) for name, record in manifest.files.items())
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()
+
+
+def _hash(path: Path) -> str:
+    try:
+        with open_regular(path.resolve()) as file:
+            return hash_file(file).hash
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {one_line(error)}.") from error
+
+
+def load_sources(path: str | Path | Iterable[LoadSource], options: Mapping[str, Any]) -> list[LoadSource]:
+    """The sources that are meant by one path and its options, or by a list of them.
+
+    Raises:
+        TypeError, ValueError: it is neither.
+    """
+    if isinstance(path, str | PathLike):
+        return [LoadSource(path, **options)]
+    sources = list(path)
+    if options or not sources or not all(isinstance(source, LoadSource) for source in sources):
+        raise ValueError("Give a path and its options, or a list of LoadSource, each of which has its own.")
+    return sources

@@ -1,0 +1,335 @@
+"""Tensors that are sharded over ranks (DTensor): each rank writes its pieces, and whoever loads reads what it needs.
+
+In the file that the ranks share a sharded tensor is a tensor on the meta device, of the whole shape and without values.
+The values are in a part of each rank (:data:`PIECES`): by part and path the offset of its piece, and the piece. A piece
+that several ranks hold (replicas of HSDP, parameters that tensor parallelism does not split) is written once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ignite_engine.checkpoint.nested import Path, dotted, rebuilt_with_paths, replaced, walk
+from ignite_engine.checkpoint.plain_data import tensors_of
+from ignite_engine.errors import CheckpointError
+
+Shape = tuple[int, ...]
+_Pieces = dict[Path, tuple[list[int], Tensor]]
+"""By path: the offset of a piece in the whole tensor, and its values."""
+_PiecesOfParts = dict[str, _Pieces]
+PIECES = "pieces of sharded tensors"
+"""The part of a rank that holds them."""
+
+
+class Region(NamedTuple):
+    """A box in a tensor: its first element, and its extent in each dimension."""
+
+    offset: Shape
+    shape: Shape
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box in the whole tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(*self, strict=True))
+
+    def within(self, outer: Region) -> tuple[slice, ...]:
+        """What both boxes share, as slices of a tensor that holds ``outer``; empty if they share nothing."""
+        return tuple(
+            slice(max(start - begin, 0), max(min(start + size, begin + extent) - begin, 0))
+            for start, size, begin, extent in zip(*self, *outer, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What is sharded in the state of a rank."""
+
+    layout: tuple[str, ...] = ()
+    """How: mesh and placements, such as ``2 x 2 (Replicate, Shard(0))``; empty: nothing is sharded."""
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    """How many numbers the sharded tensors of each part have, over all ranks."""
+
+    def missing(self, rank: int, pieces: Mapping[str, _Pieces]) -> dict[str, int]:
+        """A count for each part, whose sum over all ranks is zero if their pieces cover each tensor exactly once."""
+        count = Counter(self.numbers if rank == 0 else ())
+        for part, of_part in pieces.items():
+            count[part] -= sum(values.numel() for _, values in of_part.values())
+        return dict(count)
+
+
+class Sharded(Tensor):
+    """A saved tensor that was not read yet: shape and type of the whole (on the meta device), and its pieces."""
+
+    pieces: Sequence[Piece]
+
+    def read(self) -> Tensor:
+        """The whole tensor, on the CPU.
+
+        Raises:
+            CheckpointError: a file that holds some of it is damaged.
+        """
+        return _read(self, Region((0,) * self.dim(), tuple(self.shape)))
+
+
+def whole(value: Any) -> Any:
+    """The tensor that a :class:`Sharded` stands for; anything else as it is."""
+    return value.read() if isinstance(value, Sharded) else value
+
+
+class Piece(NamedTuple):
+    """A piece on disk; its file is verified before its values are used."""
+
+    region: Region
+    values: Tensor
+    verify: Callable[[], None]
+
+
+FoundPieces = dict[tuple[str, Path], list[Piece]]
+"""Pieces by the part and the path of their tensor."""
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether this is a DTensor, be it split or the same on all ranks."""
+    return isinstance(value, Tensor) and hasattr(value, "device_mesh")
+
+
+def local_piece(value: Tensor) -> Tensor:
+    """This rank's piece of a sharded tensor; any other tensor itself."""
+    return value.detach().to_local() if is_sharded(value) else value  # type: ignore[attr-defined]  # a DTensor
+
+
+def layout_of(tensors: Iterable[Any]) -> tuple[str, ...]:
+    """How the sharded ones among these are sharded, as text; each way once."""
+    found: dict[str, None] = {}
+    for value in filter(is_sharded, tensors):
+        kinds = (
+            f"Shard({placement.dim})" if hasattr(placement, "dim") else "Replicate" for placement in value.placements
+        )
+        found[f"{' x '.join(map(str, value.device_mesh.shape))} ({', '.join(kinds)})"] = None
+    return tuple(sorted(found))
+
+
+def region_of(tensor: Any) -> Region | None:
+    """Which box of the whole tensor this rank holds of a DTensor; None: it is not in its mesh.
+
+    Raises:
+        ValueError: values that were not reduced yet (Partial), or a placement unknown here; the end of a sentence.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    offset, shape = [0] * tensor.dim(), list(tensor.shape)
+    # FSDP2 splits what tensor parallelism has split before: a strided placement comes after those to its right
+    for index in sorted(range(len(placements)), key=lambda place: hasattr(placements[place], "split_factor")):
+        if placements[index].is_replicate():
+            continue
+        dim = getattr(placements[index], "dim", None)
+        if dim is None or not _splits(placements, index, mesh.shape):
+            raise ValueError(f"its placements {placements} are not among those that can be saved")
+        step = -(-shape[dim] // mesh.shape[index])
+        first = min(step * coordinate[index], shape[dim])
+        offset[dim], shape[dim] = offset[dim] + first, min(step, shape[dim] - first)
+    held = tuple(local_piece(tensor).shape)
+    if tuple(shape) != held and not (0 in shape and 0 in held):  # of nothing torch gives other shapes
+        raise ValueError(f"this rank holds {held} of it where its placements {placements} give {tuple(shape)}")
+    return Region(tuple(offset), tuple(shape))
+
+
+def _splits(placements: Sequence[Any], index: int, mesh_shape: Sequence[int]) -> bool:
+    """Whether a strided placement, if this is one, follows exactly the ordinary ones of its dimension to its right."""
+    factor = getattr(placements[index], "split_factor", None)
+    if factor is None:
+        return bool(placements[index].is_shard())
+    same = [place for place, other in enumerate(placements) if getattr(other, "dim", None) == placements[index].dim]
+    others = [place for place in same if place != index]
+    return (
+        min(same) == index
+        and factor == math.prod([mesh_shape[place] for place in others])
+        and all(not hasattr(placements[place], "split_factor") for place in others)
+    )
+
+
+def without_shards(
+    shared: Mapping[str, Any], local: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Mapping[str, Any], Shards]:
+    """Parts with a placeholder for each sharded tensor; what this rank writes of them is a part of its own.
+
+    The pieces are no copies.
+
+    Raises:
+        CheckpointError: a value cannot be saved; names it and why.
+    """
+    tensors = [*tensors_of(shared, is_sharded), *tensors_of(local, is_sharded)]
+    placeholders: dict[tuple[str, Path], Tensor] = {}
+    of_parts: _PiecesOfParts = {}
+    numbers: Counter[str] = Counter()
+    sharded = [leaf for leaf in tensors if type(leaf.value) is not Tensor and is_sharded(leaf.value)]
+    for part, path, value in sharded:
+        if (piece := _piece_of(part, path, value)) is not None:
+            of_parts.setdefault(part, {})[path] = piece
+        numbers[part] += value.numel()
+        placeholders[part, path] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    shared, local = replaced(shared, placeholders), replaced(local, placeholders)
+    if sharded:
+        local[PIECES] = of_parts
+    return shared, local, Shards(layout_of(leaf.value for leaf in sharded), numbers)
+
+
+def _piece_of(part: str, path: Path, value: Any) -> tuple[list[int], Tensor] | None:
+    """What this rank writes of a sharded tensor; None: nothing."""
+    try:
+        region = region_of(value)
+        if region is None and dist.get_rank() == 0:
+            raise ValueError(f"rank 0 is not in its mesh {value.device_mesh}")
+    except ValueError as error:
+        raise CheckpointError(f"{part} cannot be saved: {dotted(path)} is sharded, and {error}.") from None
+    if region is None or 0 in region.shape or not _writes(value):
+        return None
+    return list(region.offset), local_piece(value)
+
+
+def _writes(tensor: Any) -> bool:
+    """Whether this rank is the one of those with the same piece that writes it.
+
+    Where several meshes hold the whole tensor each, as tensor parallel ranks do with what is not split among them, it
+    is the mesh of rank 0.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    first = all(
+        at == 0 for at, placement in zip(mesh.get_coordinate(), placements, strict=True) if placement.is_replicate()
+    )
+    return first and 0 in mesh.mesh.flatten().tolist()
+
+
+def is_placeholder(value: Any) -> bool:
+    """Whether this stands in the place of a tensor whose values are elsewhere."""
+    return isinstance(value, Tensor) and value.is_meta
+
+
+def add_pieces(found: FoundPieces, of_parts: _PiecesOfParts, verify: Callable[[], None]) -> None:
+    """Add what one rank has written, the part :data:`PIECES`."""
+    for part, pieces in of_parts.items():
+        for path, (offset, values) in pieces.items():
+            region = Region(tuple(offset), tuple(values.shape))
+            found.setdefault((part, path), []).append(Piece(region, values, verify))
+
+
+def join(parts: Mapping[str, Any], pieces: FoundPieces) -> dict[str, Any]:
+    """The parts with a :class:`Sharded` in the place of each placeholder.
+
+    Args:
+        parts: as :func:`without_shards` left them.
+        pieces: from all ranks.
+
+    Raises:
+        ValueError: pieces of a tensor are missing, or overlap; names it.
+    """
+
+    def leaf(part: str, path: Path, value: Any) -> Any:
+        if not is_placeholder(value):
+            return value
+        found = value.as_subclass(Sharded)
+        found.pieces = pieces.get((part, path), [])
+        _check_whole(f"{part} {dotted(path)}", tuple(value.shape), [piece.region for piece in found.pieces])
+        return found
+
+    return {
+        part: rebuilt_with_paths(state, lambda path, value: leaf(part, path, value))  # noqa: B023
+        for part, state in parts.items()
+    }
+
+
+def has_sharded(state: Any) -> bool:
+    """Whether a nested state holds a tensor that is sharded, in memory or on disk."""
+    tensors = [value for _, value in walk(state) if isinstance(value, Tensor)]
+    return any(is_sharded(value) or isinstance(value, Sharded) for value in tensors)
+
+
+def fitted(state: Any, own: Any) -> Any:
+    """``state``, sharded as ``own`` is: of each tensor what this rank holds there, and no more is read.
+
+    Args:
+        state: what was saved: tensors, whole or :class:`Sharded`.
+        own: the state of the object that will load it, with the same paths. What is sharded in it is sharded in the
+            result if it has the same shape; any other tensor is whole.
+
+    Returns:
+        A copy: the tensors may be on disk (``mmap``).
+
+    Raises:
+        CheckpointError: a file with a needed piece is damaged.
+    """
+    targets = {path: value for path, value in walk(own) if is_sharded(value)}
+    return rebuilt_with_paths(state, lambda path, value: fitted_tensor(value, targets.get(path)))
+
+
+def fitted_tensor(value: Any, target: Any) -> Any:
+    """What was saved as ``value``, sharded as ``target`` if that is sharded and has its shape; a copy."""
+    if not isinstance(value, Tensor) or is_sharded(value):
+        return value
+    if not is_sharded(target) or target.shape != value.shape:
+        return value.read() if isinstance(value, Sharded) else value.clone()
+    from torch.distributed.tensor import DTensor
+
+    held, region = local_piece(target), region_of(target)
+    if region is None or 0 in region.shape:
+        piece = held.to(value.dtype)
+    elif isinstance(value, Sharded):
+        piece = _read(value, region)
+    else:
+        piece = value[region.slices].clone()
+    return DTensor.from_local(
+        piece.to(held.device),
+        target.device_mesh,
+        target.placements,
+        run_check=False,
+        shape=target.shape,
+        stride=target.stride(),
+    )
+
+
+def replicated(value: Tensor, like: Any) -> Any:
+    """A whole tensor on the mesh of ``like``, the same on all its ranks."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh
+    return DTensor.from_local(value.to(local_piece(like).device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _read(saved: Sharded, region: Region) -> Tensor:
+    exact = next((piece for piece in saved.pieces if piece.region == region), None)
+    if exact is not None:  # with its strides: fused kernels give other bits for another memory layout
+        exact.verify()
+        return exact.values.clone()
+    values = torch.empty(region.shape, dtype=saved.dtype)
+    for piece in saved.pieces:
+        target = values[piece.region.within(region)]
+        if target.numel():
+            piece.verify()
+            target.copy_(piece.values[region.within(piece.region)])
+    return values
+
+
+def _check_whole(name: str, shape: Shape, regions: Sequence[Region]) -> None:
+    """Refuse pieces that do not make up the tensor: they are the cells of a grid, and each is there once."""
+    held, numbers = sum(math.prod(region.shape) for region in regions), math.prod(shape)
+    if held < numbers:
+        raise ValueError(f"{name} is not whole: its {len(regions)} pieces hold {held} of {numbers} numbers")
+    cuts = [sorted({(region.offset[dim], region.shape[dim]) for region in regions}) for dim in range(len(shape))]
+    tiled = all(_tiles(cut, size) for cut, size in zip(cuts, shape, strict=True))
+    if numbers and (held > numbers or len(set(regions)) < len(regions) or not tiled):
+        raise ValueError(f"{name} is not whole: its {len(regions)} pieces overlap")
+
+
+def _tiles(cuts: Sequence[tuple[int, int]], size: int) -> bool:
+    ends = [start + extent for start, extent in cuts]
+    return [start for start, _ in cuts] == [0, *ends[:-1]] and ends[-1:] == [size]

@@ -1,0 +1,94 @@
+"""A copy of a run's state that training cannot change, in buffers that are reused for the next one."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ignite_engine import devices
+from ignite_engine.checkpoint.made_of_tensors import is_made_of_tensors, rebuilt_of
+from ignite_engine.checkpoint.nested import rebuilt
+from ignite_engine.checkpoint.threads import in_threads
+
+_PIECE_BYTES = 1 << 22
+"""Bytes that a thread copies at a time."""
+_THREADS = 4
+"""One does not use the memory's whole bandwidth; torch has one where training has."""
+_Key = tuple[Any, ...]
+_Pair = tuple[Tensor, Tensor]
+T = TypeVar("T")
+
+
+class Snapshot:
+    """Copies nested states (dicts, lists, tuples of tensors and plain values); a tensor twice in them is copied once.
+
+    Each :meth:`take` gives a state that is valid until the next one, in the same memory where shapes are the same:
+    one host copy of everything is held, pinned for what is on a device that copies beside the host.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[_Key, Tensor] = {}
+        self._kept: dict[_Key, Tensor] = {}
+        self._pairs: list[_Pair] = []
+        self._copied: list[torch.Event] = []
+
+    def take(self, state: T) -> T:
+        """A copy of ``state``.
+
+        Returns:
+            The same structure on the host. Of a device that copies beside the host the values are there once
+            :meth:`wait` has returned; what the device computes from now on comes after the copy.
+        """
+        self._kept, self._buffers = self._buffers, {}
+        copy: T = rebuilt(state, self._copy)
+        self._kept = {}
+        self._copy_values()
+        return copy
+
+    def wait(self) -> None:
+        """Return once every byte is in host memory."""
+        for event in self._copied:
+            event.synchronize()
+
+    def _copy(self, value: Any) -> Any:
+        if is_made_of_tensors(value):
+            return rebuilt_of(value, self._copy)
+        if isinstance(value, Tensor):
+            return self._buffer_for(value.detach())
+        return value.copy() if isinstance(value, bytearray) else value
+
+    def _buffer_for(self, source: Tensor) -> Tensor:
+        if source.is_meta:  # the place of a sharded tensor, whose pieces are copied
+            return source
+        if type(source) is not Tensor or source.layout is not torch.strided or source.is_quantized:
+            return source.clone()
+        key = (source.data_ptr(), source.dtype, source.device, tuple(source.shape), source.stride())
+        if key in self._buffers and source.numel():
+            return self._buffers[key]
+        buffer = self._kept.get(key)
+        if buffer is None:
+            # with the strides of the source: fused kernels give other bits for another memory layout
+            buffer = torch.empty_like(source, device="cpu", pin_memory=devices.has_side_streams(source.device.type))
+        self._buffers[key] = buffer
+        self._pairs.append((buffer, source))
+        return buffer
+
+    def _copy_values(self) -> None:
+        """Training waits for it, so several threads copy what is on the CPU and large."""
+        pieces: list[_Pair] = []
+        beside: set[torch.device] = set()
+        for buffer, source in self._pairs:
+            if source.device.type == "cpu" and source.nbytes > _PIECE_BYTES:
+                rows = max(1, _PIECE_BYTES * len(source) // source.nbytes)
+                pieces += zip(buffer.split(rows), source.split(rows), strict=True)
+                continue
+            # of other devices no event would say when the bytes are there
+            non_blocking = devices.has_side_streams(source.device.type)
+            buffer.copy_(source, non_blocking=non_blocking)
+            if non_blocking:
+                beside.add(source.device)
+        in_threads(lambda pair: pair[0].copy_(pair[1]), pieces, _THREADS)
+        self._pairs = []
+        self._copied = [devices.current_stream(device).record_event() for device in beside]

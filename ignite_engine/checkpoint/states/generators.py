@@ -1,0 +1,72 @@
+"""Random number generators that the modules of a model hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ignite_engine.checkpoint.states.model_and_optimizer import unwrap
+from ignite_engine.errors import StateMismatch, leave_out
+from ignite_engine.rng import is_generator
+
+
+class ModelGenerators:
+    """The states of the ``torch.Generator`` that are attributes of a model's modules, by name.
+
+    Args:
+        model: returns the model.
+    """
+
+    def __init__(self, model: Callable[[], nn.Module]) -> None:
+        self._model = model
+
+    def found(self) -> dict[str, torch.Generator]:
+        """Each generator once, such as ``dropout.noise``."""
+        found: dict[int, tuple[str, torch.Generator]] = {}
+        for path, module in unwrap(self._model()).named_modules():
+            for name, value in vars(module).items():
+                if isinstance(value, torch.Generator) and is_generator(value):
+                    found.setdefault(id(value), (f"{path}.{name}".removeprefix("."), value))
+        return dict(found.values())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: generator.get_state() for name, generator in self.found().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load each.
+
+        Raises:
+            StateMismatch: the model has others.
+        """
+        found = self.found()
+        if found.keys() != state.keys():
+            raise StateMismatch(
+                f"The model has the generators {sorted(found)}, and those of {sorted(state)} were saved: give it the "
+                f"same ones, or leave theirs out with {leave_out('generators')}."
+            )
+        for name, generator in found.items():
+            generator.set_state(state[name])
+
+    @contextmanager
+    def undrawn(self) -> Iterator[None]:
+        """Restore them after the body, which may draw from them."""
+        before = [(generator, generator.get_state()) for generator in self.found().values()]
+        try:
+            yield
+        finally:
+            for generator, state in before:
+                generator.set_state(state)
+
+
+@contextmanager
+def undrawn(objects: Mapping[str, Any]) -> Iterator[None]:
+    """Restore the generators of a registry after the body, which may draw from them."""
+    with ExitStack() as stack:
+        for part in objects.values():
+            if isinstance(part, ModelGenerators):
+                stack.enter_context(part.undrawn())
+        yield

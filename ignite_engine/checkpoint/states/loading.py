@@ -1,0 +1,263 @@
+"""Loads what is registered from checkpoints: from the run's own to resume it, or what a plan takes from others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ignite_engine import rng
+from ignite_engine.checkpoint.environment import environment_values, inexact_reasons
+from ignite_engine.checkpoint.load import LoadReport, joined, prepare
+from ignite_engine.checkpoint.load_sources import Found, LoadSource
+from ignite_engine.checkpoint.part_names import filled
+from ignite_engine.checkpoint.retention import CheckpointInfo
+from ignite_engine.checkpoint.shards import has_sharded
+from ignite_engine.checkpoint.states.model_and_optimizer import OptimizerState
+from ignite_engine.checkpoint.states.registry import Registry, Stateful
+from ignite_engine.checkpoint.states.resume_state import Adapt
+from ignite_engine.checkpoint.states.sharding import fitted_state, layout_of_models
+from ignite_engine.checkpoint.states.tiers import Fetched, Folder, Tier, newest
+from ignite_engine.checkpoint.store import CheckpointStore, Loaded
+from ignite_engine.checkpoint.weights_source import Source
+from ignite_engine.errors import CheckpointError, require_exact, shortened
+from ignite_engine.ranks import agreement
+
+logger = logging.getLogger(__name__)
+
+_RESUMED = "resumed from "
+_SHARDING = "sharding"
+
+
+def resume(
+    registry: Registry,
+    store: CheckpointStore,
+    others: Iterable[Tier] = (),
+    *,
+    ignore: Iterable[str] = (),
+    ignored_up_to: int | None = None,
+    strict: bool = False,
+    healthy_only: bool = False,
+) -> Fetched | None:
+    """Load the newest valid checkpoint of a run's folder and its other tiers, the same on all ranks; a collective.
+
+    Args:
+        ignore: names of parts that are left out.
+        ignored_up_to: leave them out of checkpoints up to this sequence number only; None: of any.
+        healthy_only: skip those whose weights are not finite.
+        strict: refuse one that would not go on bit for bit.
+
+    Returns:
+        The checkpoint; None: there is none.
+
+    Raises:
+        CheckpointError: there are some, and none of them is valid.
+        CheckpointError, NotExact, StateMismatch, ValueError: one line.
+    """
+    rank, world_size = agreement.rank(), agreement.world_size()
+    sharding = layout_of_models(registry.objects.values())
+    found = newest(Folder(store, keep=not sharding), others, healthy_only=healthy_only)
+    if found is None:
+        return None
+    path = found.info.path
+    options = {"mmap": bool(sharding), "whole": False}  # what is not of this rank's shards is not read
+
+    def load() -> Loaded:
+        loaded = found.load(rank, **options)
+        if loaded.local:
+            return loaded
+        # a rank that did not exist then takes what rank 0 had, but random numbers of its own
+        first = dict(found.load(0, **options, shared=False).local)
+        if "rng" in first and not _is_rank_invariant(registry, loaded):
+            first["rng"] = rng.derived(first["rng"], rank)
+        return replace(loaded, local=first)
+
+    loaded = agreement.together(load)
+    manifest, any_ranks = loaded.manifest, _is_rank_invariant(registry, loaded)
+    now = environment_values(world_size) | {_SHARDING: sharding}
+    reasons = inexact_reasons(manifest.environment, now, any_ranks=any_ranks)
+    if not any_ranks:
+        reasons += _changed_ranks(manifest.world_size, world_size)
+    if strict:
+        require_exact(path.name, [*manifest.reproducibility, *reasons])
+    registry.resumed_otherwise = [reason for reason in manifest.reproducibility if reason.startswith(_RESUMED)]
+    if reasons:
+        registry.resumed_otherwise.append(f"{_RESUMED}{path.name} otherwise than saved ({'; '.join(reasons)})")
+    if reasons and rank == 0:
+        logger.warning("%s may go on with other bits: %s.", path.name, "; ".join(reasons))
+    if ignored_up_to is not None and manifest.sequence > ignored_up_to:
+        ignore = ()
+    adapt = _adapter(registry, manifest.left_out, bool(sharding or manifest.environment.get(_SHARDING)))
+    # pieces are read now, from files that one rank may not be able to read
+    agreement.agreed(lambda: _load_all(registry, loaded, ignore, adapt))
+    held = {*loaded.shared, *loaded.local}
+    if begun := [name for name in registry.of_update if name not in held]:
+        registry.resumed_otherwise.append(f"{_RESUMED}{path.name}, which was saved without {', '.join(begun)}")
+    return replace(found, info=CheckpointInfo(path, manifest))
+
+
+def name_unknown(registry: Registry, found: CheckpointInfo, reasons: Container[str]) -> None:
+    """Name what a checkpoint was saved without and this run, whose ``reasons`` are given, does not know of."""
+    unknown = [reason for reason in found.manifest.reproducibility if reason not in reasons]
+    if unknown:
+        registry.resumed_otherwise.append(f"{_RESUMED}{found.path.name}, which is not exact ({'; '.join(unknown)})")
+        if agreement.rank() == 0:
+            logger.warning("%s may go on with other bits: %s.", found.path.name, "; ".join(unknown))
+
+
+def _load_all(registry: Registry, loaded: Loaded, ignore: Iterable[str], adapt: Adapt) -> None:
+    manifest, source = loaded.manifest, str(loaded.path)
+    states = {**loaded.shared, **loaded.local}
+    taken = registry.load(states, source=source, ignore=ignore, kinds=manifest.kinds, adapt=adapt)
+    for part, names in manifest.left_out.items():
+        if part in taken:
+            what = f"{part} ({len(names)}: {shortened(names)})"
+            logger.warning("%s was saved without some of %s: they stay as they are.", source, what)
+
+
+def load_part(registry: Registry, name: str, loaded: Loaded) -> None:
+    """Load one registered object; names that were left out when its state was saved stay as they are."""
+    obj, state = registry.objects[name], loaded.shared[name]
+    if names := loaded.manifest.left_out.get(name):
+        state = filled(state, obj.state_dict(), names)
+    load_state(obj, state)
+
+
+def load_evaluated(registry: Registry, loaded: Loaded) -> None:
+    """Load what an evaluation of a checkpoint needs: the model, and averages that take its place."""
+    for name, part in registry.objects.items():
+        if name == "model" or getattr(part, "serves_evaluation", False):
+            if name in loaded.shared:
+                load_part(registry, name, loaded)
+            else:
+                logger.warning("%s holds no %s: the model's own weights are evaluated.", loaded.path, name)
+
+
+def load_state(obj: Stateful, state: Any) -> None:
+    """Load what was read from a checkpoint into an object whose state is the same on all ranks."""
+    own = obj.state_dict()
+    obj.load_state_dict(fitted_state(obj, state, shared=True) if has_sharded((own, state)) else state)
+
+
+def begin_from(registry: Registry, sources: Sequence[LoadSource]) -> tuple[LoadReport, list[Found | None]]:
+    """Load from sources that are not this run's checkpoints; a collective.
+
+    Args:
+        sources: rank 0 chooses which checkpoint of each is loaded on all ranks. If several contain a name, the last
+            one wins.
+
+    Returns:
+        What was loaded, and from where; None for a source that is not required and was not there.
+
+    Raises:
+        CheckpointError, StateMismatch, ValueError: one line, on all ranks the same; nothing was loaded.
+    """
+    chosen = agreement.on_rank_0(lambda: [source.find() for source in sources])
+
+    def prepared() -> tuple[dict[str, Any], LoadReport]:
+        states: dict[str, Any] = {}
+        reports = []
+        for source, found in zip(sources, chosen, strict=True):
+            if found is None:
+                reports.append((source, LoadReport(f"{source.path} (not required, not there)")))
+                continue
+            read = read_found(registry, found)
+            brought, report = prepare(source, read, registry.objects, before=states, kinds=registry.kinds)
+            states |= brought
+            reports.append((source, report))
+        return states, joined(reports)
+
+    states, report = agreement.together(prepared)
+    agreement.agreed(lambda: registry.take(states, report.source, _adapter_of(registry, states)))
+    logger.log(logging.INFO if report.complete else logging.WARNING, "%s.", report)
+    return report, chosen
+
+
+def read_found(registry: Registry, found: Found) -> Source:
+    """What this rank needs of a checkpoint, sharded tensors without their values."""
+    return found.read(agreement.rank(), mmap=bool(layout_of_models(registry.objects.values())))
+
+
+def load_again(
+    registry: Registry, source: LoadSource, read: Source, *, alone: bool = True, reset_optimizers: bool = False
+) -> LoadReport | str:
+    """Load from a source at a step boundary within a run; a collective.
+
+    Args:
+        read: what was found, the same on all ranks.
+        alone: False: a strict source may lack names, which came from another.
+        reset_optimizers: optimizers forget what they know of the model's tensors that are loaded, unless it is
+            loaded, too.
+
+    Returns:
+        What was loaded; or, on all ranks the same, why nothing was.
+    """
+
+    def prepared() -> tuple[dict[str, Any], LoadReport] | str:
+        try:
+            states, report = prepare(source, read, registry.objects, kinds=registry.kinds)
+            joined([(source, report if alone else replace(report, missing=[]))])
+            # pieces of sharded tensors are read now, while nothing has changed
+            adapt = _adapter_of(registry, states)
+            return {name: adapt(name, states[name]) for name in states if name in registry.objects}, report
+        except (CheckpointError, ValueError) as error:
+            return str(error)
+
+    outcome = agreement.together(prepared)
+    refusals = agreement.gather_objects(outcome if isinstance(outcome, str) else None)
+    if reason := next(filter(None, refusals), None):
+        return reason
+    assert not isinstance(outcome, str)
+    states, report = outcome
+    agreement.agreed(lambda: _replace(registry, states, report, reset_optimizers))
+    return report
+
+
+def _replace(registry: Registry, states: Mapping[str, Any], report: LoadReport, reset_optimizers: bool) -> None:
+    for name, state in states.items():
+        registry.load_into(name, state)
+    for name, obj in registry.objects.items():
+        if reset_optimizers and isinstance(obj, OptimizerState):
+            obj.reset(report.names("model") - report.names(name))
+        if callable(tell := getattr(obj, "weights_replaced", None)):
+            tell()
+
+
+def _adapter_of(registry: Registry, states: Mapping[str, Any]) -> Adapt:
+    return _adapter(registry, {}, bool(layout_of_models(registry.objects.values())) or has_sharded(states))
+
+
+def _adapter(registry: Registry, left_out: Mapping[str, Sequence[str]], sharded: bool) -> Adapt:
+    """Completes a state by what was left out of it, and shards it as its object is.
+
+    Args:
+        left_out: names that were left out when the states were saved, by part; they stay as they are.
+        sharded: a state, or a model that is registered now, is sharded.
+    """
+    known = set(registry.objects)
+
+    def adapted(part: str, state: Any) -> Any:
+        obj = registry.objects[part]
+        if names := left_out.get(part):
+            state = filled(state, obj.state_dict(), names)
+        if sharded or (part not in known and layout_of_models(registry.objects.values())):
+            state = fitted_state(obj, state, shared=part in registry.shared)
+        return state
+
+    return adapted
+
+
+def _is_rank_invariant(registry: Registry, loaded: Loaded) -> bool:
+    """Whether the bits of the run, random numbers included, do not depend on the number of ranks."""
+    return "rank_invariant" in registry.objects and "rank_invariant" in loaded.shared
+
+
+def _changed_ranks(before: int, now: int) -> list[str]:
+    """What becomes of states that are each rank's own."""
+    if before == now:
+        return []
+    which = ", ".join(map(str, range(min(before, now), max(before, now))))
+    if before > now:
+        return [f"what ranks {which} kept of their own, such as random numbers, is dropped"]
+    return [f"ranks {which} have random numbers drawn from the checkpoint's and their rank, and rank 0's other states"]

@@ -1,0 +1,137 @@
+"""Digests of weights and optimizer states over ranks: what all ranks should have alike and have not."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from ignite.engine import Engine, Events
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from ignite_engine.checkpoint.digests import hashes
+from ignite_engine.checkpoint.states.model_and_optimizer import ModelState, OptimizerState, ParametersState
+from ignite_engine.ranks import agreement, mesh
+from ignite_engine.ranks.ddp_buffers import data_parallel, shared_buffers
+
+logger = logging.getLogger(__name__)
+
+
+class RankDigests:
+    """Compares after iterations 1, 2, 4, 8, ... of a run and its last one what rank 0 saves for all.
+
+    Compared are 64 bits of each parameter and buffer of what is registered as shared, and of each tensor of its
+    optimizers' states, but for DTensors and the buffers that DDP broadcasts. What nothing reduces differs after its
+    first step; at a rate of 0, as a warmup may begin, only in the optimizer's state.
+
+    Args:
+        objects: those of the registry, by name.
+        shared: the names of those of which one rank's state is saved for all.
+    """
+
+    def __init__(self, objects: Mapping[str, Any], shared: Collection[str]) -> None:
+        self._objects, self._shared = objects, shared
+        self._begun = 0
+        self._watches = False
+        self._first: str | None = None
+        self.listeners: list[Callable[[Any], Any]] = []
+
+    def watch(self, engine: Engine, *, boundary: Any) -> None:
+        """A run has its position: compare within it.
+
+        Args:
+            boundary: the event of step boundaries, whose last one is that of the run.
+        """
+        self._begun, self._first, self.listeners = engine.state.iteration, None, []
+        if not self._watches and mesh.data_size() > 1:
+            self._watches = True
+            engine.add_event_handler(Events.ITERATION_COMPLETED(event_filter=self._is_compared), self._compare)
+            engine.add_event_handler(boundary, self._compare_at_end)
+
+    def reasons(self) -> list[str]:
+        """Why a resumed run would have other bits."""
+        return [] if self._first is None else [f"the ranks have different values of {self._first}: rank 0's are saved"]
+
+    def _is_compared(self, engine: Engine, iteration: int) -> bool:
+        done = iteration - self._begun
+        return done & (done - 1) == 0
+
+    def _compare_at_end(self, engine: Engine) -> None:
+        if engine.state.boundary.last:  # type: ignore[attr-defined]  # the Trainer's
+            self._compare(engine)
+
+    _compare_at_end.phase = -1  # type: ignore[attr-defined]  # before a save, whose report has what is found
+
+    def _compare(self, engine: Engine) -> None:
+        if self._first is not None or not (found := different_names(self.tensors() | self._moments())):
+            return
+        self._first = found[0]
+        if agreement.rank() == 0:
+            logger.warning(
+                "After iteration %d the ranks have different values of %s (%d tensors differ), and rank 0's are saved: "
+                "wrap the whole model (ignite.distributed.auto_model) with a loss function that has parameters in it, "
+                "build it on all ranks from the same seed, and reduce what your own update trains; or "
+                "trainer.register() with shared=False what each rank is to have of its own.",
+                *(engine.state.iteration, self._first, len(found)),
+            )
+        for listener in self.listeners:
+            listener(engine)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights that are compared, by part and name."""
+        found: dict[str, Tensor] = {}
+        for label in (label for label in self._objects if label in self._shared):
+            obj = self._objects[label]
+            model = obj.model if isinstance(obj, ModelState) else obj
+            if isinstance(model, nn.Module) or isinstance(obj, ParametersState):
+                broadcast = {_id_of(buffer) for ddp in data_parallel(model) for buffer in shared_buffers(ddp)}
+                found |= {
+                    f"{label}.{name}": value
+                    for name, value in obj.state_dict().items()
+                    if isinstance(value, Tensor) and _id_of(value) not in broadcast
+                }
+        return found
+
+    def _moments(self) -> dict[str, Tensor]:
+        """Tensors that the optimizers hold of parameters; numbers may be a rank's own, as the loss that LBFGS keeps."""
+        found: dict[str, Tensor] = {}
+        for label in (label for label in self._objects if label in self._shared):
+            obj = self._objects[label]
+            optimizer = obj.optimizer if isinstance(obj, OptimizerState) else obj
+            if isinstance(optimizer, Optimizer):
+                held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+                named = obj.parameters() if isinstance(obj, OptimizerState) else dict(enumerate(held))
+                for name, parameter in named.items():
+                    state = optimizer.state.get(parameter)
+                    if isinstance(state, Mapping):  # one around another may hold what it likes
+                        found |= {f"{label}.{name}.{k}": value for k, value in state.items() if torch.is_tensor(value)}
+        return found
+
+
+def _id_of(tensor: Tensor) -> int:
+    """What a tensor and its detached copies share."""
+    return 0 if hasattr(tensor, "to_local") or tensor.is_meta else tensor.data_ptr()
+
+
+def different_names(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Which tensors have not the same bits on all ranks, in their order; a collective.
+
+    Left out are those that are sharded, or of a kind with a storage of its own.
+    """
+    compared = {name: value.detach() for name, value in tensors.items() if _is_comparable(value)}
+    mine = dict(zip(compared, hashes(list(compared.values())).tolist(), strict=True))
+    digest = hashlib.sha256(repr(sorted(mine.items())).encode()).hexdigest()
+    if len(set(agreement.gather_objects(digest))) == 1:
+        return []
+    everyone = agreement.gather_objects(mine)
+    names = dict.fromkeys(name for row in everyone for name in row)
+    return [name for name in names if len({row.get(name) for row in everyone}) > 1]
+
+
+def _is_comparable(tensor: Tensor) -> bool:
+    plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and tensor.layout == torch.strided
+    return plain and not (is_lazy(tensor) or tensor.is_meta or tensor.is_quantized)

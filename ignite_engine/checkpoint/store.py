@@ -1,0 +1,335 @@
+"""A directory of checkpoints: commit, verify, load, prune. Knows no engine, no event and no trainer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Unpack
+
+import torch.distributed as dist
+
+from ignite_engine.checkpoint import filesystem
+from ignite_engine.checkpoint import layout as names
+from ignite_engine.checkpoint.commit import Commit
+from ignite_engine.checkpoint.contents import Contents, contents_of, joined
+from ignite_engine.checkpoint.in_use import LOOKS, in_use, one_writer, unused
+from ignite_engine.checkpoint.manifest import MANIFEST_NAME, Facts, Manifest, plain_metrics, read_manifest
+from ignite_engine.checkpoint.pack import read_parts
+from ignite_engine.checkpoint.ranks import Ranks
+from ignite_engine.checkpoint.retention import CheckpointInfo, Retention, of_one_run, ranked
+from ignite_engine.checkpoint.shards import Shards
+from ignite_engine.checkpoint.verification import Verification
+from ignite_engine.errors import CheckpointError, one_line
+
+logger = logging.getLogger(__name__)
+
+
+class Newest(NamedTuple):
+    """What ``latest`` found: the newest valid checkpoint, and path and reason of the newer ones that were skipped."""
+
+    checkpoint: CheckpointInfo | None
+    skipped: list[tuple[Path, str]]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A verified checkpoint, tensors on the CPU."""
+
+    path: Path
+    manifest: Manifest
+    shared: dict[str, Any]
+    local: dict[str, Any]
+    """Empty for a rank that did not exist when it was saved."""
+
+
+class CheckpointStore:
+    """Checkpoints in one directory, each a directory ``iteration_00000500`` that is either complete or absent.
+
+    Args:
+        directory: made at the first save.
+        group: the ranks that save together, over CPU (gloo); None: the default group, if there is one.
+
+    ``save``, ``annotate`` and ``sweep`` are collective: all ranks call them in the same order and get the
+    same result or the same ``CheckpointError``. All other methods only read, in the calling process only.
+    """
+
+    def __init__(self, directory: str | Path, group: dist.ProcessGroup | None = None) -> None:
+        self.directory = Path(directory)
+        self._ranks = Ranks(group)
+        self._verification = Verification()
+        self.last_saved: Manifest | None = None
+        """The manifest of what this store saved last."""
+
+    def save(
+        self,
+        shared: Mapping[str, Any],
+        local: Mapping[str, Any],
+        *,
+        iteration: int,
+        epoch: int,
+        shards: Shards | None = None,
+        writers: int = 1,
+        weights: Collection[str] = (),
+        wait: Callable[[], None] = lambda: None,
+        **facts: Unpack[Facts],
+    ) -> Path:
+        """Write a checkpoint and commit it; a collective. Older ones are left as they are.
+
+        A checkpoint saved again at the same iteration replaces the previous one (and keeps its labels), which
+        is deleted only after the new one is committed.
+
+        Args:
+            shared: named parts that are the same on all ranks; rank 0 writes them.
+            local: named parts of this rank.
+            iteration: updates done; the same on all ranks.
+            epoch: epochs begun or done, as the caller counts.
+            shards: what was taken out of the parts before; None: nothing was.
+            writers: threads, and files of the shared parts.
+            weights: names of the parts that must be finite in a healthy checkpoint.
+            wait: called before a value is read: what is being copied is there after it.
+            facts: of the manifest: ``metrics`` (numbers to choose the best by), ``config`` (JSON data), ``labels``,
+                ``parent`` (the one that this run saved before, or was resumed from), ``left_out`` (names inside parts
+                that were left out of them, by part) and ``kinds`` (what each part is), of which rank 0's count;
+                ``reproducibility`` (reasons why a resumed run may differ in its bits), joined over the ranks; and
+                ``healthy`` (this rank's weights are finite), True if it is on all ranks.
+
+        Returns:
+            The committed directory.
+
+        Raises:
+            CheckpointError: nothing was committed, earlier checkpoints are untouched; the same on all ranks.
+            ValueError: ``iteration`` is negative.
+        """
+        if iteration < 0:
+            raise ValueError(f"iteration must be at least 0, got {iteration}.")
+
+        def contents(rank: int) -> Contents:
+            wait()  # in the collective write: what fails on one rank fails the save of all
+            return contents_of(shared, local, rank, shards=shards, writers=writers, weights=weights)
+
+        failure = partial(self._not_saved, iteration)
+        commit = Commit(self.directory, iteration, self._ranks, failure)
+        with commit:
+            commit.begin(facts)
+            commit.write(contents)
+            path, manifest = commit.finish(epoch)
+        self.last_saved = manifest
+        self._verification.forget(path)
+        self._verification.remember_written(path, manifest)
+        return path
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """The committed ones with a readable manifest, from disk, in the order they were saved.
+
+        That is the order of iterations, but for a run that was resumed from an older checkpoint beside newer ones.
+        """
+        return names.scan(self.directory)[0]
+
+    def latest(self) -> Newest:
+        """The newest valid checkpoint; every file of it is read and verified. Not collective: ask on one rank.
+
+        Returns:
+            It, or None if there is none; and the newer ones with the reason why each was skipped, which is also
+            logged as a warning.
+        """
+        unreadable: list[tuple[Path, str]] = []
+
+        def look() -> Iterable[CheckpointInfo]:
+            readable, unreadable[:] = names.scan(self.directory)
+            return reversed(readable)
+
+        found, skipped = self._first_valid(look)
+        for path, reason in unreadable:
+            if found is None or (names.named_iteration(path) or 0) > found.iteration:
+                skipped.append((path, reason))
+        return Newest(found, said_to_be_skipped(skipped))
+
+    def best(self, metric: str, mode: str, *, among: Sequence[CheckpointInfo] | None = None) -> CheckpointInfo | None:
+        """The best valid checkpoint; one that is damaged is skipped with a warning. Not collective: ask on one rank.
+
+        Args:
+            metric: of the manifest; without a finite value of it, or with non-finite weights, none is the best.
+            mode: ``min`` or ``max``: whether a small or a large value is good.
+            among: these; None: those of the run that saved the newest one.
+        """
+        found, skipped = self._first_valid(
+            lambda: ranked(of_one_run(self.checkpoints()) if among is None else among, metric, mode)
+        )
+        said_to_be_skipped(skipped)
+        return found
+
+    def verify(self, checkpoint: str | Path | CheckpointInfo, *, keep: bool = False) -> list[str]:
+        """Read a whole checkpoint and list what is wrong with it, in words; empty if it is valid.
+
+        Args:
+            checkpoint: its path; or with its manifest, which was just read.
+            keep: hold what rank 0 loads of it in memory, for the :meth:`load` that follows: it is read once.
+        """
+        if not isinstance(checkpoint, CheckpointInfo):
+            return self._verification.problems(Path(checkpoint))
+        wanted = _files_of(checkpoint.manifest, 0) if keep else ()
+        return self._verification.problems(checkpoint.path, checkpoint.manifest, wanted)
+
+    def load(
+        self, path: str | Path, rank: int = 0, *, mmap: bool = False, whole: bool = True, shared: bool = True
+    ) -> Loaded:
+        """Load the shared parts and those of one rank; each file is verified before anything of it is used.
+
+        Args:
+            path: a committed checkpoint, of this store or another.
+            rank: whose local parts.
+            mmap: see ``pack.map_pack``; for looking into large files, not for training.
+            whole: tensors that are sharded over ranks are read whole; False: they are
+                :class:`~ignite_engine.checkpoint.shards.Sharded`, read when they are needed.
+            shared: False: the shared parts are not read, and are empty.
+
+        Raises:
+            CheckpointError: one line; missing, damaged, not readable by this release, or not plain data.
+        """
+        path = Path(path)
+        manifest = names.manifest_of(path)
+        merged: dict[str, Any] = {}
+        local: dict[str, Any] = {}
+        for name in _files_of(manifest, rank, shared=shared):
+            record = manifest.files[name]
+            parts = None if mmap else self._verification.take_parts(path / name, record)
+            if parts is None:
+                verified = self._verification.is_sound(path / name, record)
+                parts = read_parts(path / name, record, verified=verified, mapped=mmap)
+            (local if name == names.rank_file(rank) else merged).update(parts)
+
+        def problem(name: str) -> str | None:
+            return self._verification.problem(path / name, manifest.files[name])
+
+        parts, local = joined(path, manifest, problem, merged, local, whole=whole)
+        return Loaded(path, manifest, parts, local)
+
+    def prune(self, retention: Retention) -> list[Path]:
+        """Delete what ``retention`` does not keep; not collective: on one rank, after a save, never before.
+
+        Damaged checkpoints are neither counted nor deleted; one that a process reads is left to the next call. Nothing
+        is deleted before one of those that are kept was verified (a healthy one, if there is any); files hashed while
+        they were written are not read again.
+
+        Returns:
+            The deleted ones.
+
+        Raises:
+            CheckpointError: one could not be deleted.
+        """
+        try:
+            to_delete = self.to_delete(retention)
+            with unused(checkpoint.path for checkpoint in to_delete) as free:
+                gone = [checkpoint.path for checkpoint in to_delete if checkpoint.path in free]
+                if gone:
+                    names.discard(gone)
+        except Exception as error:
+            raise CheckpointError(f"Pruning failed: {one_line(error)}.") from error
+        for path in gone:
+            self._verification.forget(path)
+        return gone
+
+    def annotate(
+        self, path: str | Path, *, labels: Iterable[str] | None = None, metrics: Mapping[str, Any] | None = None
+    ) -> Manifest:
+        """Change what the manifest says, without touching the data; a collective. Another process may do so as well.
+
+        Args:
+            path: a committed checkpoint.
+            labels: take the place of its labels.
+            metrics: are added to its metrics.
+
+        Returns:
+            The new manifest.
+
+        Raises:
+            CheckpointError: the manifest could not be read or written; the old one is unchanged.
+        """
+
+        return self._ranks.rank_zero(
+            lambda: _rewritten(Path(path), labels, metrics),
+            lambda causes: f"{path} was not annotated: {causes}.",
+        )
+
+    def sweep(self) -> list[Path]:
+        """Remove what dead writers left; a collective, for the start of a run. A living writer's files stay."""
+        return self._ranks.rank_zero(lambda: names.sweep(self.directory), lambda causes: f"Sweeping failed: {causes}.")
+
+    def to_delete(self, retention: Retention) -> list[CheckpointInfo]:
+        """Those that :meth:`prune` would delete; nothing is deleted, and files may be read to verify them."""
+        check = self._verification
+        sound = [
+            checkpoint for checkpoint in self.checkpoints() if check.looks_sound(checkpoint.path, checkpoint.manifest)
+        ]
+        kept = retention.kept(sound)
+        staying_paths = {checkpoint.path for checkpoint in kept}
+        to_delete = [checkpoint for checkpoint in sound if checkpoint.path not in staying_paths]
+        if not to_delete:
+            return []
+        # the last valid one, and the last valid healthy one, must be among those that are kept
+        for candidates in ([checkpoint for checkpoint in sound if checkpoint.manifest.healthy], sound):
+            staying = [checkpoint for checkpoint in candidates if checkpoint not in to_delete]
+            if any(check.is_valid(checkpoint.path, checkpoint.manifest) for checkpoint in reversed(staying)):
+                continue
+            leaving = (checkpoint for checkpoint in reversed(candidates) if checkpoint in to_delete)
+            kept_valid = next(
+                (checkpoint for checkpoint in leaving if check.is_valid(checkpoint.path, checkpoint.manifest)), None
+            )
+            to_delete = [checkpoint for checkpoint in to_delete if checkpoint is not kept_valid]
+        return to_delete
+
+    def _first_valid(
+        self, look: Callable[[], Iterable[CheckpointInfo]]
+    ) -> tuple[CheckpointInfo | None, list[tuple[Path, str]]]:
+        """The first valid checkpoint of a look, and path and problem of those before it.
+
+        Where one of them was deleted meanwhile, by a run that prunes, the next look begins.
+        """
+        for looks_left in reversed(range(LOOKS)):
+            skipped: list[tuple[Path, str]] = []
+            for checkpoint in look():
+                with in_use(checkpoint.path):
+                    problems = self.verify(checkpoint)
+                    if not problems:
+                        return checkpoint, skipped
+                    if looks_left and not checkpoint.path.exists():
+                        break
+                skipped.append((checkpoint.path, "; ".join(problems)))
+            else:
+                break
+        return None, skipped
+
+    def _not_saved(self, iteration: int, causes: str) -> str:
+        earlier = "earlier checkpoints are untouched" if self.checkpoints() else "there is no earlier one"
+        return f"The checkpoint of iteration {iteration} was not saved in {self.directory}: {causes}; {earlier}."
+
+
+def _files_of(manifest: Manifest, rank: int, *, shared: bool = True) -> list[str]:
+    """The files of the shared parts and of those of one rank."""
+    return [
+        name
+        for name in manifest.files
+        if name == names.rank_file(rank) or (shared and names.SHARED_FILE.fullmatch(name))
+    ]
+
+
+def _rewritten(path: Path, labels: Iterable[str] | None, metrics: Mapping[str, Any] | None) -> Manifest:
+    with one_writer(path.parent):
+        manifest = read_manifest(path)
+        changed = replace(
+            manifest,
+            labels=manifest.labels if labels is None else list(labels),
+            metrics={**manifest.metrics, **plain_metrics(metrics)},
+        )
+        filesystem.replace_file(path / MANIFEST_NAME, lambda file: file.write(changed.to_json()))
+    return changed
+
+
+def said_to_be_skipped(skipped: list[tuple[Path, str]]) -> list[tuple[Path, str]]:
+    """The path of each checkpoint that is not taken, with the reason; logged."""
+    for path, reason in skipped:
+        logger.warning("Checkpoint %s is skipped: %s.", path, reason.rstrip("."))
+    return skipped

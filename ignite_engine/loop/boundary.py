@@ -1,0 +1,159 @@
+"""What happens between two updates: the ranks agree, values are published, a run is saved, and ends if it must."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ignite.engine import Engine
+
+from ignite_engine.events import TrainingEvents
+from ignite_engine.loop import bus
+from ignite_engine.loop.progress import Progress
+from ignite_engine.loop.requests import COLLECT, END, SAVE, STOP, Requests
+from ignite_engine.ranks import agreement
+from ignite_engine.state import Boundary, TrainingState
+from ignite_engine.update.base import BaseUpdate
+
+_METRICS_READY, _RESUME_POINT = TrainingEvents.METRICS_READY, TrainingEvents.RESUME_POINT
+
+
+class RunEnds(Exception):
+    """``terminate()`` was called, or all ranks agreed to stop: the run ends where it is."""
+
+
+class EpochEnds(Exception):
+    """``terminate_epoch()`` was called: the epoch ends where it is."""
+
+
+class RunPauses(Exception):
+    """``interrupt()`` was called: the run stops at this step boundary, and the next one goes on."""
+
+
+class StepBoundary:
+    """The step boundaries of one run; ``state.boundary`` says what each of them is."""
+
+    def __init__(
+        self, engine: Engine, update: BaseUpdate, state: TrainingState, progress: Progress, requests: Requests
+    ) -> None:
+        self._engine, self._state, self._progress, self._requests = engine, state, progress, requests
+        self._update = update
+        self._fire: Callable[..., bool] = engine._fire_event  # type: ignore[assignment]  # the Trainer's, which may be wrapped
+
+    def after_iteration(self) -> None:
+        """The boundary of an iteration that does not complete its epoch; does nothing where nothing can happen."""
+        engine, state, requests = self._engine, self._state, self._requests
+        if state.max_iters is not None and state.iteration >= state.max_iters:
+            self.at(last=True)
+            terminate(engine)
+        elif engine.should_terminate_single_epoch:
+            return  # the boundary of the epoch follows
+        elif (
+            requests.asked
+            or not requests.single_process
+            or state.metrics.fresh
+            or engine.should_terminate
+            or engine._event_handlers.get(_RESUME_POINT)
+        ):
+            self.at(last=bool(engine.should_terminate), within_epoch=True)
+
+    def at(self, *, last: bool, within_epoch: bool = False) -> None:
+        """Agree, publish, fire RESUME_POINT, and terminate if all ranks agreed to stop.
+
+        Where what was published ends the epoch, the rest is left to the boundary at its end.
+        """
+        state, engine = self._state, self._engine
+        if self._update.between_steps and not last:
+            self.publish()
+            return
+        agreed = self._agree()
+        if STOP in agreed:
+            terminate(engine)
+        last = last or STOP in agreed or END in agreed
+        state.boundary = Boundary(last, STOP in agreed, SAVE in agreed, COLLECT in agreed)
+        self.publish()
+        self._progress.epoch_ends = self._progress.epoch_iteration > 0 and engine.should_terminate_single_epoch
+        boundary = state.boundary = state.boundary._replace(  # what was measured may have ended the run
+            last=last or bool(engine.should_terminate) or engine.should_interrupt,
+            stopping=STOP in agreed or engine.should_interrupt,
+        )
+        if within_epoch and engine.should_terminate_single_epoch and not boundary.last:
+            return
+        if bus.handlers_of(engine, _RESUME_POINT):  # else `last_event_name` stays Ignite's
+            self._fire(_RESUME_POINT)
+        self._requests.done()
+        state.boundary = boundary._replace(save=False, collect=False)
+
+    def before_the_end(self) -> None:
+        """``terminate()`` where the boundary before was not known to be the last."""
+        if not self._state.boundary.last and not self._progress.updating:
+            self._progress.put_back()
+            self.at(last=True)
+
+    def do_what_came_late(self) -> None:
+        """What is asked for after the exchange of a boundary at which ``interrupt()`` stops the run."""
+        if self._agree():
+            self.at(last=True)
+
+    def publish(self) -> None:
+        """Fire METRICS_READY if there are new values."""
+        metrics = self._state.metrics
+        if metrics.fresh:
+            if bus.handlers_of(self._engine, _METRICS_READY):
+                self._fire(_METRICS_READY)
+            metrics.fresh = {}
+
+    def collect_stop(self) -> None:
+        """After COMPLETED: a stop that was requested after the last boundary, in an evaluation for instance."""
+        self._state.boundary = Boundary(last=self._state.boundary.last, stopping=STOP in self._agree())
+
+    def _agree(self) -> set[str]:
+        """What all ranks do here of what any has asked for; why the run ends is noted in the state."""
+        state, requests, engine = self._state, self._requests, self._engine
+        if engine.should_terminate and state.status == "running":  # perhaps on this rank alone
+            requests.request_end(engine.should_terminate, state.reason)
+        agreed = requests.agree(state.metrics.fresh)
+        if requests.names_differ:
+            self._share_metrics()
+        if STOP in agreed and requests.stop is not None:
+            state.status, state.reason = "interrupted", requests.stop[0]
+        elif END in agreed and state.status == "running":
+            engine.should_terminate, state.reason = requests.end, state.reason or requests.reason
+        return agreed
+
+    def _share_metrics(self) -> None:
+        """Give a metric that some ranks have written to the others, or what follows it would wait for them for ever."""
+        metrics = self._state.metrics
+        for written in agreement.gather_objects(dict(metrics.fresh)):
+            metrics.update({name: value for name, value in written.items() if name not in metrics.fresh})
+
+    def agree_to_end(self) -> None:
+        """After STARTED: all ranks learn of a rank on which a handler has called ``terminate()``."""
+        if not self._requests.single_process:
+            self._agree()
+
+    def check(self) -> None:
+        """Do what a handler has asked for by ``terminate()`` or ``terminate_epoch()``.
+
+        Raises:
+            RunEnds, EpochEnds: they were called.
+        """
+        if self._engine.should_terminate:
+            raise RunEnds
+        if self._engine.should_terminate_single_epoch:
+            raise EpochEnds
+
+    def check_or_pause(self) -> None:
+        """As :meth:`check`, at a step boundary, where ``interrupt()`` takes effect, too.
+
+        Raises:
+            RunEnds, EpochEnds, RunPauses: they were called.
+        """
+        self.check()
+        if self._engine.should_interrupt:
+            raise RunPauses
+
+
+def terminate(engine: Any) -> None:
+    """End the run as ``terminate()`` does; what a handler has asked for by ``terminate(skip_completed=True)`` stays."""
+    engine.should_terminate = engine.should_terminate or True  # a string stays: Ignite keeps the option in it

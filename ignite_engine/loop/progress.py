@@ -1,0 +1,291 @@
+"""How far a run has come: its position, its plan, and the source of its data."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
+from itertools import islice, repeat
+from typing import Any
+
+from ignite_engine import rng
+from ignite_engine.data.loader import resumable
+from ignite_engine.data.read_errors import ReadErrors
+from ignite_engine.data.source import DataSource, EndsEpochs, OwnSource, Waiting
+from ignite_engine.loop.grouping import Grouping
+from ignite_engine.loop.position import EpochIs, Plan, Position, is_done, limit_reached
+from ignite_engine.ranks import mesh
+from ignite_engine.state import TrainingState
+from ignite_engine.update.base import BaseUpdate
+from ignite_engine.update.micro_batches import Group
+
+logger = logging.getLogger(__name__)
+
+
+class Progress:
+    """Where the run is; ``loop/saved_progress.py`` makes the parts of a checkpoint of it.
+
+    Args:
+        grouping: as the Trainer was built.
+        may_be_empty, weigh, waiting: of the source (``data/shares.py``).
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        grouping: Grouping,
+        *,
+        may_be_empty: bool = False,
+        weigh: Callable[[Any], float] | None = None,
+        waiting: Waiting | None = None,
+        max_read_errors: int = 0,
+    ) -> None:
+        self.state = state
+        self._may_be_empty, self._weigh, self._waiting = may_be_empty, weigh, waiting
+        self.rebuilds_loaders = True
+        """A plain ``DataLoader`` is rebuilt into one of ours; False: data are read as they are."""
+        self.max_read_errors = max_read_errors
+        self.grouping = grouping
+        self.source: DataSource | None = None
+        self.user_data: Any = None
+        """The user's own object behind :attr:`source`."""
+        self.epoch_is = EpochIs.A_LENGTH
+        self.epochs_completed = 0
+        self.epoch_iteration = 0
+        self.epoch_ends: bool | str = False
+        """As :attr:`Position.epoch_ends`."""
+        self.advanced = 1
+        """Iterations of the epoch that the last group counts for: more than one, where others could not be read."""
+        self.group: Group | None = None
+        """What is fetched and not consumed."""
+        self.updating = False
+        """An update of it has begun."""
+        self._before_epoch: Any = None
+        """The random numbers before EPOCH_STARTED."""
+        self._steps_before = 0
+        """Optimizer steps before it."""
+        self.left: Position | None = None
+        """Where the run before in this process ended, without its place in the data; None: none did, or it failed."""
+        self.failed = False
+        """The run before failed, perhaps within an update: the next one starts over."""
+
+    # -- the position -------------------------------------------------------------------------------------------------
+
+    @property
+    def position(self) -> Position:
+        """Where the run is now, as one value; asks the loader for its state."""
+        return replace(self.counted, data={} if self.source is None else self.source.state_dict())
+
+    @property
+    def counted(self) -> Position:
+        """Where the run is now, without the place in its data."""
+        return Position(
+            iteration=self.state.iteration,
+            epochs=self.epochs_completed,
+            epoch_iteration=self.epoch_iteration,
+            epoch_ends=self.epoch_ends,
+        )
+
+    @property
+    def plan(self) -> Plan:
+        """How far the run goes; its limits are Ignite's, which a handler may change."""
+        state = self.state
+        return Plan(state.max_epochs, state.max_iters, state.epoch_length, self.epoch_is)
+
+    def begin(self, source: DataSource | None, data: Any, plan: Plan, position: Position) -> None:
+        """A run begins at ``position``: assigns all of it, and cannot fail."""
+        state = self.state
+        self.source, self.user_data, self.failed = source, data, False
+        self.epoch_is = plan.epoch_is
+        self.epochs_completed, self.epoch_iteration = position.epochs, position.epoch_iteration
+        self._before_epoch = None
+        self.epoch_ends = position.epoch_ends
+        state.max_epochs, state.max_iters = plan.max_epochs, plan.max_iters
+        state.epoch_length, state.dataloader = plan.epoch_length, data
+        state.iteration = position.iteration
+        state.windows_completed, state.window = state.windows, None
+        if self.ends_epochs is not None:
+            self.ends_epochs.run_begins()
+        self._forget_group()
+
+    @property
+    def ends_epochs(self) -> EndsEpochs | None:
+        """The source, where it says which passes make an epoch."""
+        return None if self.source is None else self.source.ends_epochs
+
+    # -- data ---------------------------------------------------------------------------------------------------------
+
+    def new_source(self, data: Any) -> DataSource:
+        """A source over the user's data. A collective."""
+        how: dict[str, Any] = {
+            "accumulation_steps": self.grouping.accumulation_steps,
+            "global_micro_batches": self.grouping.global_micro_batches,
+            "may_be_empty": self._may_be_empty,
+            "weigh": self._weigh,
+            "waiting": self._waiting,
+            "read_errors": ReadErrors(self.max_read_errors, self.state) if self.max_read_errors else None,
+        }
+        if isinstance(data, OwnSource):
+            return data.make_source(self.state, **how)
+        if self.rebuilds_loaders:  # a sampler of torch's would be drawn alike on each rank
+            data = resumable(data, any_sampler=mesh.data_size() > 1)
+        source = DataSource(data, **how)
+        try:
+            source.agree_lengths()
+        except BaseException:
+            source.close()  # the loader is the user's again
+            raise
+        return source
+
+    def iterations_of(self, data: Any) -> int | None:
+        """Iterations of a pass over ``data``, None if unknown; reads nothing. A collective."""
+        if isinstance(data, OwnSource):
+            return None
+        if self.source is not None and data is self.user_data:  # it may be under way
+            return self.source.iterations
+        source = self.new_source(data)
+        source.close()
+        return source.iterations
+
+    def open_pass(self) -> Iterator[Any]:
+        """The groups of the present pass from the place on; None for each iteration where there is no data."""
+        data = self.state.dataloader
+        if data is not None and data is not self.user_data:
+            self._replace_data(data)
+        if data is None or self.source is None:
+            assert self.state.epoch_length is not None
+            return repeat(Group([None]), self.state.epoch_length)
+        self._forget_group()
+        groups = iter(self.source)
+        if self.epoch_is is not EpochIs.A_LENGTH and self.source.iterations and not self.source.place.is_within:
+            self.state.epoch_length = self.source.iterations
+        return groups
+
+    def _replace_data(self, data: Any) -> None:
+        """A handler has assigned ``state.dataloader``, such as a new iterator where one ends: a new pass over it."""
+        before, source = self.source, self.new_source(data)
+        if before is not None:
+            source.begin_after(before.place)
+        self.source, self.user_data = source, data
+
+    def _forget_group(self) -> None:
+        self.state.group = self.group = None
+        self.updating = False
+
+    def epoch_begins(self) -> None:
+        """EPOCH_STARTED comes."""
+        self._before_epoch = rng.snapshot()
+
+    def put_back(self) -> None:
+        """Undo the fetch of a group that no update has begun with: it comes again where the run goes on.
+
+        So does EPOCH_STARTED of an epoch without an iteration, with the random numbers that its handlers have drawn,
+        unless a loader has in its state that the pass is open.
+        """
+        if self.source is not None and self.group is not None:
+            self.source.put_back()
+        is_open = self.source is not None and "loader" in self.source.place.held
+        if not self.epoch_iteration and self._before_epoch is not None and not is_open:
+            rng.restore_snapshot(self._before_epoch)
+        self._forget_group()
+
+    def leave(self, *, goes_on: bool) -> None:
+        """The run has ended at a step boundary: loader workers end with it, and others may iterate the loader.
+
+        Args:
+            goes_on: the next run does here; else with the next pass, as Ignite's after ``terminate()``.
+        """
+        if goes_on and self.source is not None:
+            self.source.freeze()
+        self.left = self.counted if goes_on else Position(self.state.iteration, self.state.epoch, data=None)
+        self.close()
+
+    def fail(self) -> None:
+        """The run has failed."""
+        self.left, self.failed = None, True
+        self.close()
+
+    def close(self) -> None:
+        """End the workers of the loader."""
+        if self.source is not None:
+            self.source.close()
+
+    # -- counting -----------------------------------------------------------------------------------------------------
+
+    def epoch_is_full(self) -> bool:
+        """Whether the epoch has all its iterations; a measured one ends with its data."""
+        length = self.state.epoch_length
+        return length is not None and self.epoch_iteration >= length and self.epoch_is is not EpochIs.MEASURED
+
+    def is_done(self) -> bool:
+        """Whether the run has reached a limit."""
+        return is_done(self.counted, self.plan)
+
+    def update_begins(self) -> None:
+        """An update of the group begins."""
+        self.updating, self._steps_before = True, self.state.optimizer_steps
+
+    def samples_of_group(self) -> list[int] | None:
+        """Dataset indices of this rank's group in hand, or of the next one; None if not of a ``loader()``'s data."""
+        source = self.source
+        if source is None or source.sampler is None:
+            return None
+        batches = source.steps if self.group is None else self.group.places
+        size, order = source.data.batch_size, copy(source.sampler)
+        order.start = source.place.batch * size
+        own = batches if source.dealing is None else source.dealing.own(batches)
+        return [index for _, index in islice(order, own * size)]
+
+    def group_consumed(self) -> None:
+        """The update of the group is done."""
+        assert self.group is not None
+        before = self.epoch_iteration
+        self.epoch_iteration += 1
+        self.group_given_up(self.group)
+        self.advanced = self.epoch_iteration - before
+
+    def group_given_up(self, group: Group | None) -> None:
+        """It does not come again: it is trained on, or an error was swallowed, or nothing of it could be read."""
+        self.group, self.updating = None, False
+        if group is not None and self.source is not None:
+            self.epoch_iteration += group.lost
+            self.state.read_errors += group.unread
+            self.source.consumed(group)
+
+    def give_up_epoch(self) -> None:
+        """``terminate_epoch()``: a group that was fetched is given up with the rest of the pass."""
+        self.group, self.updating = None, False
+        self.end_pass()
+
+    def end_pass(self) -> None:
+        """The present pass or window is over."""
+        if self.source is not None:
+            self.source.next_pass()
+
+    def end_epoch(self) -> None:
+        """The epoch is over."""
+        self.epochs_completed = self.state.epoch
+        self.epoch_iteration = 0
+        if self.ends_epochs is not None:
+            self.ends_epochs.epoch_ended()
+
+    @contextmanager
+    def before_the_failure(self, update: BaseUpdate) -> Iterator[bool]:
+        """Let the counters say what was done before an iteration failed; yields whether the weights agree with it.
+
+        They do not if an optimizer had begun to step, nor after an update function that does not say so.
+        """
+        state = self.state
+        stepped = update.stepping or (self.updating and state.optimizer_steps != self._steps_before)
+        undone = int(self.updating and state.iteration > 0)
+        state.iteration -= undone
+        try:
+            yield not self.updating or not stepped
+        finally:
+            state.iteration += undone
+
+    def reason_of_end(self) -> str:
+        """Why a run that nobody stopped is over."""
+        return limit_reached(self.counted, self.plan) or "terminate"

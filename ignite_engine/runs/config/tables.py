@@ -1,0 +1,280 @@
+"""What the names in a config stand for, and how an entry of each table is checked when the config is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import torch
+from ignite.engine import Events
+
+from ignite_engine.checkpoint import LoadSource
+from ignite_engine.errors import did_you_mean, is_number
+from ignite_engine.events import TrainingEvents
+from ignite_engine.loop.intervals import Count, every
+from ignite_engine.runs.config.named import (
+    Fault,
+    Table,
+    WrongType,
+    checked,
+    fitted,
+    for_each,
+    lookup,
+    named,
+    parameters_of,
+    refusal_of,
+)
+from ignite_engine.runs.config.yaml_file import display
+
+HANDLERS: Table = {
+    "EMA": "ignite_engine.handlers:EMA",
+    "Evaluation": "ignite_engine.runs.evaluations:Evaluations",
+    "MemoryLogger": "ignite_engine.handlers:MemoryLogger",
+    "Throughput": "ignite_engine.handlers:Throughput",
+    "StepTimes": "ignite_engine.handlers:StepTimes",
+    "MetricLogger": "ignite_engine.handlers:MetricLogger",
+    "ClearML": "ignite_engine.handlers:ClearML",
+    "TensorBoard": "ignite_engine.handlers:TensorBoard",
+    "WandB": "ignite_engine.handlers:WandB",
+    "MLflow": "ignite_engine.handlers:MLflow",
+    "DigestTrail": "ignite_engine.handlers:DigestTrail",
+    "Profiler": "ignite_engine.handlers:Profiler",
+    "Progress": "ignite_engine.handlers:Progress",
+    "EarlyStopping": "ignite_engine.handlers:EarlyStopping",
+    "Checkpoint": "ignite_engine.handlers:Checkpoint",
+    "Export": "ignite_engine.handlers:Export",
+    "ModelBank": "ignite_engine.handlers:ModelBank",
+    "GracefulStop": "ignite_engine.handlers:GracefulStop",
+    "WallClockLimit": "ignite_engine.handlers:WallClockLimit",
+    "StopFile": "ignite_engine.handlers:StopFile",
+    "Report": "ignite_engine.runs.run:Report",
+}
+"""The handlers that a run may have by name, in the order in which they are attached; then come those of the user."""
+
+_TRIED: dict[str, Any] = {
+    "directory": lambda: ".",
+    "config": dict,
+    "since": lambda: None,
+    "tokens_fn": lambda: None,
+    "must_be_new": bool,
+}
+"""What a handler gets that is made to see whether it takes its settings."""
+_BESIDE = ("use", "every", "at")
+SUPPLIED = (*_TRIED, "evaluator", "data", "run", "sources")
+"""Arguments of handlers that are the run's where an entry does not give them."""
+
+USUAL: Mapping[str, Mapping[str, Any]] = {
+    "Evaluation": {"every": {"epochs": 1}},
+    "MetricLogger": {},
+    "Progress": {},
+    "Checkpoint": {"every": {"epochs": 1}},
+    "GracefulStop": {},
+    "StopFile": {},
+    "Report": {},
+}
+"""Those that a run has without being asked, with the settings that they have then."""
+
+SCHEDULES: Table = {
+    "constant": "ignite_engine.schedules:warmup_constant",
+    "linear": "ignite_engine.schedules:warmup_linear",
+    "cosine": "ignite_engine.schedules:warmup_cosine",
+    "wsd": "ignite_engine.schedules:warmup_wsd",
+    "inverse_sqrt": "ignite_engine.schedules:warmup_inverse_sqrt",
+    "polynomial": "ignite_engine.schedules:warmup_polynomial",
+    "plateau": "ignite_engine.runs.components:plateau",
+}
+
+
+def optimizers() -> Table:
+    """The optimizers of torch that step without a closure, and our own."""
+    types = [
+        value
+        for value in vars(torch.optim).values()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+    ]
+    types = [kind for kind in types if kind not in (torch.optim.Optimizer, torch.optim.LBFGS)]
+    own = {"RowwiseAdagrad": "ignite_engine.ext.sparse.rowwise_adagrad:RowwiseAdagrad"}
+    return {**{kind.__name__: kind for kind in types}, **own}
+
+
+def make_optimizer(entry: Mapping[str, Any], parameters: Any) -> torch.optim.Optimizer:
+    """The optimizer of an entry; its name may be in any case.
+
+    Raises:
+        Fault: an option does not fit.
+    """
+    table = optimizers()
+    name = entry["name"]
+    if isinstance(name, str):
+        if name.lower() == "lbfgs":
+            complaint = (
+                "got 'LBFGS', which needs a closure; expected an optimizer that steps without one, or for LBFGS: give "
+                "Trainer an update of your own, as examples/own_update.py does."
+            )
+            raise Fault(("name", complaint))
+        name = next((known for known in table if known.lower() == name.lower()), name)
+    made: torch.optim.Optimizer = named({**entry, "name": name}, table, parameters)
+    return made
+
+
+def optimizer_entry(given: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's name, rate and options, of which it has made one; or what a task has made, by ``task``."""
+    if "task" in given:
+        return dict(given)
+    entry = {"name": "AdamW", "lr": 1e-3, **given}
+    if given.keys() - {"lr"} or not (is_number(entry["lr"]) and entry["lr"] >= 0):
+        # 2-d: Muon takes nothing else
+        make_optimizer(entry, [torch.zeros(1, 1, requires_grad=True)])
+    return entry
+
+
+def named_optimizer(given: Mapping[str, Any]) -> dict[str, Any]:
+    """One of several optimizers, which may have a schedule."""
+    entry = optimizer_entry({key: value for key, value in given.items() if key != "schedule"})
+    if (schedule := given.get("schedule")) is None:
+        return entry
+    return {
+        **entry,
+        **for_each([("schedule", schedule)], lambda _, value: fitted(value, dict) and schedule_entry(value)),
+    }
+
+
+def schedule_entry(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A schedule's name and options, of which one has been made; or what a task has made, by ``task``."""
+    if "task" in given:
+        return dict(given)
+    entry = {"name": "constant", **given}
+    if entry["name"] != "none":
+        named(entry, SCHEDULES, _OfNothing())
+    return entry
+
+
+class _OfNothing(torch.optim.Optimizer):
+    """What a schedule is tried on; to make an optimizer imports torch._dynamo, a fifth of the time of a command."""
+
+    def __init__(self) -> None:
+        self.param_groups = [{"lr": 1.0}]
+
+
+def load_source(given: Mapping[str, Any]) -> LoadSource:
+    """What a run begins from."""
+    arguments = checked(LoadSource, given)
+    try:
+        return LoadSource(**arguments)
+    except (TypeError, ValueError) as error:
+        raise refusal_of(error, "load", arguments) from None
+
+
+def load_entries(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The sources in their order, each of which could be made."""
+    for_each(((str(place), entry) for place, entry in enumerate(given)), lambda _, entry: load_source(entry))
+    return given
+
+
+def handler_entries(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The handlers of a run by label, with the usual ones; None: not this one."""
+    merged: dict[str, Any] = {label: {**entry} for label, entry in USUAL.items()}
+    for label, entry in given.items():
+        if not isinstance(entry, Mapping | None):
+            raise WrongType(entry, "a mapping of the handler's settings, or null").inside(label)
+        if entry is not None:
+            usual = USUAL.get(str(entry.get("use", label)), {}) if "at" not in entry else {}
+            entry = {**usual, **entry}
+        merged[label] = entry
+    return for_each(merged.items(), _handler_entry)
+
+
+def _handler_entry(label: str, entry: dict[str, Any] | None) -> dict[str, Any] | None:
+    if entry is None:
+        return None
+    kind = entry.get("use", label)
+    if not isinstance(kind, str):
+        raise WrongType(kind, "text").inside("use")
+    if kind not in HANDLERS and ":" not in kind:
+        known = did_you_mean(kind, HANDLERS, limit=40)
+        own = "" if "did you mean" in known else " One of your own is named by use: FILE.py:CLASS."
+        raise Fault(("use" if "use" in entry else "", f"got {display(kind)}, which is not a handler{known}{own}"))
+    if kind in HANDLERS:  # the user's own code is imported when the run is built
+        make = lookup(kind, HANDLERS, key="use")
+        arguments, _ = arguments_of(make, entry)
+        if parameters_of(make)[0].keys().isdisjoint(SUPPLIED[len(_TRIED) :]):
+            named({**arguments, "use": kind}, {kind: make}, key="use", given=_TRIED)
+        event_of(when_of(make, entry), known=True)
+    else:
+        event_of(entry, known=True)
+    return entry
+
+
+def when_of(make: Any, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """``every`` or ``at`` of an entry; not an ``every`` that is an argument of what it makes."""
+    own = parameters_of(make)[0]
+    return {key: value for key, value in entry.items() if key in ("every", "at") and key not in own}
+
+
+def arguments_of(make: Any, entry: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of an entry, and those of the ``resume`` of what it makes, under that name.
+
+    Raises:
+        Fault: one is not known, or of another type.
+    """
+    rest = {key: value for key, value in entry.items() if key not in ("use", "at", *when_of(make, entry))}
+    resume = {}
+    if hasattr(make, "resume") and (options := rest.pop("resume", None)) is not None:
+        for_each([("resume", options)], lambda _, value: checked(make.resume, fitted(value, dict), skip=1))
+        resume = options
+    if not isinstance(make, type):  # it is called with the trainer
+        return checked(make, rest, skip=1, given=SUPPLIED, beside=_BESIDE), resume
+    return checked(make, rest, given=SUPPLIED, beside=_BESIDE), resume
+
+
+def event_of(
+    entry: Mapping[str, Any], *, count: Count | None = None, known: bool = False, has_length: bool = True
+) -> Any:
+    """The event that ``every`` or ``at`` of an entry names; None: it names none.
+
+    Args:
+        count: what counts tokens.
+        known: whether anything may count them, when the config is read.
+        has_length: whether an epoch has a length.
+
+    Raises:
+        Fault: it is no interval, or no event.
+    """
+    if "at" in entry and entry.get("every") is not None:
+        raise Fault(("at", f"got {display(entry['at'])} with every {display(entry['every'])}; give one of them."))
+    if "at" in entry:
+        events = {event.name: event for kind in (Events, TrainingEvents) for event in kind}
+        name = entry["at"]
+        if name not in events:
+            raise Fault(
+                ("at", f"got {display(name)}, which is not an event{did_you_mean(str(name), events, limit=40)}")
+            )
+        return events[name]
+    if (given := entry.get("every")) is None:
+        return None
+    intervals = given if isinstance(given, list | tuple) and given else [given]
+    try:
+        return reduce(or_, [_interval(each, count, known, has_length) for each in intervals])
+    except Fault as fault:
+        raise fault.inside("every") from None
+
+
+def _interval(given: Any, count: Count | None, known: bool, has_length: bool) -> Any:
+    units = "{epochs: 1}, {windows: 1}, {samples: 50000}, {tokens: 1e6} or {minutes: 10}"
+    expected = f"a number of iterations, such as 500, {units}"
+    if is_number(given):
+        given = {"iterations": given}
+    if not isinstance(given, Mapping) or len(given) != 1:
+        raise WrongType(given, expected)
+    checked(every, given)
+    ((unit, number),) = given.items()
+    if unit == "tokens" and count is None and not known:
+        raise Fault(("", f"got {number} tokens, but the task has no tokens_fn to count them."))
+    if unit == "epochs" and number != int(number) and not has_length:
+        raise Fault(("", f"got {number} epochs, but its data has no known epoch length."))
+    try:
+        return every(**given, count=count if unit == "tokens" else None)
+    except (TypeError, ValueError) as error:
+        raise Fault(("", f"got {display(number)} {unit}, expected {expected}: {error}")) from None

@@ -1,0 +1,368 @@
+"""A run's folder: resolved config, environment, summary, and one log file per rank."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+
+from ignite_engine.checkpoint.digests import tensor_bytes
+from ignite_engine.checkpoint.environment import environment_values
+from ignite_engine.checkpoint.filesystem import LOCK_NAME, DirectoryInUse, held, replace_file
+from ignite_engine.checkpoint.nested import dotted, walk
+from ignite_engine.checkpoint.states.model_and_optimizer import clean_name, unwrap
+from ignite_engine.text import json_values
+
+logger = logging.getLogger(__name__)
+
+# of libyaml, ten times as fast, where PyYAML was built with it
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+_SHOWN_FROM_S = 5.0
+"""A start-up that was shorter is in the log file alone."""
+FOLLOWED_CHECKPOINT = "checkpoint"
+"""In a line of a follower's log: which checkpoint was evaluated."""
+
+
+def read_yaml(text: str) -> Any:
+    """What a stored config holds.
+
+    Raises:
+        yaml.YAMLError: it is none.
+    """
+    return yaml.load(text, Loader=_LOADER)
+
+
+class RunDirectoryInUse(RuntimeError):
+    """Another process trains in the folder; one line, with the remedy."""
+
+
+class RunDirectory:
+    """Names and writes the files of a run's folder; each is replaced atomically.
+
+    Every rank may make one; only rank 0 calls the ``write_`` methods.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.given = Path(path)
+        """As messages show it."""
+        self.path = self.given.absolute()  # the run may change its working directory
+        self.config = self.path / "config.yaml"
+        self.environment = self.path / "environment.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.summary = self.path / "summary.json"
+        self.checkpoints = self.path / "checkpoints"
+        self.starts = self.path / "starts.jsonl"
+        self.followed = self.path / "follow" / "metrics.jsonl"
+        self.logs = self.path / "logs"
+
+    def files_of_a_run(self) -> list[str]:
+        """What a run has left in the folder, by name; its log and other files do not count.
+
+        Nothing of a run that failed before its first update, as it does by a mistake in its settings.
+        """
+        known = (self.config, self.metrics, self.summary, self.checkpoints)
+        files = [path.name for path in known if path.exists()]
+        if set(files) <= {self.config.name, self.summary.name}:
+            summary = self.read_summary()
+            if (summary.get("status"), summary.get("iteration")) == ("failed", 0):
+                return []
+        return files
+
+    def move_aside(self) -> Path | None:
+        """Rename the folder of a run to the first free of ``<name>.1``, ``<name>.2`` and so on; None: it holds no run.
+
+        Raises:
+            RunDirectoryInUse: another process trains in it.
+            OSError: it cannot be renamed.
+            ValueError: the working directory is in it.
+        """
+        if not self.files_of_a_run():
+            return None
+        if Path.cwd().is_relative_to(self.path.resolve()):
+            raise ValueError(f"{self.given} holds the working directory, which would be moved aside with the run")
+        with self.held():
+            if not self.files_of_a_run():  # another process has moved it by now
+                return None
+            numbers = itertools.count(1)
+            aside = next(path for number in numbers if not os.path.lexists(path := Path(f"{self.given}.{number}")))
+            os.rename(self.path, aside)
+            (aside / LOCK_NAME).unlink(missing_ok=True)
+        return aside
+
+    def put_back(self, aside: Path) -> None:
+        """Undo :meth:`move_aside`; what is in the folder now, the log of a start that has begun no run, is deleted."""
+        shutil.rmtree(self.path)
+        os.rename(aside, self.path)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Create the folder and keep other processes from training in it.
+
+        Raises:
+            RunDirectoryInUse: another process holds it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(held(self.path))
+            except DirectoryInUse as holder:
+                raise RunDirectoryInUse(
+                    f"{self.given} is in use by {holder}; wait until it has ended, or give another directory (config: "
+                    "run.directory)."
+                ) from None
+            yield
+
+    def write_config(self, values: Mapping[str, Any]) -> None:
+        """Store the resolved config."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_whole(self.config, yaml.dump(dict(values), Dumper=_DUMPER, sort_keys=False, allow_unicode=True))
+
+    def differences(self, values: Mapping[str, Any]) -> list[str]:
+        """``key: before -> now`` for each key that differs from the stored config; empty if there is none."""
+        before = self._stored_config()
+        return [] if before is None else config_differences(before, values)
+
+    def write_environment(self, world_size: int, code: Mapping[str, Any] | None = None) -> None:
+        """Store versions, machine, devices and command line, and the commit of the user's code."""
+        values = {
+            **environment_values(world_size),
+            "packages": installed_packages(),
+            **(code or {}),
+        }
+        write_whole(self.environment, json.dumps(values, indent=1) + "\n")
+
+    def read_history(self) -> list[dict[str, Any]]:
+        """The lines of ``starts.jsonl`` since the run was last started afresh; one that cannot be read is left out."""
+        history: list[dict[str, Any]] = []
+        for line in lines_of(self.starts):
+            if isinstance(line.get("iteration"), int) and "what" in line:
+                history = [line] if line["what"] == "started" else [*history, line]
+        return history
+
+    def logged(self) -> Iterator[dict[str, Any]]:
+        """The lines of the log, joined with what a follower has measured beside the run at the same iterations."""
+        followed = [line for line in lines_of(self.followed) if isinstance(line.get("iteration"), int)]
+        lines = {line["iteration"]: line for line in followed}
+        waiting = sorted(lines, reverse=True)
+
+        def take() -> dict[str, Any]:
+            return {name: value for name, value in lines[waiting.pop()].items() if name != FOLLOWED_CHECKPOINT}
+
+        for line in lines_of(self.metrics):
+            iteration = line.get("iteration")
+            while isinstance(iteration, int) and waiting and waiting[-1] < iteration:
+                yield take()
+            yield {**take(), **line} if waiting and waiting[-1] == iteration else line
+        while waiting:
+            yield take()
+
+    def write_summary(self, values: Mapping[str, Any]) -> None:
+        """Store how the run ended; numbers as in the other files, see :func:`ignite_engine.text.json_number`."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_whole(self.summary, json.dumps(json_values(values), indent=1) + "\n")
+
+    def note_failure(self, reason: str, rank: int, *, killed: bool) -> None:
+        """All processes of the run have ended: write why, unless one of them has written it.
+
+        Args:
+            rank: the one that failed first; its peers know only that it is gone, and may have written that.
+            killed: by a signal, which ``reason`` names and the peers do not know; they know its last heartbeat.
+        """
+        summary = self.read_summary()
+        written = str(summary.get("reason"))
+        known = f"rank {rank}" in written.lower() or summary.get("world_size") == 1
+        if killed and "exited without reporting" in written:  # else they know more: it was silent, and they killed it
+            _, found, heartbeat = written.partition(" Last heartbeat")
+            reason, known = reason + found + heartbeat, False
+        if summary.get("status") == "running" or (summary.get("status") == "failed" and not known):
+            self.write_summary({**summary, "status": "failed", "reason": reason})
+
+    def read_summary(self) -> dict[str, Any]:
+        """The summary stored last; empty if there is none, or it cannot be read."""
+        try:
+            values = json.loads(self.summary.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError, RecursionError):
+            return {}
+        return values if isinstance(values, dict) else {}
+
+    @contextmanager
+    def logging_to(self, rank: int, *, console: bool = True) -> Iterator[None]:
+        """Write what is logged within it to ``logs/rank_N.log``, and on rank 0 the bare messages also to stderr.
+
+        The folder is created with the first line, so that a run that never started leaves nothing behind.
+        """
+        root, level = logging.getLogger(), logging.getLogger().level
+        file = _LogFile(self.logs / f"rank_{rank}.log", encoding="utf-8", delay=True)
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handlers: list[logging.Handler] = [file]
+        if rank == 0 and console:
+            stderr = logging.StreamHandler(sys.stderr)
+            stderr.setFormatter(logging.Formatter("%(message)s"))
+            stderr.addFilter(_for_the_console)
+            handlers.append(stderr)
+        root.setLevel(min(level, logging.INFO) if level else logging.INFO)
+        for handler in handlers:
+            handler.setLevel(logging.INFO)
+            root.addHandler(handler)
+        logging.captureWarnings(True)
+        try:
+            yield
+        finally:
+            logging.captureWarnings(False)
+            root.setLevel(level)
+            for handler in handlers:
+                root.removeHandler(handler)
+                handler.close()
+
+    def _stored_config(self) -> dict[str, Any] | None:
+        try:
+            values = read_yaml(self.config.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            logger.warning(
+                "%s cannot be compared with this run's config: %s", self.config, " ".join(str(error).split())
+            )
+            return None
+        return values if isinstance(values, dict) else None
+
+
+def _for_the_console(record: logging.LogRecord) -> bool:
+    """Not Ignite's announcements (Engine run starting ...), nor tracebacks, which Python prints itself."""
+    announcement = record.levelno <= logging.INFO and record.name.startswith("ignite.")
+    return not announcement and getattr(record, "console", True)
+
+
+class _LogFile(logging.FileHandler):
+    """A log file that reports once that it cannot be written; raising would hide what failed the run."""
+
+    _reported = False
+
+    def _open(self) -> Any:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.stream is not None and not os.path.exists(self.baseFilename):
+            message = "was deleted or moved while it was written to; it is started again"
+            print(f"{self.baseFilename} {message}.", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):
+                self.stream.close()
+            self.stream = None  # FileHandler opens it again
+        try:
+            super().emit(record)
+        except OSError:
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._reported:
+            self._reported = True
+            print(f"{self.baseFilename} could not be written: {error}.", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # its buffer may not be writable either
+            super().close()
+
+
+class PhaseTimes:
+    """Seconds of each phase of the start-up, in order."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+
+    def log(self) -> None:
+        """One line: the sum of all phases, and those that can be noticed; in the log alone where nobody has waited."""
+        took_s = sum(self.seconds.values())
+        phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.seconds.items() if seconds >= 0.05)
+        extra = {"console": took_s >= _SHOWN_FROM_S}
+        logger.info("Start-up took %.1f s%s.", took_s, f": {phases}" if phases else "", extra=extra)
+
+
+@cache
+def installed_packages() -> dict[str, str]:
+    """Versions by name; a rank that is forked has them from its parent."""
+    packages = {package.name: package.version for package in importlib.metadata.distributions()}
+    return dict(sorted(packages.items(), key=lambda item: item[0].lower()))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file so that a reader, or a kill at any moment, finds the old or the new one."""
+    replace_file(path, lambda file: file.write(text.encode()))
+
+
+def config_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """``optimizer.lr: 0.001 -> 0.002`` for each dotted key whose value differs, or that only one side has."""
+    old, new = flat(before), flat(now)
+    return [
+        f"{key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key, _NOT_SET) != new.get(key, _NOT_SET)
+    ]
+
+
+_NOT_SET = object()
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """SHA-256 over name and bytes of each parameter and saved buffer, by sorted name, the same however it is wrapped.
+
+    A collective where parameters are sharded (DTensor).
+    """
+    state = {clean_name(name): value for name, value in unwrap(model).state_dict().items()}
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        value = state[name]
+        if not isinstance(value, torch.Tensor):  # extra state
+            continue
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        digest.update(name.encode() + b"\0")
+        digest.update(tensor_bytes(whole).numpy().data)
+    return digest.hexdigest()
+
+
+def lines_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file of lines, one at a time; none where it cannot be read, and no line that is torn."""
+    with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
+        yield from objects_in(file)
+
+
+def objects_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The JSON objects among lines of text."""
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            values = json.loads(line)
+            if isinstance(values, dict):
+                yield values
+
+
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested mappings as one mapping with dotted keys; an empty one is a value."""
+    leaves = walk(values, whole=lambda value: not isinstance(value, Mapping) or not value)
+    return {dotted(path): value for path, value in leaves} if values else {}
