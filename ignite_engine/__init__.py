@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from ignite_engine.evaluator import create_evaluator
     from ignite_engine.events import Phase, TrainingEvents
     from ignite_engine.ext.follow.follow import follow
-    from ignite_engine.ext.recovery.parallel import Parallel
     from ignite_engine.ext.windows.windows import Windows
     from ignite_engine.loop.intervals import every
+    from ignite_engine.ranks.launch import Parallel
     from ignite_engine.rng import seed_everything
     from ignite_engine.runs.fit import fit
     from ignite_engine.runs.load_model import load_model, load_weights
@@ -56,7 +56,7 @@ _HOMES = {
     "evaluator": ("create_evaluator",),
     "events": ("Phase", "TrainingEvents"),
     "ext.follow.follow": ("follow",),
-    "ext.recovery.parallel": ("Parallel",),
+    "ranks.launch": ("Parallel",),
     "rng": ("seed_everything",),
     "runs.fit": ("fit",),
     "runs.load_model": ("load_model", "load_weights"),

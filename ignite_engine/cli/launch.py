@@ -12,9 +12,9 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from ignite_engine import devices
 from ignite_engine.checkpoint import CheckpointError, NotExact
 from ignite_engine.errors import LaunchError, NotFinite, PeerFailed, RanksDiffer, ReplayError, StateMismatch
-from ignite_engine.ext.recovery.parallel import Parallel
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.joining import is_launched
+from ignite_engine.ranks.launch import Parallel
 from ignite_engine.runs.config import ConfigError
 from ignite_engine.runs.run_directory import RunDirectoryInUse
 

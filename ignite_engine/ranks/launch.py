@@ -24,12 +24,19 @@ from typing import Any
 import ignite.distributed as idist
 import torch.distributed as dist
 from ignite.distributed.launcher import Parallel as IgniteParallel
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+from torch.multiprocessing.spawn import (
+    ProcessException,
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
 
+from ignite_engine.errors import by_name
 from ignite_engine.ranks import agreement, signals
 from ignite_engine.ranks.joining import (
     Start,
     Work,
+    is_launched,
     joined,
     one_line_where_they_cannot_meet,
     rank_main,
@@ -38,6 +45,8 @@ from ignite_engine.ranks.watch import HEARTBEAT_TIMEOUT_S, watched
 
 logger = logging.getLogger(__name__)
 
+SUPERVISORS = {"restarts": "ignite_engine.ext.recovery.supervisor:Supervisor"}
+"""What starts ranks again, by the argument of ``Parallel`` that asks for it."""
 _FORCED_RANKS_MAY_END_S = 5.0
 _PEERS_OF_A_FAILURE_MAY_END_S = 5.0
 _TERMINATED_RANKS_MAY_END_S = 30.0
@@ -52,6 +61,9 @@ class Parallel(IgniteParallel):
             None: torch's own (30 min on gloo, 10 min on nccl).
         heartbeat_timeout: seconds without a sign of life from a rank, after which all ranks end; they watch each other
             while the function runs (:class:`~ignite_engine.ranks.watch.Watch`).
+        restarts: how often in an hour the ranks may be started again, after one was killed by a signal, by the system
+            for its memory, say, or hangs. The function begins anew: ``checkpoint.resume()`` in it continues the run.
+            None: never. See :class:`ignite_engine.ext.recovery.supervisor.Supervisor`.
 
     In addition:
 
@@ -73,8 +85,10 @@ class Parallel(IgniteParallel):
     and SIGKILL after 30 s more.
 
     Raises:
-        TypeError: an option that does not exist.
-        LaunchError: (when it is entered, or run) the ranks cannot meet, because the port is in use, say; one line.
+        TypeError: an option that does not exist, or does not go with ``restarts``.
+        ValueError: a number that is too small or too large.
+        LaunchError: (when it is entered, or run) the ranks cannot meet, because the port is in use, say; or this
+            process cannot fork them. One line.
     """
 
     def __init__(
@@ -85,6 +99,7 @@ class Parallel(IgniteParallel):
         init_method: str | None = None,
         timeout: float | timedelta | None = None,
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT_S,
+        restarts: int | None = None,
         **options: Any,
     ) -> None:
         known = {"nnodes", "node_rank", "master_addr", "master_port", "start_method", "daemon"}
@@ -102,8 +117,17 @@ class Parallel(IgniteParallel):
         self._timeout = timeout if isinstance(timeout, timedelta | None) else timedelta(seconds=timeout)
         self._heartbeat_timeout_s = heartbeat_timeout
         self._within = contextlib.ExitStack()
+        self._supervisor: Any = None
+        if restarts is not None:
+            supervisor = by_name("Parallel's", "restarts", SUPERVISORS)(restarts, init_method=init_method, **options)
+            if not is_launched():
+                self._supervisor = supervisor
+            elif os.environ.get("RANK", "0") == "0":
+                logger.warning("restarts has no effect: the launcher that started this rank restarts it.")
 
     def __enter__(self) -> Parallel:
+        if self._supervisor is not None:
+            return self
         if not self._is_ours:
             super().__enter__()
         elif self._spawn_params is None:
@@ -114,25 +138,32 @@ class Parallel(IgniteParallel):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if not self._is_ours:
+        if not self._is_ours and self._supervisor is None:
             super().__exit__(*error)
         self._within.close()
 
     def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Call ``func(local_rank, *args, **kwargs)`` on every rank.
+        """Call ``func(local_rank, *args, **kwargs)`` on every rank, with ``restarts`` until it has ended there.
 
         Raises:
             SystemExit: a rank ended with one; its code, the largest if they differ. Or a signal ended it.
             ProcessRaisedException: (of torch) the error of the rank that failed first, with its traceback.
-            ProcessExitedException: (of torch) a rank was killed.
+            ProcessExitedException: (of torch) a rank was killed; with ``restarts`` the message says why the ranks are
+                not started again.
         """
-        if not self._is_ours:
-            super().run(func, *args, **kwargs)
-        elif self._spawn_params is None:
-            self._watched(func, args, kwargs)(idist.get_local_rank())
-        else:
-            assert self.backend is not None
-            Ranks(self.backend, self._spawn_params, self._timeout).run(self._watched(func, args, kwargs))
+        work = self._watched(func, args, kwargs)
+        try:
+            if self._supervisor is not None:
+                self._supervisor.run(self.backend, self._spawn_params or {}, self._timeout, work)
+            elif not self._is_ours:
+                super().run(func, *args, **kwargs)
+            elif self._spawn_params is None:
+                work(idist.get_local_rank())
+            else:
+                assert self.backend is not None
+                Ranks(self.backend, self._spawn_params, self._timeout).run(work)
+        except ProcessException as error:  # its message says what happened, not the way from there to here
+            raise error.with_traceback(None) from None
 
     def _watched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work:
         return partial(watched, self._heartbeat_timeout_s, func, args, kwargs)

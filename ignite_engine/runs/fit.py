@@ -36,8 +36,8 @@ from ignite_engine.errors import (
     is_whole,
     shapes_of,
 )
-from ignite_engine.ext.recovery.parallel import Parallel
 from ignite_engine.ranks.joining import is_launched
+from ignite_engine.ranks.launch import Parallel
 from ignite_engine.runs import recipe
 from ignite_engine.runs.config import Config, ConfigError
 from ignite_engine.runs.config.load import validated, with_changes

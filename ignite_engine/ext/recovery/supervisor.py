@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from ignite_engine import devices
+from ignite_engine.errors import check_type, is_whole
 from ignite_engine.ext.recovery.forking import ready_to_fork
 from ignite_engine.ext.recovery.status import RankStatus, shared_rows, supervised
 from ignite_engine.ranks import agreement, signals
@@ -89,30 +91,47 @@ class _ForkedRanks(Ranks):
 
 
 class Supervisor:
-    """Forks the ranks, waits, and forks them again.
+    """Forks the ranks, waits, and forks them again: what ``Parallel(restarts=n)`` does.
+
+    This process forks the ranks, also where there is one of them. It has imported what they need and must not have used
+    an accelerator. When a rank is killed all others are killed at once, which what they were saving survives, and the
+    ranks are forked again. An iteration at which a rank dies twice is named and ends the run. A stop that the ranks
+    have agreed on ends it, too. Under a launcher such as torchrun, which has restarts of its own, it has no effect.
 
     Args:
-        backend, params, timeout: as :class:`~ignite_engine.ranks.launch.Ranks` takes them.
         restarts: at most so many in an hour.
+        options: the other ones of ``Parallel``.
+
+    Raises:
+        TypeError: an option does not go with it.
+        ValueError: no restart is allowed.
     """
 
-    def __init__(
-        self, backend: str | None, params: Mapping[str, Any], timeout: timedelta | None, restarts: int
-    ) -> None:
-        self._ranks, self._allowed = _ForkedRanks(backend, params, timeout), restarts
+    def __init__(self, restarts: int, **options: Any) -> None:
+        check_type("restarts", restarts, is_whole(restarts), "a whole number, of an hour")
+        if restarts < 1:
+            raise ValueError(f"restarts must be at least 1, got {restarts}; leave it out for none.")
+        for name, value in options.items():
+            if name in ("init_method", "start_method", "nnodes") and value not in (None, "env://", "fork", 1):
+                raise TypeError(f"Parallel got {name}={value!r} with restarts, which forks ranks here: leave it out.")
+        devices.look_without_using()
+        self._allowed = restarts
         self._restarted_at: deque[float] = deque(maxlen=restarts)
         self._restarts = 0
         self._died_at: dict[int, int] = {}
         """By rank the iteration at which it died last, while it has not gone beyond."""
 
-    def run(self, work: Work) -> None:
+    def run(self, backend: str | None, params: Mapping[str, Any], timeout: timedelta | None, work: Work) -> None:
         """Call ``work(local_rank)`` on every rank until it has ended there.
+
+        Args:
+            backend, params, timeout: as :class:`~ignite_engine.ranks.launch.Ranks` takes them.
 
         Raises:
             LaunchError: this process cannot fork ranks.
             ProcessExitedException: (of torch) a rank died, and is not started again; the message says why.
         """
-        attempt, ranks = Attempt(), self._ranks
+        attempt, ranks = Attempt(), _ForkedRanks(backend, params, timeout)
         with ready_to_fork(), ranks.passing_signals_on():
             while True:
                 in_rank = partial(_in_rank, ranks.rows, attempt, work)
@@ -121,13 +140,13 @@ class Supervisor:
                 if not deaths or (ranks.stop is not None and not ranks.ended):
                     ranks.finish()
                     return
-                self._count(deaths)
+                self._count(deaths, ranks.rows)
                 is_known = attempt.is_known or any(row.updates for row in ranks.rows)
                 attempt = Attempt(self._announced(deaths), is_known)
                 if ranks.stop is not None:
                     sys.exit(128 + signals.treated_as(ranks.stop))
 
-    def _count(self, deaths: Sequence[_Death]) -> None:
+    def _count(self, deaths: Sequence[_Death], rows: Sequence[RankStatus]) -> None:
         """Take down what an attempt has come to.
 
         Raises:
@@ -143,7 +162,7 @@ class Supervisor:
             _give_up(deaths[0], f". The run ends: it was started again {times} within an hour.")
         self._restarted_at.append(now)
         self._restarts += 1
-        for rank, row in enumerate(self._ranks.rows):
+        for rank, row in enumerate(rows):
             if died.get(rank):
                 self._died_at[rank] = died[rank]
             elif row.begun > self._died_at.get(rank, 0):
