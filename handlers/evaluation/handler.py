@@ -12,10 +12,9 @@ from ignite.engine.events import EventsList
 
 from ignite_engine import Phase, Trainer, TrainingEvents, rng
 from ignite_engine.checkpoint.states.generators import undrawn
+from ignite_engine.data.source import OwnSource
 from ignite_engine.errors import check_type, is_whole
 from ignite_engine.evaluator import eval_mode, whole_pass
-from ignite_engine.ext.windows.window_reader import WindowReader
-from ignite_engine.ext.windows.windows import Windows
 from ignite_engine.handlers.evaluation.batches import EvaluationBatches, check_loader, loader_of
 from ignite_engine.handlers.evaluation.invariant import InvariantSums, dealing_of, unsummed
 from ignite_engine.handlers.evaluation.progress import unsupported_reason
@@ -62,7 +61,7 @@ class Evaluation:
     def __init__(
         self,
         evaluator: Engine,
-        data: Iterable[Any] | Windows | Callable[[], Iterable[Any]],
+        data: Iterable[Any] | OwnSource | Callable[[], Iterable[Any]],
         *,
         name: str = "val",
         limit: int | None = None,
@@ -78,14 +77,7 @@ class Evaluation:
             raise ValueError(f"limit must be at least 1 batch, or None for all, got {limit}.")
         self.evaluator, self.data, self.label, self.limit = evaluator, data, name, limit
         self.name = f"evaluation/{name}"
-        self._windows = WindowReader(data, waits=False) if isinstance(data, Windows) else None
-        if isinstance(data, Windows) and agreement.rank() == 0:
-            for setting in ("per_epoch", "max_updates", "wait_s"):
-                if getattr(data, setting):
-                    logger.warning(
-                        "Windows(%s=%s) has no effect in the Evaluation of %r: it takes the next window that is there.",
-                        *(setting, getattr(data, setting), name),
-                    )
+        self._windows = data.loaders_in_turn(name) if isinstance(data, OwnSource) else None
         self._changes = self._windows is not None or not isinstance(data, Iterable)
         if self._changes and resumes:
             raise ValueError("resumes is for an evaluation of one loader: leave it out for windows or a function.")

@@ -58,6 +58,23 @@ class EndsEpochs(Protocol):
         """The epoch is over."""
 
 
+class LoadersInTurn(Protocol):
+    """Gives an evaluation another loader each time, and keeps its position."""
+
+    def reset(self) -> None:
+        """Start at the beginning."""
+
+    def next_loader(self) -> Any:
+        """The loader of this evaluation, None if there is none now; a collective."""
+
+    def done(self) -> None:
+        """Its loader was evaluated."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 class OwnSource(ABC):
     """Data that is more than one pass and says itself how long an epoch is: it makes a source of its own."""
 
@@ -79,6 +96,10 @@ class OwnSource(ABC):
     @abstractmethod
     def opened_by(self, make: Callable[[Any], Any]) -> OwnSource:
         """The same data, of whose map-style datasets ``make`` makes loaders."""
+
+    @abstractmethod
+    def loaders_in_turn(self, name: str) -> LoadersInTurn:
+        """What the evaluation ``name`` takes a loader of, each time."""
 
     @property
     @abstractmethod

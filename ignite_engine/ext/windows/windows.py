@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -17,10 +18,12 @@ from ignite_engine.data.source import DataSource, OwnSource
 from ignite_engine.data.workers import begin_pass, end_workers
 from ignite_engine.errors import EmptyData, check_type, is_number, is_whole
 from ignite_engine.ext.windows.streams import Beginnings, Files, WindowStream, text_of
+from ignite_engine.ext.windows.window_reader import WindowReader
 from ignite_engine.ext.windows.windowed_source import WindowedSource
 from ignite_engine.ranks import agreement, mesh
 
 __all__ = ["Files", "WindowStream", "Windows"]
+logger = logging.getLogger(__name__)
 
 
 class Windows(OwnSource):
@@ -84,6 +87,17 @@ class Windows(OwnSource):
             )
         self._source = WindowedSource(self, state, **how)
         return self._source
+
+    def loaders_in_turn(self, name: str) -> WindowReader:
+        """The next window that is there, each time."""
+        if agreement.rank() == 0:
+            for setting in ("per_epoch", "max_updates", "wait_s"):
+                if value := getattr(self, setting):
+                    logger.warning(
+                        "Windows(%s=%s) has no effect in the Evaluation of %r: it takes the next window that is there.",
+                        *(setting, value, name),
+                    )
+        return WindowReader(self, waits=False)
 
     @property
     def settings(self) -> dict[str, Any]:
