@@ -130,16 +130,36 @@ def create_evaluator(
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Put ``model`` into eval mode, and each of its modules back into the mode it had, on an error too.
 
+    Buffers that a forward in eval mode writes, as the observers of quantization do, are put back.
     The parameters are sharded again: handlers that keep those of FSDP2's forward would keep memory that is freed.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        yield
+        with buffers_kept(model):
+            yield
     finally:
         for module, training in modes:
             module.training = training
         reshard(model)
+
+
+@contextmanager
+def buffers_kept(*owners: Any) -> Iterator[None]:
+    """Put back the buffers of modules, or of those with these methods, whose forward changes or replaces some."""
+    roots = [getattr(owner, "__self__", owner) for owner in owners]
+    modules = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
+    held = [(module, *named) for module in modules for named in module.named_buffers(recurse=False)]
+    before = [buffer.detach().clone() for _, _, buffer in held]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for (module, name, buffer), value in zip(held, before, strict=True):
+                if getattr(module, name) is not buffer:
+                    setattr(module, name, buffer)
+                if not torch.equal(buffer, value):
+                    buffer.resize_(value.shape).copy_(value)
 
 
 @contextmanager

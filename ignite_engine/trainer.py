@@ -220,10 +220,7 @@ class Trainer(Engine):
         from ignite_engine.checkpoint.states.reproducibility import reasons_of
 
         filters = self.registry.filters if only is None else [only]
-        unsaved = (
-            ["gradients of iterations without an optimizer step are not saved"] if self.update.between_steps else []
-        )
-        return unsaved + reasons_of(
+        return self.update.unsaved() + reasons_of(
             self.update.model, self.update.variables(), self.registry, self.progress.source, self._models(), filters
         )
 

@@ -12,6 +12,7 @@ from ignite.engine.events import EventsList
 
 from ignite_engine import Phase, Trainer, TrainingEvents, rng
 from ignite_engine.checkpoint.states.generators import undrawn
+from ignite_engine.checkpoint.states.model_and_optimizer import EvaluatedWeights
 from ignite_engine.data.source import OwnSource
 from ignite_engine.errors import check_type, is_whole
 from ignite_engine.evaluator import eval_mode, whole_pass
@@ -173,6 +174,8 @@ class Evaluation:
             share_buffers(trainer.update.model)
             undo.callback(setattr, state, "evaluating", state.evaluating)
             state.evaluating = OngoingEvaluation(self.label, undo, self.evaluator)
+            if isinstance(evaluated := trainer.registry.objects.get("evaluated"), EvaluatedWeights):
+                undo.enter_context(evaluated.in_place())
             trainer.fire_event(TrainingEvents.EVALUATION_STARTED)
             if not self._run(trainer, data):
                 self._stop(trainer)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import torch
 from ignite.engine import Engine, Events
 from ignite.metrics import Metric
-from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ignite_engine import Phase, Trainer, rng
@@ -21,7 +19,7 @@ from ignite_engine.checkpoint.states.generators import undrawn
 from ignite_engine.checkpoint.states.metrics import metrics_of
 from ignite_engine.data.workers import begin_pass, end_workers
 from ignite_engine.errors import one_line, shapes_of
-from ignite_engine.evaluator import eval_mode, whole_pass
+from ignite_engine.evaluator import buffers_kept, eval_mode, whole_pass
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.mesh import metrics_of_this_rank
 from ignite_engine.state import Start
@@ -65,7 +63,7 @@ class SanityCheck:
         update = trainer.update
         for name, trial in self._read_again(trainer).items():
             drawn, read = undrawn(trainer.registry.objects), whole_pass(trial.data)
-            buffers = _buffers_of(update.model, update.loss_fn)
+            buffers = buffers_kept(update.model, update.loss_fn)
             with rng.isolated(), drawn, read, buffers, warnings.catch_warnings(action="ignore"):
                 self._try(name, trial)
             trial.evaluator.state.batch = trial.evaluator.state.output = None  # they would be kept for the whole run
@@ -165,21 +163,3 @@ def _metric_of(error: BaseException) -> tuple[Metric, str] | None:
             return owner, frame.f_code.co_name
         traceback = traceback.tb_next
     return None
-
-
-@contextmanager
-def _buffers_of(*owners: Any) -> Iterator[None]:
-    """Put back the buffers of modules, or of those with these methods, whose forward changes or replaces some."""
-    roots = [getattr(owner, "__self__", owner) for owner in owners]
-    modules = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
-    held = [(module, *named) for module in modules for named in module.named_buffers(recurse=False)]
-    before = [buffer.detach().clone() for _, _, buffer in held]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for (module, name, buffer), value in zip(held, before):
-                if getattr(module, name) is not buffer:
-                    setattr(module, name, buffer)
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)

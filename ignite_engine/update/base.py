@@ -51,6 +51,10 @@ class BaseUpdate:
         """What it uses, by name: an optimizer or loss scaler among it that no checkpoint holds is reported."""
         return vars(self)
 
+    def unsaved(self) -> list[str]:
+        """Why a resumed run would not be bit for bit, where that is the update's doing."""
+        return ["gradients of iterations without an optimizer step are not saved"] if self.between_steps else []
+
     def run_started(self) -> None:
         """A run starts; the same on every rank."""
 

@@ -14,13 +14,15 @@ from torch.optim import Optimizer
 
 from ignite_engine.checkpoint.states.generators import ModelGenerators
 from ignite_engine.checkpoint.states.model_and_optimizer import (
+    EvaluatedWeights,
     ModelState,
     OptimizerState,
     ParametersState,
     sharded_modules,
     unwrap,
 )
-from ignite_engine.errors import check_type, is_number
+from ignite_engine.checkpoint.states.outside import Outside
+from ignite_engine.errors import check_type, is_number, shortened
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.update.accumulation import Accumulation, accumulation_of
 from ignite_engine.update.base import BaseUpdate
@@ -135,6 +137,8 @@ class Update(BaseUpdate):
         self.generators = ModelGenerators(lambda: held().model)  # type: ignore[union-attr]  # it is asked by this
         self._losses = FirstNonFinite()
         self._has_gradients = False
+        self._outside: Outside | None = None
+        """What the model holds beside its state_dict, as of the first iteration: by then caches are made."""
         self._sharded = sharded_modules(model)
         self.accumulation.bind(self)
 
@@ -199,11 +203,24 @@ class Update(BaseUpdate):
             yield "scaler", self.scaler, True
         if self.non_finite is not None:
             yield "non_finite", self.non_finite, True
+        evaluated = EvaluatedWeights(self.model, self.optimizers.values())
+        if evaluated.optimizers:
+            yield "evaluated", evaluated, True
         yield from self.accumulation.stateful()
+
+    def unsaved(self) -> list[str]:
+        changed = [] if self._outside is None else self._outside.changed()
+        if not changed:
+            return []
+        return [f"the model keeps {shortened(changed)} beside its state_dict (register_buffer() saves a tensor)"]
 
     def run_started(self) -> None:
         """A run starts; a collective."""
         self.stepping = self._has_gradients = False
+        self._outside = None
+        for optimizer in self.optimizers.values():
+            if hasattr(optimizer, "train"):
+                optimizer.train()
         self._losses = FirstNonFinite()
         self.accumulation.run_started()
 
@@ -220,7 +237,7 @@ class Update(BaseUpdate):
             if not isinstance(output, dict) or "loss" not in output:
                 raise ValueError(f"accumulate() must return a dict with 'loss', got {output!r}.")
             check_gradients(self.optimizers, unwrap(self.model).parameters())
-            self._has_gradients = True
+            self._has_gradients, self._outside = True, Outside(self.model)
         state: Any = engine.state
         scaler, policy = self.scaler, self.non_finite
         finite = scaler is None or scaler.unscale_all(self.optimizers.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -84,6 +85,46 @@ class ModelState:
                 f"The model is not the saved one ({_some(differences)}): build it as it was saved, or "
                 "start a run in a new folder."
             ) from error
+
+
+class EvaluatedWeights:
+    """The weights with which an optimizer that has ``train()`` and ``eval()`` wants to be evaluated; an average.
+
+    What it trains are others, of which those follow: nothing is loaded.
+
+    Attributes:
+        optimizers: those that have both.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Iterable[Any]) -> None:
+        self.model = model
+        self.optimizers = [each for each in optimizers if hasattr(each, "train") and hasattr(each, "eval")]
+
+    def state_dict(self) -> dict[str, Any]:
+        trained = [(parameter, parameter.detach().clone()) for _, parameter in named_parameters(self.model)]
+        with self.in_place(), torch.no_grad():
+            named = unwrap(self.model).named_parameters(remove_duplicate=False)
+            weights = {clean_name(name): parameter.detach().clone() for name, parameter in named}
+        with torch.no_grad():  # train() has come back to them but for the last bits
+            for parameter, value in trained:
+                parameter.copy_(value)
+        return {"updates": 0, "weights": weights}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+    def is_evaluated(self, name: str) -> bool:
+        return True
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model has them."""
+        for optimizer in self.optimizers:
+            optimizer.eval()
+        try:
+            yield
+        finally:
+            for optimizer in self.optimizers:
+                optimizer.train()
 
 
 def weights_of(objects: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ignite_engine.checkpoint.states.metrics import MetricState
 from ignite_engine.checkpoint.states.model_and_optimizer import (
+    EvaluatedWeights,
     ModelState,
     OptimizerState,
     ParametersState,
@@ -262,5 +263,6 @@ _KINDS: dict[type, str] = {
     OptimizerState: "optimizer",
     Optimizer: "optimizer",
     MetricState: "metric",
+    EvaluatedWeights: "average",
     ParametersState: "parameters",
 }

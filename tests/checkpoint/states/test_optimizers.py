@@ -3,11 +3,12 @@
 import pytest
 import torch
 from ignite.engine import Events
+from ignite.metrics import Average
 from torch import nn
 
-from ignite_engine import Trainer, Update, load_weights, loader
+from ignite_engine import Trainer, Update, create_evaluator, load_weights, loader
 from ignite_engine.errors import StateMismatch
-from ignite_engine.handlers import Checkpoint
+from ignite_engine.handlers import Checkpoint, Evaluation, Export
 from tests.kit import saved
 from tests.kit.refusals import refusals
 from tests.kit.resume import Program, assert_resumes, leaves
@@ -29,6 +30,62 @@ def resumes(build, folder, *parts, **options):
 
 
 # -- optimizers of all kinds -------------------------------------------------------------------------------------------
+
+
+class Averaging(torch.optim.SGD):
+    """Trains at one point and is evaluated at another, as schedule-free optimizers are: ``train()`` and ``eval()``."""
+
+    is_training = False
+
+    def train(self):
+        self._go_to(is_training=True)
+
+    def eval(self):
+        self._go_to(is_training=False)
+
+    def step(self, closure=None):
+        assert self.is_training
+        super().step(closure)
+
+    def _go_to(self, *, is_training):
+        if is_training != self.is_training:
+            self.is_training = is_training
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data.mul_(2.0 if is_training else 0.5)
+
+
+def test_best_and_export_have_the_weights_that_the_optimizer_is_evaluated_with(tmp_path):
+    def train():
+        model = linear()
+        optimizer = Averaging(model.parameters(), lr=0.01)
+        return model, optimizer, Trainer(Update(model, optimizer, mse))
+
+    model, optimizer, _ = train()
+    by_hand = []
+    for index, batch in enumerate([*loader(Numbers(12), 2)] * 2, 1):
+        optimizer.train()
+        optimizer.zero_grad()
+        mse(model, batch).backward()
+        optimizer.step()
+        if index % 3 == 0:
+            optimizer.eval()
+            by_hand.append(one(model))
+            optimizer.train()
+
+    model, optimizer, trainer = train()
+    evaluated, data = [], loader(Numbers(4), 4)
+    evaluator = create_evaluator(model, lambda model, batch: evaluated.append(one(model)) or mse(model, batch))
+    Average().attach(evaluator, "loss")
+    Evaluation(evaluator, data).attach(trainer, Events.ITERATION_COMPLETED(every=3))
+    checkpoint = attached(trainer, tmp_path / "run", best="val/loss", mode="min")
+    Export(tmp_path, weights="evaluated").attach(trainer)
+    trainer.run(loader(Numbers(12), 2), max_epochs=2)
+
+    assert all(torch.equal(*pair) for pair in zip(evaluated, by_hand, strict=True))
+    load_weights(best := linear(), tmp_path / "run", "best")
+    load_weights(exported := linear(), tmp_path / "model.safetensors")
+    assert torch.equal(one(best), by_hand[checkpoint.best.iteration // 3 - 1])
+    assert torch.equal(one(exported), by_hand[-1])
 
 
 class Around:

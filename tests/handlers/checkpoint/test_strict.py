@@ -3,6 +3,7 @@
 import pytest
 import torch
 from ignite.engine import Events
+from torch import nn
 from torch.utils.data import DataLoader
 
 from ignite_engine import Windows
@@ -74,6 +75,53 @@ def test_what_is_not_exact_is_refused_before_the_first_update(case, tmp_path):
     allowed.run(data(), max_epochs=1)
     assert allowed.state.iteration > 0
     assert any(reason in each for each in saved.manifest(tmp_path / "False")["reproducibility"])
+
+
+class Keeps(nn.Module):
+    """Its forward changes what the state_dict has not, but what stays, is a cache, or is of a graph."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.layers, self.cache, self.loss = kind, linear(), None, None
+        self.calls, self.mean = 0, None if kind == "mean" else torch.zeros(())
+        self.register_buffer("hidden", torch.zeros(()), persistent=kind == "saved")
+
+    def forward(self, values):
+        if self.cache is None:
+            self.cache = torch.ones(())
+        if self.kind == "calls":
+            self.calls += 1
+        if self.kind == "mean":
+            self.mean = values.detach().mean() + (0 if self.mean is None else self.mean)
+        if self.kind in ("hidden", "saved"):
+            self.hidden.add_(1)
+        self.loss = self.layers(values).mean()
+        return self.layers(values) + self.hidden
+
+
+class Writes(Keeps):
+    def get_extra_state(self):
+        return self.calls
+
+    def set_extra_state(self, calls):
+        self.calls = calls
+
+
+@pytest.mark.row("D19")
+@pytest.mark.parametrize("kind", ["calls", "mean", "hidden", "saved", "nothing", "written"])
+def test_what_a_model_keeps_beside_its_state_is_named(kind, tmp_path, caplog):
+    def run(strict):
+        model = Writes("calls") if kind == "written" else Keeps(kind)
+        trainer = trainer_of(nn.Sequential(model))
+        Checkpoint(tmp_path / str(strict), strict=strict).attach(trainer, Events.ITERATION_COMPLETED(every=3))
+        trainer.run(numbers_loader(), max_epochs=1)
+
+    run(strict=False)
+    if kind in ("calls", "mean", "hidden"):
+        assert sum(f"the model keeps 0.{kind} beside its state_dict" in each for each in caplog.messages) == 1
+        refuses(lambda: run(strict=True), NotExact, f"strict 0.{kind}")
+    else:
+        run(strict=True)
 
 
 def test_windows_without_a_state_are_known_when_the_first_one_opens(tmp_path):

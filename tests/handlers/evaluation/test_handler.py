@@ -54,10 +54,28 @@ def test_metrics_are_those_of_the_whole_set():
     assert state.metrics["val/loss"] == pytest.approx(expected.item(), rel=1e-6) and state.evaluations == 1
 
 
+class Observer(nn.Module):
+    """Writes its buffers in eval mode too, as those of quantization do; what it has seen changes the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("written", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
+        self.register_buffer("resized", torch.zeros(0))
+
+    def forward(self, values):
+        self.written.add_(values.detach().sum())
+        self.replaced = self.replaced + self.written
+        self.resized.resize_(len(values)).fill_(self.replaced)
+        return values + self.resized[0].tanh()
+
+
 @pytest.mark.row("A3")
-def test_training_does_not_notice_an_evaluation():
+@pytest.mark.parametrize("observed", [False, True])
+def test_training_does_not_notice_an_evaluation(observed):
     def run(evaluate):
-        trainer, tracked = trainer_of(linear(dropout=True)), []
+        model = linear(dropout=True)
+        trainer, tracked = trainer_of(nn.Sequential(Observer(), *model) if observed else model), []
 
         def draw(model, batch):
             torch.rand(3)
