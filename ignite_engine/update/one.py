@@ -65,7 +65,7 @@ class Update(BaseUpdate):
         accumulate: how the gradients of a group are made. None: the ordinary way. ``rank_invariant``: with the same
             bits on any number of ranks, for ``Trainer(update, global_micro_batches=...)``; of a model in DDP the module
             inside is trained, and DDP reduces nothing. ``capture``: forward, backward, clip and step as graphs of
-            ``torch.compile``, which is faster and has other bits; on one process (``docs/captured_updates.md``). Or an
+            ``torch.compile``, which is faster and has other bits; on one process (``docs/performance.md``). Or an
             :class:`Accumulation` of your own.
         reduce_each_micro_batch: DDP and FSDP2 reduce gradients in each backward, not in a group's last only; FSDP2
             then keeps no gradients of whole layers in between.

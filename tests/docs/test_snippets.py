@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 
+from docs.tools import settings
 from ignite_engine.runs.config import config_from_dict, load_config
 from ignite_engine.runs.config.tables import HANDLERS
 from tests.kit import runs
@@ -68,6 +69,21 @@ def blocks(language):
     return [block for page in PAGES for block in blocks_of(page) if block.language == language]
 
 
+def cells(page):
+    """``(setup, heading, code)`` of each section of a page with a table whose last column, ``here``, is code."""
+    setup, *sections = re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    for section in sections:
+        if "| here |" in section:
+            found = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+            rows = re.findall(r"^\|.*\| (`.*`) \|$", section, flags=re.MULTILINE)
+            lines = [line.strip("`") for row in rows for line in row.split("<br>")]
+            yield (
+                re.search(r"```python\n(.*?)```", setup, flags=re.DOTALL)[1],
+                section.splitlines()[0],
+                "\n".join([*found, *lines]),
+            )
+
+
 def prose_of(page):
     """A page without its fenced blocks."""
     return re.sub(r"^\s*```.*?^\s*```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
@@ -78,7 +94,7 @@ RUN_HERE = sorted({block.page for block in PYTHON if not block.starts_processes}
 SCRIPTS = [block for block in PYTHON if block.starts_processes]
 
 
-LONG = ("time_travel.md", "captured_updates.md", "cookbook.md", "getting_started.md")
+LONG = ("time_travel.md", "performance.md", "recipes.md", "getting_started.md")
 
 
 @pytest.mark.parametrize(
@@ -99,6 +115,19 @@ def test_python_blocks_of_a_page_run_one_after_the_other(page, tmp_path, monkeyp
                 Path(block.file).write_text(block.text)
                 monkeypatch.delitem(sys.modules, Path(block.file).stem, raising=False)
             exec(code, {"__name__": "__main__"} if block.file else namespace)
+
+
+MIGRATING = [pytest.param(*cell, id=cell[1]) for cell in cells(DOCS / "migrating.md")]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("setup, heading, code", MIGRATING)
+def test_the_right_hand_cells_of_a_table_run_from_top_to_bottom(setup, heading, code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "snippet"}
+    exec(setup, namespace)
+    exec(code, namespace)
+    assert "state" in namespace or heading.startswith("A loop"), "a run was made"
 
 
 @pytest.mark.row("I1")
@@ -162,20 +191,14 @@ def _commands(text):
         yield match[1], match[2]
 
 
-def test_the_configuration_page_names_every_key_and_gives_the_defaults():
-    """The third cell starts with the default, as YAML writes it; that of a required key says so in words."""
-    text = (DOCS / "configuration.md").read_text()
+def test_the_configuration_page_has_the_tables_that_its_sections_give():
+    text = settings.PAGE.read_text(encoding="utf-8")
+    assert text == settings.with_tables(text), "run: python docs/tools/settings.py"
+    rows = dict(re.findall(r"^\| `([a-z_]+)` \| [^|]* \| (.+) \|$", text, flags=re.MULTILINE))
     config = config_from_dict(LEAST_CONFIG).to_dict()
-    sections = {"run", "data", "update", "distributed"}
-    keys = {f"{section}.{key}": value for section in sections for key, value in config[section].items()}
-    keys |= {key: value for key, value in config.items() if key not in sections}
-    named = re.findall(r"^\| `([a-z_.]+)` \|", text, flags=re.MULTILINE)
-    assert set(named) == keys.keys()
-    rows = dict(re.findall(r"^\| `([a-z_.]+)` \| [^|]* \| `([^|`]+)`", text, flags=re.MULTILINE))
-    assert len(rows) > 20
-    for key, written in rows.items():
-        if key not in ("run.name", "run.directory"):  # by the file's name
-            assert yaml.safe_load(written) == keys[key], key
+    assert rows.keys() | settings.SECTIONS.keys() == config.keys()
+    for key in ("task_options", "load", "optimizer", "optimizers", "schedule"):
+        assert yaml.safe_load(rows[key].strip("`")) == config[key], key
 
 
 def test_the_configuration_page_names_every_handler_that_a_config_may_have():

@@ -1,4 +1,4 @@
-"""Each claim of docs/trust.md, watched from outside: an audit hook in a process of a run."""
+"""What docs/guarantees.md says of the user's machine, watched from outside: an audit hook in a process of a run."""
 
 import configparser
 import os
@@ -17,7 +17,7 @@ from tests.kit.processes import child
 from tests.test_packaging import BUILT_FROM, build
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8")
 SECRET = "hunter2-is-no-secret-of-anybody"
 TASK = """
 import torch
@@ -153,7 +153,7 @@ def test_dependencies_are_named_on_the_page():
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")
     needed = re.findall(r"^([\w-]+)", settings["options"]["install_requires"], flags=re.MULTILINE)
-    sentence = re.search(r"^## What it depends on\n(.+?);", PAGE, flags=re.MULTILINE | re.DOTALL)
+    sentence = re.search(r"^### What it depends on\n(.+?);", PAGE, flags=re.MULTILINE | re.DOTALL)
     assert set(needed) == set(re.findall(r"[\w-]+", sentence[1].replace(" and ", " ")))
 
 

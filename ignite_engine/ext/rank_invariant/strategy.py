@@ -1,4 +1,4 @@
-"""Accumulation with the same bits on any number of ranks; ``docs/rank_invariant.md`` explains it."""
+"""Accumulation with the same bits on any number of ranks; ``docs/distributed.md`` explains it."""
 
 from __future__ import annotations
 

@@ -36,16 +36,16 @@ def _seed(value: int) -> int:
 class RunSection:
     """Which run this is and how long."""
 
-    name: Name | None = None  # default: the config file's name
-    directory: Name | None = None  # default: runs/<name>
-    must_be_new: bool = False  # refuse a folder that holds a run, which would be resumed
-    restart: bool = False  # move a run that the folder holds aside, to <directory>.1, and begin anew
-    seed: Annotated[int, _seed] = 0  # rank r uses seed + r after the model was made
-    max_iterations: Count | None = None  # updates; of this and max_epochs what is reached first
-    max_epochs: Count | None = None
-    deterministic: bool = False  # torch.use_deterministic_algorithms
+    name: Name | None = None  # the run's name; default: the config file's name
+    directory: Name | None = None  # where the run writes; default: `runs/<name>`
+    must_be_new: bool = False  # refuse a folder that holds a run, instead of resuming it
+    restart: bool = False  # move a run that the folder holds to `<directory>.1`, and begin anew
+    seed: Annotated[int, _seed] = 0  # rank r uses seed + r after the model is made
+    max_iterations: Count | None = None  # length in updates; the first limit that is reached ends the run
+    max_epochs: Count | None = None  # length in passes over the data; one of the two limits is required
+    deterministic: bool = False  # `torch.use_deterministic_algorithms`
     matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of fp32 products
-    threads: Count | None = None  # CPU threads of each rank; default: torch's own
+    threads: Count | None = None  # CPU threads of each rank; default: torch's
 
     def __post_init__(self) -> None:
         if self.restart and self.must_be_new:
@@ -60,15 +60,15 @@ class RunSection:
 class DataSection:
     """How the loaders are made. Sizes are per rank."""
 
-    batch_size: Count = 32  # samples of one micro-batch on one rank
-    eval_batch_size: Count | None = None  # default: batch_size
+    batch_size: Count = 32  # samples of a micro-batch on one rank
+    eval_batch_size: Count | None = None  # samples of an evaluation batch; default: `batch_size`
     shuffle: bool = True  # the training set, in a new order each epoch
-    drop_last: bool = False  # leave out an epoch's last, smaller batch
-    max_read_errors: CountFrom0 = 0  # batches that a run leaves out because they cannot be read
-    num_workers: CountFrom0 = 0  # loader processes per rank; 0 loads in this one
-    prefetch_factor: Count | None = None  # batches ahead per worker
+    drop_last: bool = False  # leave out an epoch's last batch if it is smaller
+    max_read_errors: CountFrom0 = 0  # batches that a run may leave out because they cannot be read
+    num_workers: CountFrom0 = 0  # loader processes per rank; 0: the training process loads
+    prefetch_factor: Count | None = None  # batches that each worker loads ahead; default: torch's
     persistent_workers: bool = False  # keep the workers between epochs
-    pin_memory: bool | None = None  # default: on a device that copies from it beside computing
+    pin_memory: bool | None = None  # page-locked host memory; default: on devices that copy while they compute
 
 
 def _scaler_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -84,15 +84,15 @@ def _scaler_options(options: dict[str, Any]) -> dict[str, Any]:
 class UpdateSection:
     """One optimizer step."""
 
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of autocast; weights stay fp32
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # autocast; weights stay fp32
     accumulation_steps: Count | None = None  # micro-batches per update on each rank; default: one, ungrouped
-    global_micro_batches: Count | None = None  # instead: per update over all ranks, which share them
-    accumulate: Literal["rank_invariant", "capture"] | None = None  # another way to make the gradients of an update
+    global_micro_batches: Count | None = None  # instead: micro-batches per update over all ranks
+    accumulate: Literal["rank_invariant", "capture"] | None = None  # another way to compute the gradients
     clip_norm: Positive | None = None  # largest joint L2 norm of the gradients
-    log_grad_norm: bool = False  # also without clipping
-    grad_scaler: Annotated[dict[str, Any], _scaler_options] | None = None  # of torch.amp.GradScaler, for fp16
-    non_finite: Literal["skip", "stop", "rollback"] | None = None  # where a loss or gradient is not; default: a warning
-    max_skips: Count = 10  # iterations that non_finite leaves out at most
+    log_grad_norm: bool = False  # log `grad_norm` without clipping, too
+    grad_scaler: Annotated[dict[str, Any], _scaler_options] | None = None  # options of `torch.amp.GradScaler`, for fp16
+    non_finite: Literal["skip", "stop", "rollback"] | None = None  # at a loss or gradient that is not finite
+    max_skips: Count = 10  # most iterations that `non_finite` leaves out
 
     def __post_init__(self) -> None:
         if self.global_micro_batches is not None and self.accumulation_steps is not None:
@@ -130,15 +130,15 @@ def _ddp_options(options: dict[str, Any]) -> dict[str, Any]:
 class DistributedSection:
     """Several ranks. Under torchrun or SLURM the launcher sets how many."""
 
-    nproc_per_node: Count | None = None  # processes to spawn; --nproc-per-node overrides it
+    nproc_per_node: Count | None = None  # processes to start, as `--nproc-per-node`; default: one
     backend: Literal["gloo", "nccl"] | None = None  # default: nccl with CUDA, otherwise gloo
-    timeout: Positive | None = None  # seconds that a rank waits for another one; default: torch's own
-    heartbeat_timeout: Annotated[float, at_least(1)] = 60.0  # seconds of silence of a rank, after which all end
-    strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"  # whole models; FSDP2; FSDP2 in groups that are replicas
-    tensor_parallel: Count = 1  # ranks that share each model and its data; splits by the task's parallelize
+    timeout: Positive | None = None  # seconds that a rank waits for another one; default: torch's
+    heartbeat_timeout: Annotated[float, at_least(1)] = 60.0  # seconds of silence of a rank that end the run
+    strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"  # whole models; FSDP2; FSDP2 within replicated groups
+    tensor_parallel: Count = 1  # ranks that share each model and its data; the task's `parallelize` splits it
     shard_ranks: Count | None = None  # hsdp: ranks that share one copy of the weights; default: those of a node
-    param_dtype: Literal["fp32", "bf16"] = "fp32"  # fsdp, hsdp: of gathered weights and their computation
-    loss_parallel: bool = False  # with tensor_parallel: the cross-entropy of logits that are sharded by class
-    reduce_each_micro_batch: bool = False  # gradients in each backward, not in a group's last only
-    ddp_options: Annotated[dict[str, Any], _ddp_options] = field(default_factory=dict)  # as torch names them
-    sync_bn: bool = False  # DDP: batch statistics over all ranks; not on CPU
+    param_dtype: Literal["fp32", "bf16"] = "fp32"  # fsdp, hsdp: dtype of the gathered weights and their computation
+    loss_parallel: bool = False  # with `tensor_parallel`: the cross-entropy of logits that are sharded by class
+    reduce_each_micro_batch: bool = False  # reduce gradients in each backward, not only in the last one of a group
+    ddp_options: Annotated[dict[str, Any], _ddp_options] = field(default_factory=dict)  # of `DistributedDataParallel`
+    sync_bn: bool = False  # DDP: batch statistics over all ranks; not on the CPU
