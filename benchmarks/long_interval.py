@@ -63,14 +63,6 @@ class Measured:
     """Of all iterations, added up exactly by the benchmark."""
 
 
-class _Lines:
-    def __init__(self, found: Measured) -> None:
-        self.found = found
-
-    def write(self, iteration: int, values: Mapping[str, float]) -> None:
-        self.found.logged.append(values["loss"])
-
-
 def measure(iterations: int, saves: int, directory: Path) -> Measured:
     """One epoch of ``iterations``, with ``saves`` after the first and as many before the last.
 
@@ -85,7 +77,8 @@ def measure(iterations: int, saves: int, directory: Path) -> Measured:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     update = Update(model, optimizer, lambda model, batch: model(batch).square().mean(), clip_norm=1.0)
     trainer = Trainer(update)
-    MetricLogger(sinks=[_Lines(found)], console=False).attach(trainer, Events.ITERATION_COMPLETED(every=iterations))
+    MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=iterations))
+    trainer.add_event_handler(TrainingEvents.METRICS_READY, lambda: found.logged.append(trainer.state.metrics["loss"]))
     began = 0.0
     losses = array("d", bytes(8 * iterations))  # a list would grow by a number for each iteration
 

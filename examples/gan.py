@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from ignite_engine import Trainer, Update, Updates, loader, seed_everything
-from ignite_engine.handlers import EMA, Checkpoint, GracefulStop, LRSchedule, MetricLogger, warmup_constant
+from ignite_engine.handlers import EMA, Checkpoint, GracefulStop, LRSchedule, MetricLogger
+from ignite_engine.schedules import warmup_constant
 
 NOISE = 8  # inputs of the generator
 

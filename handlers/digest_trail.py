@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from ignite_engine.checkpoint.digests import HASH, hashes
 from ignite_engine.checkpoint.states.model_and_optimizer import weights_of
 from ignite_engine.checkpoint.states.rank_digests import different_names
 from ignite_engine.errors import RanksDiffer, is_whole
-from ignite_engine.handlers.sinks import GuardedSink, LogFile
+from ignite_engine.handlers.log import Log
 from ignite_engine.ranks import agreement
 
 Digests = Mapping[str, Any]
@@ -24,7 +23,7 @@ Digests = Mapping[str, Any]
 class DigestTrail:
     """Write a digest of each tensor of the weights, and one of all, to ``trail.jsonl`` in the run's folder.
 
-    A line is ``{"iteration": 100, "hash": "sums64-1", "all": "5f0c...", "weights": {"head.weight": "a81e...", ...}}``:
+    A line is ``{"iteration": 100, "all": "5f0c...", "hash": "sums64-1", "weights": {"head.weight": "a81e...", ...}}``:
     64 bits of each parameter and saved buffer of the registered models, as they are at the boundary. ``hash`` names
     the function; lines of another one are not compared. Other bits, or an exchange of elements, give another digest.
     It is no cryptographic hash: who wants to can make other weights with the same one.
@@ -49,11 +48,8 @@ class DigestTrail:
     def __init__(self, directory: str | Path, *, every: int = 100, compare_ranks: bool = False) -> None:
         if not is_whole(every) or every < 1:
             raise ValueError(f"every must be a whole number of updates of at least 1, got {every!r}.")
-        self.path, self.every = Path(directory).absolute() / "trail.jsonl", every
-        self.compare_ranks = compare_ranks
-        self._write: Callable[[int, Digests], None] = GuardedSink(self).guard(self._append)
-        self._file = LogFile(self.path)
-        self._newest = -1
+        self.every, self.compare_ranks = every, compare_ranks
+        self._log = Log(Path(directory) / "trail.jsonl")
 
     def attach(self, engine: Engine, event: Any = None) -> None:
         """Write at ``event``, by default the step boundary of every ``every``-th update."""
@@ -70,18 +66,7 @@ class DigestTrail:
                 "clipping or a loading of weights that ranks do differently."
             )
         if (digests := digests_of(trainer)) is not None:
-            self._write(trainer.state.iteration, digests)
-
-    def _append(self, iteration: int, digests: Digests) -> None:
-        if agreement.rank():
-            return
-        file = self._file
-        if not file.is_open or iteration < self._newest:
-            file.drop_from(iteration)
-        if iteration != self._newest:
-            file.begin_line()
-            self._newest = iteration
-        file.write(json.dumps({"iteration": iteration, **digests}).encode() + b"\n")
+            self._log.write({"iteration": trainer.state.iteration, **digests})
 
 
 def digests_of(trainer: Trainer) -> Digests | None:

@@ -1,4 +1,4 @@
-"""Save at an interval of time; stop before a time limit, or when a file appears."""
+"""Stop before a time limit, or when a file appears."""
 
 from __future__ import annotations
 
@@ -19,41 +19,6 @@ logger = logging.getLogger(__name__)
 
 _CHECK_EVERY_S = 1.0
 _MARGIN_SHARE, _LARGEST_MARGIN_S = 0.05, 30.0
-
-
-class SaveEvery:
-    """Request a checkpoint when this time has passed since the last one, for any reason.
-
-    Rank 0's clock decides. The iterations of the checkpoints differ between runs; the training does not.
-
-    Args:
-        minutes, seconds: they add up.
-
-    Raises:
-        ValueError: the time is not above 0.
-    """
-
-    def __init__(self, *, minutes: float = 0.0, seconds: float = 0.0) -> None:
-        self.interval_s = 60.0 * minutes + seconds
-        if not 0 < self.interval_s < math.inf:
-            name, number = ("seconds", seconds) if seconds else ("minutes", minutes)
-            raise ValueError(f"{name} must be a number above 0, got {number}.")
-        self._due = math.inf
-
-    def attach(self, engine: Engine, event: Any = Events.ITERATION_COMPLETED) -> None:
-        """Read the clock at ``event``; the save is at the next step boundary on which all ranks agree."""
-        trainer = Trainer.of(engine)
-        trainer.add_event_handler(Events.STARTED, self._restart)
-        trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, self._restart)
-        trainer.add_event_handler(event, self)
-
-    def __call__(self, trainer: Trainer) -> None:
-        if time.monotonic() >= self._due:
-            self._restart()
-            trainer.request_save()
-
-    def _restart(self) -> None:
-        self._due = time.monotonic() + self.interval_s if agreement.rank() == 0 else math.inf
 
 
 class WallClockLimit:

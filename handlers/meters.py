@@ -1,7 +1,8 @@
-"""What Ignite's metrics lack: sums, extremes and times of an interval, which MetricLogger reduces with its means."""
+"""Sums, means, extremes and times of an interval, in constant memory; MetricLogger reduces all of them together."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from time import perf_counter
@@ -11,69 +12,8 @@ import torch
 
 from ignite_engine.devices import widest_float
 
-How = Literal["sum", "mean", "max", "min"]
 CHUNK = 64
 """Numbers that are kept one by one until they are added up together: one at a time would cost more."""
-
-
-class Running:
-    """A sum or an extreme of numbers that come in chunks, in constant memory; nothing is read from the device.
-
-    Args:
-        how: ``sum`` and ``mean`` keep the sum.
-    """
-
-    def __init__(self, how: How) -> None:
-        self.how, self.count = how, 0
-        self._total: torch.Tensor | None = None
-        self._bad_at: torch.Tensor | None = None
-
-    def add(self, chunk: Sequence[Any], iterations: Sequence[int] | None = None) -> None:
-        """Take numbers, or tensors of one element.
-
-        Args:
-            iterations: of the numbers, for :meth:`bad_at`.
-        """
-        values = _stacked(chunk)
-        part = values.sum() if self.how in ("sum", "mean") else values.max() if self.how == "max" else values.min()
-        if iterations is not None:
-            first, last = iterations[0], iterations[-1]
-            if last - first + 1 == len(chunk):  # not a copy to the device, which the host would wait for
-                places = torch.arange(first, last + 1, dtype=values.dtype, device=values.device)
-            else:
-                places = torch.tensor(iterations, dtype=values.dtype, device=values.device)
-            bad_at = torch.where(torch.isfinite(values), math.inf, places).min()
-            self._bad_at = bad_at if self._bad_at is None else torch.minimum(self._bad_at.to(bad_at.device), bad_at)
-        self._join(part, len(chunk))
-
-    def append(self, later: Running) -> None:
-        """Take what another one was given after this one."""
-        if later._total is not None:
-            self._join(later._total, later.count)
-
-    def _join(self, part: torch.Tensor, count: int) -> None:
-        if self._total is not None:
-            total = self._total.to(part.device)
-            if self.how in ("sum", "mean"):
-                part = total + part
-            else:
-                part = torch.maximum(total, part) if self.how == "max" else torch.minimum(total, part)
-        self._total, self.count = part, self.count + count
-
-    def number(self) -> float:
-        """The sum or the extreme; NaN for an extreme of none."""
-        none = 0.0 if self.how in ("sum", "mean") else math.nan
-        return none if self._total is None else self._total.item()
-
-    def bad_at(self) -> float:
-        """The first iteration whose number is not finite, infinity if all are."""
-        return math.inf if self._bad_at is None else self._bad_at.item()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "total": self._total, "bad_at": self._bad_at}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.count, self._total, self._bad_at = state["count"], state["total"], state["bad_at"]
 
 
 class Meter:
@@ -90,11 +30,26 @@ class Meter:
         ValueError: ``how`` is none of these.
     """
 
-    def __init__(self, how: How, of: str | None = None) -> None:
+    def __init__(self, how: Literal["sum", "mean", "max", "min"], of: str | None = None) -> None:
         if how not in ("sum", "mean", "max", "min"):
             raise ValueError(f"Meter got how={how!r}, expected 'sum', 'mean', 'max' or 'min'.")
         self.how, self.of = how, of
         self.reset()
+
+    def reset(self) -> None:
+        """Forget what it was given."""
+        self._values: list[Any] = []
+        """What it was given last, and is not added up yet."""
+        self._iteration: int | None = None
+        """That of the first of these values, one of each iteration, where it is to be known."""
+        self._added = 0
+        self._total: torch.Tensor | None = None
+        self._bad_at: torch.Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """How many numbers it was given."""
+        return self._added + len(self._values)
 
     def update(self, value: float | torch.Tensor) -> None:
         """Take a number, or a tensor of one element, whose value is kept."""
@@ -102,47 +57,26 @@ class Meter:
             value = value.detach().clone().reshape(())
         self.take(value)
 
-    def take(self, value: Any) -> None:
-        """Update with a tensor that is not changed afterwards, so that it need not be copied."""
-        self.values.append(value)
-        if len(self.values) == CHUNK:
-            self._fold()
+    def take(self, value: Any, iteration: int | None = None) -> None:
+        """Update with a tensor that is not changed afterwards, so that it need not be copied.
 
-    @property
-    def count(self) -> int:
-        """How many numbers it was given."""
-        return self._running.count + len(self.values)
-
-    def reset(self) -> None:
-        """Forget what it was given."""
-        self.values: list[Any] = []
-        """What it was given last, and is not added up yet."""
-        self._running = Running(self.how)
+        Args:
+            iteration: for :meth:`bad_at`.
+        """
+        if iteration is not None:
+            if self._values and iteration != self._iteration + len(self._values):  # type: ignore[operator]  # it has one
+                self._add_up()
+            if not self._values:
+                self._iteration = iteration
+        self._values.append(value)
+        if len(self._values) == CHUNK:
+            self._add_up()
 
     def reduced(self) -> tuple[float, float]:
         """This rank's part for :meth:`over_ranks`: the number, and of how many."""
-        self._fold()
-        return self._running.number(), float(self._running.count)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"values": packed(self.values), **self._running.state_dict()}
-
-    def continue_from(self, state: Mapping[str, Any]) -> None:
-        """What a checkpoint had comes before what it was given since."""
-        values, running = self.values, self._running
-        self.reset()
-        self.values = unpacked(state["values"])
-        self._running.load_state_dict(state)
-        if running.count:
-            self._fold()
-            self._running.append(running)
-        for value in values:
-            self.take(value)
-
-    def _fold(self) -> None:
-        if self.values:
-            self._running.add(self.values)
-            self.values = []
+        self._add_up()
+        none = 0.0 if self.how in ("sum", "mean") else math.nan
+        return none if self._total is None else self._total.item(), float(self._added)
 
     def over_ranks(self, parts: Sequence[tuple[float, float]]) -> float | None:
         """The number over all ranks, None if no rank has any."""
@@ -155,6 +89,60 @@ class Meter:
         if self.how in ("max", "min"):
             return max(numbers) if self.how == "max" else min(numbers)
         return sum(numbers) / (1 if self.how == "sum" else sum(count for _, count in given))
+
+    def bad_at(self) -> float:
+        """The first iteration whose number is not finite, infinity if all are."""
+        self._add_up()
+        return math.inf if self._bad_at is None else self._bad_at.item()
+
+    def state_dict(self) -> dict[str, Any]:
+        values: Any = self._values
+        if values and all(isinstance(value, torch.Tensor) and value.dtype == values[0].dtype for value in values):
+            values = torch.stack(self._tensors())  # each one would be a record of the checkpoint
+        place = {"iteration": self._iteration, "count": self._added}
+        return {"values": values, **place, "total": self._total, "bad_at": self._bad_at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What a checkpoint had comes before what it was given since."""
+        later = copy.copy(self)
+        self._values, self._iteration = [*state["values"]], state["iteration"]
+        self._added, self._total, self._bad_at = state["count"], state["total"], state["bad_at"]
+        if later._total is not None:
+            self._add_up()
+            self._join(later._total, later._added)
+        for value in later._values:
+            self.take(value)
+
+    def _add_up(self) -> None:
+        if not self._values:
+            return
+        values = torch.stack(self._tensors())
+        values = values.to(widest_float(values.device))
+        if (first := self._iteration) is not None:
+            places = torch.arange(first, first + len(values), dtype=values.dtype, device=values.device)
+            bad_at = torch.where(torch.isfinite(values), math.inf, places).min()
+            self._bad_at = bad_at if self._bad_at is None else torch.minimum(self._bad_at.to(bad_at.device), bad_at)
+        self._values = []
+        self._join(values.sum() if self.how in ("sum", "mean") else getattr(values, self.how)(), len(values))
+
+    def _join(self, part: torch.Tensor, count: int) -> None:
+        if self._total is not None:
+            join = {"max": torch.maximum, "min": torch.minimum}.get(self.how, torch.add)
+            part = join(self._total.to(part.device), part)
+        self._total, self._added = part, self._added + count
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """The last values, on the device of the last tensor: those that a checkpoint had are on the CPU."""
+        tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
+        device = tensors[-1].device if tensors else torch.device("cpu")
+        wide = widest_float(device)
+        is_mixed = len(tensors) < len(self._values) or len({tensor.dtype for tensor in tensors}) > 1
+        return [
+            value.reshape(()).to(device, wide if is_mixed else None)
+            if isinstance(value, torch.Tensor)
+            else torch.tensor(float(value), dtype=wide, device=device)
+            for value in self._values
+        ]
 
 
 class Stopwatch(Meter):
@@ -170,37 +158,3 @@ class Stopwatch(Meter):
 
     def __exit__(self, *error: object) -> None:
         self.update(1e3 * (perf_counter() - self._started))
-
-
-def packed(values: Sequence[Any]) -> Any:
-    """Scalar tensors of one kind as one tensor, else a list: in a checkpoint each tensor is a record of its own.
-
-    Those that a checkpoint had are on the CPU, and the later ones may be on a device.
-    """
-    return _stack(values) if values and _are_alike(values) else list(values)
-
-
-def unpacked(values: Any) -> list[Any]:
-    """What was :func:`packed`."""
-    return list(values.unbind() if isinstance(values, torch.Tensor) else values)
-
-
-def _are_alike(values: Sequence[Any]) -> bool:
-    first = values[0]
-    return all(isinstance(value, torch.Tensor) and value.shape == () and value.dtype is first.dtype for value in values)
-
-
-def _stack(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([value.to(values[-1].device) for value in values])
-
-
-def _stacked(values: Sequence[Any]) -> torch.Tensor:
-    """Scalars as one tensor on the device of the last tensor, of the widest type that it has."""
-    device = next((value.device for value in reversed(values) if isinstance(value, torch.Tensor)), None)
-    if device is None:
-        return torch.tensor([float(value) for value in values], dtype=torch.float64)
-    wide = widest_float(device)
-    if _are_alike(values):
-        return _stack(values).to(wide)
-    numbers = [value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=wide) for value in values]
-    return torch.stack([number.reshape(()).to(device, wide) for number in numbers])

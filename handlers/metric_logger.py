@@ -1,11 +1,13 @@
-"""Means over an interval of what the update reports, and the sinks that write all metrics."""
+"""Means over an interval of what the update reports, and the log of everything that is measured."""
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import datetime
+import json
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Number
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,14 @@ import torch
 from ignite.engine import Engine, Events
 
 from ignite_engine import Phase, Trainer, TrainingEvents
-from ignite_engine.handlers.history import History
-from ignite_engine.handlers.meters import CHUNK, Meter, Running, packed, unpacked
-from ignite_engine.handlers.sinks import ConsoleSink, JSONLSink, Sink, attach_sink
-from ignite_engine.ranks import agreement
-from ignite_engine.text import plain_metric
+from ignite_engine.handlers.console import Stream, shown
+from ignite_engine.handlers.log import Log
+from ignite_engine.handlers.meters import Meter
+from ignite_engine.ranks import agreement, attempt
+from ignite_engine.state import Start
+from ignite_engine.text import json_values, plain_metric
 from ignite_engine.update import Update, Updates
 
-Row = Mapping[str, Any]
 logger = logging.getLogger(__name__)
 _WATCHED = ("loss", "grad_norm")
 """Values whose first non-finite occurrence is reported."""
@@ -30,14 +32,16 @@ _COLUMNS = ("iteration", "epoch")
 
 
 class MetricLogger:
-    """Mean over the interval of each value in ``state.output``; sinks write what is new in ``state.metrics``.
+    """Mean over the interval of each value in ``state.output``, and the log of what is new in ``state.metrics``.
 
-    What is in ``state.meters`` (:class:`~ignite_engine.handlers.Meter`) is written beside the means, by its name.
+    What is in ``state.meters`` (:class:`~ignite_engine.handlers.meters.Meter`) is written beside the means, by its
+    name.
 
     Args:
-        directory: gets a ``metrics.jsonl`` and a ``starts.jsonl`` (starts and stops); None: no files.
-        sinks: further ones; an error in a sink is a warning, and training continues.
-        console: print a line at each log point; a list: with these columns (:class:`ConsoleSink`).
+        directory: gets a ``metrics.jsonl``, and a ``starts.jsonl`` with a line for each start and end of the run, of
+            which a kill leaves none; None: no files.
+        console: print a line at each log point: ``loss``, the update's other values, metrics of evaluations, ``lr`` and
+            the throughput; a list: these values, patterns (``val/*``) too, and ``rate`` for the throughput.
         config: the settings of the run, kept in ``starts.jsonl`` with each start.
         name: in checkpoints; the interval's values are saved, so that a resumed run logs the same means.
 
@@ -54,23 +58,15 @@ class MetricLogger:
         self,
         directory: str | Path | None = None,
         *,
-        sinks: Sequence[Sink] = (),
         console: bool | Sequence[str] = True,
         config: Mapping[str, Any] | None = None,
         name: str = "metric_logger",
     ) -> None:
-        self.name = name
-        self.sinks: list[Sink] = [*sinks]
+        self.name, self.console, self.config = name, console, config
         self.directory = None if directory is None else Path(directory).absolute()
-        self.history = None if directory is None else History(directory, config)
-        """Records the run's starts and ends in its folder."""
-        if directory is not None:
-            self.sinks.append(JSONLSink(Path(directory) / "metrics.jsonl", name=f"{name}/jsonl"))
-        if console is not False:
-            self.sinks.append(ConsoleSink(keys=None if console is True else console))
-        self._rows: list[tuple[int, Row]] = []
-        """The last values by iteration, which are not added up yet."""
-        self._means: dict[str, Running] = {}
+        self._log = None if self.directory is None else Log(self.directory / "metrics.jsonl")
+        self._stdout = Stream("stdout")
+        self._means: dict[str, Meter] = {}
         self._meters: dict[str, Meter] = {}
         self._loaded: dict[str, dict[str, Any]] = {}
         """What a checkpoint had for meters, until they are there."""
@@ -91,34 +87,32 @@ class MetricLogger:
         trainer.add_event_handler(event, self)
         trainer.add_event_handler(Events.COMPLETED, self._write_rest)
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self._make_plain)
-        if self.history is not None:
-            self.history.attach(trainer)
-        for sink in self.sinks:
-            attach_sink(sink, trainer)
+        if self._log is not None:
+            trainer.register(f"{self.name}/log", self._log, kind="log")
+            trainer.add_event_handler(Events.STARTED, self._note_start)
+        trainer.add_event_handler(TrainingEvents.METRICS_READY, self._write)
 
     def __call__(self, trainer: Trainer) -> None:
         """Write the interval's means into ``state.metrics`` and start the next interval."""
-        self._add_up()
-        running, self._means = self._means, {}
-        meters = self._meters = trainer.state.meters
-        if not running and not meters:
-            return
+        means, self._means, self._meters = self._means, {}, trainer.state.meters
         self._join_loaded()
-        of_meters = [number for meter in meters.values() for number in meter.reduced()]
-        means = {name: mean.number() / mean.count for name, mean in running.items()}
-        bad = [name in means and not math.isfinite(means[name]) for name in _WATCHED]
-        first_bad = [running[name].bad_at() if is_bad else math.inf for name, is_bad in zip(_WATCHED, bad, strict=True)]
-        rows = agreement.gather_floats([*means.values(), *of_meters, *first_bad])
-        *columns, losses, norms = zip(*rows, strict=True)
-        for key, column in zip(running, columns):
-            trainer.state.metrics[key] = agreement.mean_of(column)
-        for number, (name, meter) in enumerate(meters.items()):
-            first = len(means) + 2 * number
-            if (value := meter.over_ranks([(row[first], row[first + 1]) for row in rows])) is not None:
+        named = [*means.items(), *self._meters.items()]
+        if not named:
+            return
+        parts = [meter.reduced() for _, meter in named]
+        totals = dict(zip(means, (number for number, _ in parts)))
+        bad = [name in means and not math.isfinite(totals[name]) for name in _WATCHED]
+        first_bad = [means[name].bad_at() if is_bad else math.inf for name, is_bad in zip(_WATCHED, bad)]
+        rows = agreement.gather_floats([*(value for part in parts for value in part), *first_bad])
+        for place, (name, meter) in enumerate(named):
+            of_ranks = [(row[2 * place], row[2 * place + 1]) for row in rows]
+            is_mean = place < len(means)
+            value = agreement.mean_of([a / b for a, b in of_ranks]) if is_mean else meter.over_ranks(of_ranks)
+            if value is not None:
                 trainer.state.metrics[name] = value
             meter.reset()
-        is_known = isinstance(trainer.update, Update | Updates)
-        if not is_known or trainer.update.scaler is not None:
+        *_, losses, norms = zip(*rows, strict=True)
+        if not isinstance(trainer.update, Update | Updates) or trainer.update.scaler is not None:
             norms = (math.inf,)  # fp16 overflows and skips the step
         if min(norms) < min(losses):
             self._note_first(trainer, "gradient norm", trainer.state.metrics["grad_norm"], norms)
@@ -130,35 +124,55 @@ class MetricLogger:
         self._join_loaded()
         meters = {name: meter.state_dict() for name, meter in self._meters.items() if meter.count}
         means = {name: mean.state_dict() for name, mean in self._means.items()}
-        return {
-            "rows": _as_columns(self._rows),
-            "means": means,
-            "not_finite_at": self._not_finite_at,
-            "meters": self._loaded | meters,
-        }
+        return {"means": means, "not_finite_at": self._not_finite_at, "meters": self._loaded | meters}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._rows, self._means = _as_rows(state["rows"]), {}
-        for name, mean in state["means"].items():
-            self._means[name] = Running("mean")
-            self._means[name].load_state_dict(mean)
-        self._not_finite_at = state["not_finite_at"]
-        self._loaded = dict(state["meters"])
+        self.begin_anew()
+        self._means = {name: Meter("mean") for name in state["means"]}
+        for name, mean in self._means.items():
+            mean.load_state_dict(state["means"][name])
+        self._not_finite_at, self._loaded = state["not_finite_at"], dict(state["meters"])
+
+    def begin_anew(self) -> None:
+        """A run starts over: nothing was logged."""
+        self._means, self._not_finite_at, self._loaded = {}, None, {}
         for meter in self._meters.values():
             meter.reset()
 
     def _refuse_a_second_writer(self, trainer: Trainer) -> None:
-        if self.directory is None:
+        others = [obj for obj in trainer.registry.objects.values() if isinstance(obj, MetricLogger)]
+        if self.directory is not None and self.directory in [other.directory for other in others]:
+            raise ValueError(
+                f"Another MetricLogger of this trainer writes to {self.directory}: give this one another directory."
+            )
+
+    def _start(self, trainer: Trainer) -> None:
+        self._meters = trainer.state.meters
+        trainer.state.not_finite_at = self._not_finite_at
+
+    def _collect(self, trainer: Trainer) -> None:
+        iteration, policy = trainer.state.iteration, trainer.update.non_finite
+        if policy is not None and policy.leaves_out(iteration):
             return
-        for name, obj in trainer.registry.objects.items():
-            directory = obj.directory if isinstance(obj, MetricLogger) else None
-            if directory is not None and directory.resolve() == self.directory.resolve():
-                raise ValueError(
-                    f"The MetricLogger {name!r} writes to {directory} already: give this one another directory."
-                )
+        if self._loaded:
+            self._join_loaded()
+        meters = trainer.state.meters.values()
+        for name, value in _scalars(trainer.state.output, fresh=type(trainer.update) in (Update, Updates)):
+            if name not in self._means:
+                self._means[name] = Meter("mean")
+            self._means[name].take(value, iteration if name in _WATCHED else None)
+            for meter in meters:
+                if meter.of == name:
+                    meter.take(value)
+
+    _collect.phase = Phase.EVALUATE  # type: ignore[attr-defined]  # before any handler of this event reads the mean
+
+    def _join_loaded(self) -> None:
+        for name in self._loaded.keys() & self._meters.keys():
+            self._meters[name].load_state_dict(self._loaded.pop(name))
 
     def _make_plain(self, trainer: Trainer) -> None:
-        """On METRICS_READY, before the sinks: tensors and arrays become numbers, or lists of them.
+        """On METRICS_READY, before anybody reads them: tensors and arrays become numbers, or lists of them.
 
         Raises:
             ValueError: a value is neither a number nor lists of them, or has the name of a column of the log.
@@ -171,45 +185,28 @@ class MetricLogger:
                 metrics.fresh[name] = plain = plain_metric(name, value)
                 dict.__setitem__(metrics, name, plain)
 
-    def _add_up(self) -> None:
-        rows, self._rows = self._rows, []
-        for name in dict.fromkeys(name for _, row in rows for name in row):
-            values = [row[name] for _, row in rows if name in row]
-            iterations = [iteration for iteration, row in rows if name in row] if name in _WATCHED else None
-            self._means.setdefault(name, Running("mean")).add(values, iterations)
+    def _write(self, trainer: Trainer) -> None:
+        state = trainer.state
+        row = {"iteration": state.iteration, "epoch": state.epoch, **state.metrics.fresh}
+        if self._log is not None:
+            self._log.write(row)
+        keys = None if self.console is True else self.console
+        if keys is not False and agreement.rank() == 0 and (values := shown(row, keys)):
+            self._stdout.write("  ".join([f"epoch {state.epoch}  iter {state.iteration}", *values]) + "\n")
 
-    def _join_loaded(self) -> None:
-        for name in self._loaded.keys() & self._meters.keys():
-            self._meters[name].continue_from(self._loaded.pop(name))
+    _write.phase = Phase.LOG  # type: ignore[attr-defined]  # after those who measure
 
-    def begin_anew(self) -> None:
-        """A run starts over: nothing was logged."""
-        self._rows, self._means, self._not_finite_at, self._loaded = [], {}, None, {}
-        for meter in self._meters.values():
-            meter.reset()
-
-    def _start(self, trainer: Trainer) -> None:
-        self._meters = trainer.state.meters
-        trainer.state.not_finite_at = self._not_finite_at
-        names = trainer.update.updates if isinstance(trainer.update, Updates) else ()
-        losses = [f"{name}/loss" for name in names] or (["loss"] if isinstance(trainer.update, Update) else [])
-        for sink in self.sinks:
-            if isinstance(sink, ConsoleSink):  # an evaluation may come before the first of them
-                sink.columns.add(dict.fromkeys(losses))
-
-    def _collect(self, trainer: Trainer) -> None:
-        policy = trainer.update.non_finite
-        if policy is not None and policy.leaves_out(trainer.state.iteration):
+    def _write_rest(self, trainer: Trainer) -> None:
+        """Log the last, perhaps shorter interval of a completed run; a resumed run completes it otherwise."""
+        if trainer.state.status != "completed":
             return
-        if self._loaded:
-            self._join_loaded()
-        if row := _scalars(trainer.state.output, fresh=type(trainer.update) in (Update, Updates)):
-            self._rows.append((trainer.state.iteration, row))
-            for meter in trainer.state.meters.values():
-                if meter.of in row:
-                    meter.take(row[meter.of])
-            if len(self._rows) == CHUNK:
-                self._add_up()
+        self(trainer)
+        loss = trainer.state.metrics.get("loss", 0.0)
+        if self._not_finite_at is not None and not math.isfinite(loss) and agreement.rank() == 0:
+            logger.warning(
+                "The run has ended with a loss of %s, which was first not finite at iteration %d.",
+                *(loss, self._not_finite_at),
+            )
 
     def _note_first(self, trainer: Trainer, name: str, value: float, firsts: Sequence[float]) -> None:
         """Warn of the first value that is not finite; ``firsts`` are the iterations by rank."""
@@ -225,54 +222,36 @@ class MetricLogger:
                     *(name, self._not_finite_at, value, "" if is_of_all else agreement.on_ranks(ranks)),
                 )
 
-    def _write_rest(self, trainer: Trainer) -> None:
-        """Log the last, perhaps shorter interval of a completed run; a resumed run completes it otherwise."""
-        if trainer.state.status != "completed":
+    def _note_start(self, trainer: Trainer) -> None:
+        trainer.registry.check_all_claimed()  # by then nothing refuses the start any more
+        what = "started" if trainer.state.start is Start.FRESH else "resumed"
+        self._note(trainer, what, attempt.current.reason, **({} if self.config is None else {"config": self.config}))
+        trainer.call_at_end(lambda trainer: self._note(trainer, trainer.state.status, trainer.state.reason))
+
+    _note_start.phase = Phase.LAST  # type: ignore[attr-defined]  # read by the Trainer
+
+    def _note(self, trainer: Trainer, what: str, reason: str | None, **more: Any) -> None:
+        if agreement.rank() != 0 or self.directory is None:
             return
-        self(trainer)
-        loss = trainer.state.metrics.get("loss", 0.0)
-        if self._not_finite_at is not None and not math.isfinite(loss) and agreement.rank() == 0:
-            logger.warning(
-                "The run has ended with a loss of %s, which was first not finite at iteration %d.",
-                loss,
-                self._not_finite_at,
-            )
-
-    _collect.phase = Phase.EVALUATE  # type: ignore[attr-defined]  # before any handler of this event reads the mean
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        values = {"what": what, "iteration": trainer.state.iteration, "reason": reason, "at": now, **more}
+        with contextlib.suppress(OSError):  # the log says that the folder cannot be written
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with (self.directory / "starts.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(json_values(values), default=str) + "\n")
 
 
-def _as_columns(rows: Sequence[tuple[int, Row]]) -> list[Any]:
-    """For each sequence of rows with the same names their iterations, and by name the values in one tensor."""
-    columns: list[Any] = []
-    for names, group in itertools.groupby(rows, key=lambda row: list(row[1])):
-        iterations, values = zip(*group, strict=True)
-        columns.append([list(iterations), {name: packed([row[name] for row in values]) for name in names}])
-    return columns
-
-
-def _as_rows(columns: Iterable[Any]) -> list[tuple[int, Row]]:
-    """The rows of :func:`_as_columns`."""
-    rows: list[tuple[int, Row]] = []
-    for iterations, values in columns:
-        by_name = {name: unpacked(column) for name, column in values.items()}
-        rows += [(iteration, {name: by_name[name][at] for name in by_name}) for at, iteration in enumerate(iterations)]
-    return rows
-
-
-def _scalars(output: Any, *, fresh: bool) -> Row:
+def _scalars(output: Any, *, fresh: bool) -> Iterator[tuple[str, Any]]:
     """The numbers and tensors of one element in ``output`` by name, without graphs.
 
     Args:
         fresh: the tensors are in memory of their own; else they may be parts of larger ones, or parameters.
     """
-    row: dict[str, Any] = {}
     if isinstance(output, list) and output and isinstance(output[0], Mapping):
         output = output[0]  # MONAI's: one for each sample, with the same loss
-    pairs = output.items() if isinstance(output, Mapping) else (("loss", output),)
-    for name, value in pairs:
+    for name, value in output.items() if isinstance(output, Mapping) else (("loss", output),):
         if isinstance(value, torch.Tensor):
             if value.numel() == 1:
-                row[str(name)] = value if fresh else value.detach().clone()
+                yield str(name), value if fresh else value.detach().clone()
         elif isinstance(value, Number):
-            row[str(name)] = value
-    return row
+            yield str(name), value

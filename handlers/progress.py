@@ -9,46 +9,42 @@ import sys
 from collections.abc import Sequence
 from time import perf_counter
 
-import ignite.distributed as idist
 from ignite.engine import Engine, Events
 
 from ignite_engine import Trainer
 from ignite_engine.events import Phase, TrainingEvents
-from ignite_engine.handlers.columns import Columns, head_of, short
+from ignite_engine.handlers.console import Stream, shown
+from ignite_engine.ranks import agreement
+from ignite_engine.text import short
 
-REDRAW_S = 0.1
-LINE_S = 30.0
+REDRAW_S, LINE_S, LINES_APART_S = 0.1, 30.0, 10.0
 LINE_SHARE = 0.1
-LINES_APART_S = 10.0
-BAR_CELLS = 24
-NARROW_BAR_CELLS = 10
-WIDE_COLUMNS = 100
-logger = logging.getLogger(__name__)
+BAR_CELLS = 20
 
 
 class Progress:
     """Shows epoch, iteration and total, the time left, iterations per second, and what the console shows, on stderr.
 
     On a terminal one line is redrawn, at most ten times a second, as wide as the terminal; it is cleared before
-    loggers print. Elsewhere a line is printed after each tenth of the run, at least
-    10 s apart, after 30 s without a log point or a line, and at the end. Rank 0 only; it reads nothing from the device,
-    and between its lines costs a clock read and two comparisons. The time left is computed from the mean speed of this
-    process, evaluations and checkpoints included.
+    loggers print. Elsewhere a line is printed after each tenth of the run, at least 10 s apart, after 30 s without a
+    log point or a line, and at the end. Rank 0 only; it reads nothing from the device, and between its lines costs a
+    clock read and two comparisons. The time left is computed from the mean speed of this process, evaluations and
+    checkpoints included.
 
     Args:
-        keys: of ``state.metrics``, as :class:`~ignite_engine.handlers.ConsoleSink` takes them; plain lines show
-            ``loss`` alone.
+        keys: of ``state.metrics``, as ``MetricLogger(console=...)`` takes them.
     """
 
     def __init__(self, keys: Sequence[str] | None = None) -> None:
-        self.columns = Columns(keys)
-        self._drawn = self._gone = False
+        self.keys = keys
+        self._stderr = Stream("stderr")
+        self._drawn = False
         self._next_time = self._next_iteration = self._not_before = 0.0
-        self._started_at, self._first_iteration, self._printed_iteration, self._more_iterations = 0.0, 0, -1, 0
+        self._started_at, self._first_iteration, self._printed_iteration = 0.0, 0, -1
 
     def attach(self, engine: Engine, event: object = Events.ITERATION_COMPLETED) -> None:
         trainer = Trainer.of(engine)
-        if idist.get_rank() != 0:
+        if agreement.rank() != 0:
             return
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(event, self)
@@ -62,12 +58,8 @@ class Progress:
 
     def _start(self, trainer: Trainer) -> None:
         self._started_at, self._first_iteration, self._printed_iteration = perf_counter(), trainer.state.iteration, -1
-        # after a resume with other groups or ranks, iterations before and after are not of the same size
-        state, position = trainer.state, trainer.progress
-        of_now = position.epochs_completed * (state.epoch_length or 0) + position.epoch_iteration
-        self._more_iterations = state.iteration - of_now if state.epoch_length else 0
         self._schedule(trainer, self._started_at)
-        if _is_terminal():
+        if self._stderr.is_terminal:
             # filters of the handlers, because filters of a logger do not see records of its children
             every = (*logging.getLogger().handlers, logging.lastResort)
             handlers = [handler for handler in every if isinstance(handler, logging.StreamHandler)]
@@ -82,7 +74,7 @@ class Progress:
             trainer.call_at_end(end)
 
     def _schedule(self, trainer: Trainer, now: float) -> None:
-        redrawn, total = _is_terminal(), self._total(trainer)
+        redrawn, total = self._stderr.is_terminal, trainer.last_iteration
         self._next_time = now + (REDRAW_S if redrawn else LINE_S)
         self._next_iteration, self._not_before = math.inf, now + LINES_APART_S
         if total is not None and not redrawn:
@@ -92,79 +84,36 @@ class Progress:
     def _print(self, trainer: Trainer, now: float) -> None:
         self._schedule(trainer, now)
         self._printed_iteration = trainer.state.iteration
-        if _is_terminal():
-            columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-            self._drawn = self._write(f"\r{self._line(trainer, now, columns)[: columns - 1]}\x1b[K")
-        else:
-            self._write(f"{self._plain_line(trainer, now)}\n")
+        parts = self._parts(trainer, now)
+        if not self._stderr.is_terminal:
+            self._stderr.write("  ".join(parts) + "\n")
+            return
+        room = (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1
+        while len(line := "  ".join(parts)) > room and len(parts) > 1:
+            parts.pop()
+        self._stderr.write(f"\r{line[:room]}\x1b[K")
+        self._drawn = True
 
-    def _write(self, text: str) -> bool:
-        """Whether it could be written; a closed terminal, or a pipe without a reader, does not end the training."""
-        if self._gone:
-            return False
-        try:
-            sys.stderr.write(text)
-            sys.stderr.flush()
-        except (OSError, ValueError) as error:
-            self._gone = True
-            logger.warning("Progress is no longer shown, as stderr is gone: %s. Training continues.", error)
-        return not self._gone
-
-    def _line(self, trainer: Trainer, now: float, columns: int) -> str:
-        """With the values that fit into ``columns``."""
-        where, share, times = self._position(trainer, now)
-        if share is not None:
-            cells = BAR_CELLS if columns >= WIDE_COLUMNS else NARROW_BAR_CELLS
-            filled = int(share * cells)
-            where += f" [{'#' * filled}{'.' * (cells - filled)}] {share:.0%}"
-        line = "  ".join([where, *times[-1:], *self._rate(trainer, now)])
-        for value in self._values(trainer):
-            if len(line) + 2 + len(value) >= columns:
-                break
-            line += f"  {value}"
-        return line
-
-    def _plain_line(self, trainer: Trainer, now: float) -> str:
-        where, share, times = self._position(trainer, now)
-        loss = trainer.state.metrics.get("loss")
-        parts = [where if share is None else f"{where} {share:.0%}", *times]
-        return "  ".join(parts if loss is None else [*parts, f"loss {short(loss)}"])
-
-    def _position(self, trainer: Trainer, now: float) -> tuple[str, float | None, list[str]]:
-        """Where the run is in words, the share of it that is done if that is known, and its times."""
-        state, total = trainer.state, self._total(trainer)
+    def _parts(self, trainer: Trainer, now: float) -> list[str]:
+        """Where the run is, its times, its speed, and what was measured."""
+        state, total = trainer.state, trainer.last_iteration
         elapsed, done = now - self._started_at, state.iteration - self._first_iteration
         epochs = f"/{state.max_epochs}" if state.max_epochs else ""
         where, times = f"epoch {state.epoch}{epochs}  iter {state.iteration}", [f"elapsed {_clock(elapsed)}"]
-        if total is None:
-            return where, None, times
-        if done > 0:
-            times.append(f"ETA {_clock(elapsed / done * max(total - state.iteration, 0))}")
-        return f"{where}/{total}", min(state.iteration / total, 1.0), times
-
-    def _rate(self, trainer: Trainer, now: float) -> list[str]:
-        """Iterations of this process in a second, once there is one."""
-        done = trainer.state.iteration - self._first_iteration
-        elapsed = now - self._started_at
-        return [f"{short(done / elapsed, 'throughput/steps_per_s')} it/s"] if done > 0 and elapsed > 0 else []
-
-    def _total(self, trainer: Trainer) -> int | None:
-        """The iteration at which the run ends; None in the first pass over data of unknown length."""
-        state = trainer.state
-        if state.max_epochs is None or not state.epoch_length:
-            return state.max_iters
-        by_epochs = int(state.max_epochs) * int(state.epoch_length) + self._more_iterations
-        return by_epochs if state.max_iters is None else min(by_epochs, state.max_iters)
-
-    def _values(self, trainer: Trainer) -> list[str]:
-        metrics = trainer.state.metrics
-        self.columns.add(metrics)
-        return [f"{head_of(key)} {short(metrics[key], key)}" for key in self.columns.chosen() if key in metrics]
+        if total is not None:
+            share = min(state.iteration / total, 1.0)
+            bar = f" [{'#' * int(share * BAR_CELLS):.<{BAR_CELLS}}]" if self._stderr.is_terminal else ""
+            where += f"/{total}{bar} {share:.0%}"
+            if done > 0:
+                times.append(f"ETA {_clock(elapsed / done * max(total - state.iteration, 0))}")
+        if done > 0 and elapsed > 0:
+            times.append(f"{short(done / elapsed, 3)} it/s")
+        return [where, *times, *shown(state.metrics, self.keys)]
 
     def _make_room(self, trainer: Trainer) -> None:
         """Before the loggers print at a log point, which is a sign of life as well."""
         self._clear()
-        if not _is_terminal():
+        if not self._stderr.is_terminal:
             self._next_time = perf_counter() + LINE_S
 
     _make_room.phase = Phase.MEASURE  # type: ignore[attr-defined]  # before the loggers; read by the Trainer
@@ -176,11 +125,11 @@ class Progress:
     def _clear(self) -> None:
         if self._drawn:
             self._drawn = False
-            self._write("\r\x1b[K")
+            self._stderr.write("\r\x1b[K")
 
     def _finish(self, trainer: Trainer) -> None:
         trained = trainer.state.iteration != self._first_iteration
-        if trained and (_is_terminal() or self._printed_iteration != trainer.state.iteration):
+        if trained and (self._stderr.is_terminal or self._printed_iteration != trainer.state.iteration):
             self._print(trainer, perf_counter())
         self._leave()
 
@@ -188,11 +137,7 @@ class Progress:
         """Leave the line that is drawn as it is."""
         if self._drawn:
             self._drawn = False
-            self._write("\n")
-
-
-def _is_terminal() -> bool:
-    return not sys.stderr.closed and sys.stderr.isatty()
+            self._stderr.write("\n")
 
 
 def _clock(seconds: float) -> str:

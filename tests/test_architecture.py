@@ -19,18 +19,17 @@ HANDLERS = ROOT / "handlers"
 ON_TOP = {"handlers", "runs", "cli", "__main__"}
 # Imports of a room of ext/ by the core that still stand. The list may only become shorter.
 STANDING = {
-    *(("cli", f"ext/{name}") for name in ("follow", "mirror", "recovery", "replay", "report")),
-    *(("handlers", f"ext/{name}") for name in ("windows",)),
-    *(("runs", f"ext/{name}") for name in ("recovery", "report")),
+    *(("cli", f"ext/{name}") for name in ("follow", "mirror", "replay", "report")),
+    ("runs", "ext/report"),
 }
 # Parts that several handlers share.
-SHARED_HANDLER_MODULES = {"columns", "followed_metric", "history", "meters", "metric_values", "sinks"}
+SHARED_HANDLER_MODULES = {"console", "followed_metric", "log", "meters", "metric_values"}
 # Imported only inside the function that needs them.
 HEAVY = {"clearml", "tensorboard", "matplotlib"}
 
 
 def module_name(path):
-    """The dotted name a file is imported by, e.g. ``ignite_engine.handlers.sinks``."""
+    """The dotted name a file is imported by, e.g. ``ignite_engine.handlers.log``."""
     if path.is_relative_to(HANDLERS):
         parts = ("ignite_engine", "handlers", *path.relative_to(HANDLERS).with_suffix("").parts)
     else:

@@ -14,8 +14,8 @@ from torch.optim import SGD
 from torch.optim import lr_scheduler as of_torch
 
 from ignite_engine import Trainer, Update
-from ignite_engine.handlers import (
-    LRSchedule,
+from ignite_engine.handlers import LRSchedule
+from ignite_engine.schedules import (
     constant,
     warmup_constant,
     warmup_cosine,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -79,11 +78,6 @@ class WeightNorm:
         print(iteration, trainer.state.optimizer_steps, trainer.state.reason)
 
 
-class Sink:
-    def write(self, iteration: int, values: Mapping[str, Any]) -> None:
-        print(iteration, values)
-
-
 def main() -> None:
     inputs, targets = torch.randn(64, 4), torch.randint(2, (64,))
     for function in (loss_fn, with_extras, by_name, named):
@@ -118,7 +112,7 @@ def main() -> None:
     LRSchedule(torch.optim.lr_scheduler.StepLR(optimizer, 1), name="second").attach(trainer, Events.EPOCH_COMPLETED)
     Evaluation(create_evaluator(model, predict, {"accuracy": Accuracy()}), loader(data, 8), name="val").attach(trainer)
     EarlyStopping("val/accuracy", mode="max", patience=3).attach(trainer)
-    MetricLogger("runs/c", sinks=[Sink()]).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    MetricLogger("runs/c", console=["loss", "val/*"]).attach(trainer, Events.ITERATION_COMPLETED(every=2))
     EMA(0.9).attach(trainer)
     Progress().attach(trainer)
     Throughput(lambda batch: len(batch[0])).attach(trainer)

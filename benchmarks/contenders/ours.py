@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import tempfile
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -28,36 +27,35 @@ def bare(work: Workload, handlers: int = 0, *, real: bool = False) -> None:
     add_quiet_handlers(trainer, handlers, micro_batches_per_update=1)
     with ExitStack() as stack:
         if real:
-            add_real_handlers(trainer, work, stack, LOG_EVERY, [])
+            add_real_handlers(trainer, work, stack, LOG_EVERY)
         trainer.run(work.batches, max_epochs=work.epochs)
 
 
 def full(work: Workload, handlers: int = 0, *, real: bool = False) -> None:
     from ignite.engine import Events
 
-    from ignite_engine import Trainer, Update
+    from ignite_engine import Trainer, TrainingEvents, Update
     from ignite_engine.handlers import LRSchedule, MetricLogger, warmup_cosine
 
-    class Lines:
-        """A sink that records what the hand-written loops record."""
-
-        def write(self, iteration: int, values: Mapping[str, float]) -> None:
-            work.log.append(values["loss"])
+    def record() -> None:
+        """What the hand-written loops record."""
+        work.log.append(trainer.state.metrics["loss"])
 
     update = Update(work.model, work.optimizer, loss_fn, precision="bf16", clip_norm=CLIP_NORM)
     trainer = Trainer(update, accumulation_steps=ACCUMULATION)
     LRSchedule(warmup_cosine(work.optimizer, warmup=WARMUP, total=TOTAL)).attach(trainer)
     add_quiet_handlers(trainer, handlers, micro_batches_per_update=1)
+    trainer.add_event_handler(TrainingEvents.METRICS_READY, record)
     with ExitStack() as stack:
         if real:
-            add_real_handlers(trainer, work, stack, LOG_EVERY // ACCUMULATION, [Lines()])
+            add_real_handlers(trainer, work, stack, LOG_EVERY // ACCUMULATION)
         else:
-            logger = MetricLogger(sinks=[Lines()], console=False)
+            logger = MetricLogger(console=False)
             logger.attach(trainer, Events.ITERATION_COMPLETED(every=LOG_EVERY // ACCUMULATION))
         trainer.run(work.batches, max_epochs=work.epochs)
 
 
-def add_real_handlers(trainer: Any, work: Workload, stack: ExitStack, log_every: int, sinks: Sequence[Any]) -> None:
+def add_real_handlers(trainer: Any, work: Workload, stack: ExitStack, log_every: int) -> None:
     """Ten handlers as a user has them: what is measured is logged to a file, saves and evaluations are far apart.
 
     Args:
@@ -76,10 +74,10 @@ def add_real_handlers(trainer: Any, work: Workload, stack: ExitStack, log_every:
         MemoryLogger,
         MetricLogger,
         Progress,
-        StopFile,
         Throughput,
         WallClockLimit,
     )
+    from ignite_engine.handlers.limits import StopFile
 
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     stack.enter_context(redirect_stderr(io.StringIO()))  # the bar
@@ -87,7 +85,7 @@ def add_real_handlers(trainer: Any, work: Workload, stack: ExitStack, log_every:
     metrics = {"loss": Loss(cross_entropy)}
     evaluator = create_evaluator(work.model, lambda model, batch: (model(batch[0]), batch[1]), metrics)
     Evaluation(evaluator, work.batches.batches[:4]).attach(trainer, far)
-    MetricLogger(folder, sinks=sinks, console=False).attach(trainer, log)
+    MetricLogger(folder, console=False).attach(trainer, log)
     Throughput().attach(trainer, log)
     MemoryLogger().attach(trainer, log)
     Progress().attach(trainer)

@@ -221,9 +221,6 @@ def _attach(run: Run) -> None:
             entry = {**entry, **log_point}
         with config.at(f"handlers.{label}"):
             made[label] = _attach_handler(run, label, entry, supplied, events)
-    for sink in made["MetricLogger"].sinks if {"MetricLogger", "Throughput"} <= made.keys() else ():
-        if isinstance(sink, handlers.ConsoleSink):  # so that its first heading has it
-            sink.columns.rate = f"throughput/{'samples' if run.task.tokens_fn is None else 'tokens'}_per_s"
     run.checkpoint = made.get("Checkpoint")
     if run.checkpoint is not None:
         run.resume = entries["Checkpoint"].get("resume") or {}
@@ -287,29 +284,16 @@ def _attach_handler(
         handler = named({**arguments, "use": kind}, {kind: make}, key="use", given=supplied)
     when = when_of(make, entry)
     has_length = not isinstance(task.train_set, OwnSource) and hasattr(task.train_set, "__len__")
-    clocks: list[Mapping[str, float]] = []
-    if kind == "Checkpoint" and "at" not in entry:
-        # its clock counts from the last save; after COMPLETED nothing more is saved
-        intervals = [interval for interval in _listed(entry["every"]) if interval is not None]
-        clocks = [each for each in intervals if isinstance(each, Mapping) and each.keys() & {"minutes", "seconds"}]
-        rest = [each for each in intervals if each not in clocks]
-        when = {"every": rest} if rest else {"at": "COMPLETED"}
     key = repr(when)
     if key not in events:
         events[key] = event_of(when, count=task.tokens_fn or task.weight_fn, has_length=has_length)
     try:
         _attach_one(trainer, handler, *filter(None, [events[key]]))
-        for clock in clocks:
-            handlers.SaveEvery(**clock).attach(trainer)
     except (TypeError, ValueError) as error:
         raise refusal_of(error, label, entry) from error
     if kind not in HANDLERS:
         _register(trainer, label, handler)
     return handler
-
-
-def _listed(value: Any) -> list[Any]:
-    return [*value] if isinstance(value, list | tuple) else [value]
 
 
 def _attach_one(trainer: Trainer, handler: Any, *events: Any) -> None:

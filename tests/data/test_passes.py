@@ -6,7 +6,8 @@ from ignite.engine import Events
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from ignite_engine import Trainer, every, loader
-from ignite_engine.handlers import Checkpoint, LRSchedule, warmup_linear
+from ignite_engine.handlers import Checkpoint, LRSchedule
+from ignite_engine.schedules import warmup_linear
 from tests.data.kinds import EpochSampler, Misjudged, RewoundLoader, Samples
 from tests.kit.resume import EVERYWHERE, assert_resumes, program
 from tests.kit.seen import Seen

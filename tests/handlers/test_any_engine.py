@@ -28,11 +28,11 @@ from ignite_engine.handlers import (
     MetricLogger,
     Progress,
     StepTimes,
-    StopFile,
     Throughput,
     WallClockLimit,
     warmup_cosine,
 )
+from ignite_engine.handlers.limits import StopFile
 from tests.kit.processes import ranks
 from tests.kit.refusals import refusals
 from tests.kit.tiny import one

@@ -6,7 +6,8 @@ from ignite.engine import Events
 from torch import nn
 
 from ignite_engine import Phase, Trainer, TrainingEvents, Update, create_evaluator
-from ignite_engine.handlers import EMA, Checkpoint, Evaluation, LRSchedule, constant
+from ignite_engine.handlers import EMA, Checkpoint, Evaluation, LRSchedule
+from ignite_engine.schedules import constant
 from ignite_engine.update import BaseUpdate
 from tests.kit import saved
 from tests.kit.processes import ranks

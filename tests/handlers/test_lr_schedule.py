@@ -9,7 +9,8 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
 
 from ignite_engine import Trainer, TrainingEvents, Update
-from ignite_engine.handlers import Checkpoint, LRSchedule, MetricLogger, warmup_constant, warmup_cosine, warmup_linear
+from ignite_engine.handlers import Checkpoint, LRSchedule, MetricLogger
+from ignite_engine.schedules import warmup_constant, warmup_cosine, warmup_linear
 from tests.kit.tiny import linear, mse, numbers_loader
 
 BASE = 0.5

@@ -9,7 +9,8 @@ from ignite.engine import Events
 from ignite.metrics import Accuracy, ClassificationReport, ConfusionMatrix, Precision, PrecisionRecallCurve, RocCurve
 
 from ignite_engine import Trainer, TrainingEvents
-from ignite_engine.handlers import Meter, MetricLogger, Stopwatch
+from ignite_engine.handlers import MetricLogger
+from ignite_engine.handlers.meters import Meter, Stopwatch
 from tests.handlers.test_metric_logger import EVERY_2, lines, reads_counted
 from tests.kit.collectives import Collectives
 from tests.kit.fitting import fitted

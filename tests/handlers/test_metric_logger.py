@@ -14,7 +14,9 @@ from ignite.engine import Events
 from torch import Tensor
 
 from ignite_engine import Trainer, TrainingEvents, Update, loader
-from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, Meter, MetricLogger, warmup_linear
+from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, MetricLogger
+from ignite_engine.handlers.meters import Meter
+from ignite_engine.schedules import warmup_linear
 from tests.kit.processes import ranks
 from tests.kit.resume import leaves
 from tests.kit.tiny import Numbers, linear, mse, numbers_loader, trainer_of

@@ -9,6 +9,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 
 from ignite_engine import Trainer, create_evaluator
 from ignite_engine import handlers as ours
+from ignite_engine.handlers.meters import Meter
+from ignite_engine.schedules import constant, warmup_cosine, warmup_linear, warmup_polynomial, warmup_wsd
 from tests.kit.refusals import refusals
 from tests.kit.tiny import numbers_loader, trainer_of
 
@@ -44,7 +46,7 @@ def two_loggers(folder):
 def two_schedules():
     trainer = trainer_of()
     for _ in range(2):
-        ours.LRSchedule(ours.constant(trainer.update.optimizers["optimizer"])).attach(trainer)
+        ours.LRSchedule(constant(trainer.update.optimizers["optimizer"])).attach(trainer)
 
 
 def two_averages():
@@ -62,12 +64,12 @@ def plateau(**options):
 
 def loaded(schedule, groups=1):
     """The state of a constant schedule of one group."""
-    state = ours.LRSchedule(ours.constant(sgd())).state_dict()
+    state = ours.LRSchedule(constant(sgd())).state_dict()
     return lambda: ours.LRSchedule(schedule(sgd(groups))).load_state_dict(state)
 
 
 def cosine(given):
-    return lambda: ours.warmup_cosine(sgd(), **given)
+    return lambda: warmup_cosine(sgd(), **given)
 
 
 WARMUPS = {
@@ -81,13 +83,13 @@ WARMUPS = {
 test_refusals = refusals(
     [
         *((f"schedule, {name}", cosine(given), ValueError, words) for name, (given, words) in WARMUPS.items()),
-        ("power", lambda: ours.warmup_polynomial(sgd(), power=0.0), ValueError, "power positive"),
-        ("decay shape", lambda: ours.warmup_wsd(sgd(), decay_shape="x"), ValueError, "decay_shape linear cosine"),
-        ("decay to 0", lambda: ours.warmup_wsd(sgd(), decay_shape="exponential"), ValueError, "min_ratio above 0"),
-        ("decay of none", lambda: ours.warmup_wsd(sgd(), decay=0, total=9), ValueError, "decay at least 1"),
-        ("too long", lambda: ours.warmup_wsd(sgd(), 5, decay=5, total=9), ValueError, "warmup decay total=9"),
-        ("length unknown", lambda: ours.warmup_linear(sgd()).lrs_at(0), ValueError, "attach total"),
-        ("metric for none", lambda: ours.LRSchedule(ours.constant(sgd()), metric="a"), ValueError, "metric='a' remove"),
+        ("power", lambda: warmup_polynomial(sgd(), power=0.0), ValueError, "power positive"),
+        ("decay shape", lambda: warmup_wsd(sgd(), decay_shape="x"), ValueError, "decay_shape linear cosine"),
+        ("decay to 0", lambda: warmup_wsd(sgd(), decay_shape="exponential"), ValueError, "min_ratio above 0"),
+        ("decay of none", lambda: warmup_wsd(sgd(), decay=0, total=9), ValueError, "decay at least 1"),
+        ("too long", lambda: warmup_wsd(sgd(), 5, decay=5, total=9), ValueError, "warmup decay total=9"),
+        ("length unknown", lambda: warmup_linear(sgd()).lrs_at(0), ValueError, "attach total"),
+        ("metric for none", lambda: ours.LRSchedule(constant(sgd()), metric="a"), ValueError, "metric='a' remove"),
         ("plateau of none", lambda: plateau(), ValueError, "metric='val/loss'"),
         (
             "plateau at an event",
@@ -98,12 +100,12 @@ test_refusals = refusals(
         ("no scheduler", lambda: ours.LRSchedule(3), TypeError, "scheduler int warmup_cosine"),
         (
             "another optimizer",
-            lambda: ours.LRSchedule(ours.constant(sgd())).attach(trainer_of()),
+            lambda: ours.LRSchedule(constant(sgd())).attach(trainer_of()),
             ValueError,
             "lr_schedule optimizer Update",
         ),
         ("two schedules", two_schedules, ValueError, "lr_schedule taken"),
-        ("state of other groups", loaded(ours.constant, groups=3), ValueError, "1 3 groups"),
+        ("state of other groups", loaded(constant, groups=3), ValueError, "1 3 groups"),
         ("state of another kind", loaded(lambda o: CosineAnnealingLR(o, 9)), ValueError, "kind ignore"),
         ("EMA, decay of 1", lambda: ours.EMA(1.0), ValueError, "decay 1.0 0.999"),
         ("EMA, negative decay", lambda: ours.EMA(-0.1), ValueError, "decay -0.1"),
@@ -118,8 +120,8 @@ test_refusals = refusals(
         ("no delta", lambda: ours.EarlyStopping("a", patience=1, min_delta=math.nan), ValueError, "min_delta nan"),
         ("nothing that stops", lambda: ours.EarlyStopping("a"), ValueError, "patience stopping_threshold"),
         ("no threshold", lambda: ours.EarlyStopping("a", stopping_threshold="x"), TypeError, "stopping_threshold 'x'"),
-        ("unknown meter", lambda: ours.Meter("median"), ValueError, "'median' 'mean'"),
-        ("two logs of a folder", two_loggers, ValueError, "metric_logger another directory"),
+        ("unknown meter", lambda: Meter("median"), ValueError, "'median' 'mean'"),
+        ("two logs of a folder", two_loggers, ValueError, "MetricLogger another directory"),
         ("trail, every 0", lambda: ours.DigestTrail(".", every=0), ValueError, "every least 1"),
         ("trail, every 2.5", lambda: ours.DigestTrail(".", every=2.5), ValueError, "every least 1"),
         ("no FLOP/s", lambda: ours.Throughput(peak_flops=0), ValueError, "peak_flops above 0"),

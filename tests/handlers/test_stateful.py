@@ -14,6 +14,9 @@ from torch.optim import lr_scheduler as of_torch
 
 from ignite_engine import TrainingEvents, Windows, create_evaluator, handlers
 from ignite_engine.checkpoint import LoadSource
+from ignite_engine.handlers.limits import StopFile
+from ignite_engine.handlers.meters import Meter
+from ignite_engine.handlers.training_metrics import TrainingMetrics
 from tests.kit.processes import ranks
 from tests.kit.resume import assert_resumes, program
 from tests.kit.tiers import tiered
@@ -66,15 +69,17 @@ def loss_of(output):
 
 
 class Remembering:
-    """A sink whose state is all that it was given: a value that is lost or given twice shows in a checkpoint."""
-
-    name = "remembering"
+    """Its state is all that was measured: a value that is lost or given twice shows in a checkpoint."""
 
     def __init__(self):
         self.got = []
 
-    def write(self, iteration, values):
-        self.got.append([iteration, dict(values)])
+    def attach(self, trainer):
+        trainer.register("remembering", self)
+        trainer.add_event_handler(TrainingEvents.METRICS_READY, self.write)
+
+    def write(self, trainer):
+        self.got.append([trainer.state.iteration, dict(trainer.state.metrics.fresh)])
 
     def state_dict(self):
         return {"got": self.got}
@@ -84,23 +89,23 @@ class Remembering:
 
 
 def logger():
-    return handlers.MetricLogger(console=False, sinks=[Remembering()]), EVERY_3
+    return handlers.MetricLogger(console=False), EVERY_3
 
 
 def meters(trainer):
     """Those of a handler: one is in the checkpoint before it is there."""
-    trainer.state.meters["largest"] = handlers.Meter("max", of="grad_norm")
-    given = trainer.state.meters["given"] = handlers.Meter("sum")
+    trainer.state.meters["largest"] = Meter("max", of="grad_norm")
+    given = trainer.state.meters["given"] = Meter("sum")
 
     def give():
-        for meter in (given, trainer.state.meters.setdefault("late", handlers.Meter("sum"))):
+        for meter in (given, trainer.state.meters.setdefault("late", Meter("sum"))):
             meter.update(0.1 * trainer.state.iteration)
 
     trainer.add_event_handler(Events.ITERATION_STARTED, give)
 
 
 def training_metrics(trainer):
-    metrics = handlers.TrainingMetrics({"mae": MeanAbsoluteError()})
+    metrics = TrainingMetrics({"mae": MeanAbsoluteError()})
 
     def loss_fn(model, batch):
         predictions = model(batch[0])
@@ -154,7 +159,7 @@ STATEFUL = {
     "EarlyStopping": of(
         measure, lambda: handlers.EarlyStopping("val/loss", mode="max", patience=5), parts=("early_stopping",)
     ),
-    "MetricLogger": of(meters, logger, log_grad_norm=True, parts=("metric_logger", "remembering")),
+    "MetricLogger": of(meters, logger, Remembering, log_grad_norm=True, parts=("metric_logger", "remembering")),
     "TrainingMetrics": of(training_metrics, parts=("training_metrics/train", "training_metrics/train/mae")),
     "Throughput": of(lambda: (handlers.Throughput(), EVERY_3), measured=("throughput/samples_per_s",)),
     "StepTimes": of(
@@ -166,9 +171,8 @@ STATEFUL = {
     "Checkpoint of the best": of(measure, checkpoint={"best": "val/loss"}, parts=("checkpoint",)),
     "Evaluation": of(evaluated, parts=("evaluation/val", "evaluation/other")),
     "what saves and stops": of(
-        lambda: handlers.SaveEvery(minutes=60),
         lambda: handlers.WallClockLimit(hours=1),
-        lambda: handlers.StopFile(os.devnull),
+        lambda: StopFile(os.devnull),
         lambda: handlers.GracefulStop(exit=False),
     ),
     "what looks on": of(
@@ -210,7 +214,7 @@ def test_resumes_however_it_was_broken_off(name, tmp_path):
 def test_a_mean_has_the_same_bits_wherever_its_interval_was_cut(tmp_path):
     def log(trainer):
         handlers.MetricLogger(console=False).attach(trainer, Events.EPOCH_COMPLETED)
-        trainer.state.meters["sum"] = handlers.Meter("sum", of="loss")
+        trainer.state.meters["sum"] = Meter("sum", of="loss")
 
     each = program([log], data=lambda: numbers_loader(144, 2), limits={"max_epochs": 1}, parts=("metric_logger",))
     assert_resumes(each, tmp_path, at=(63, 64, 65), how=("stop",))

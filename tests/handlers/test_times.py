@@ -24,14 +24,6 @@ class SlowData(Numbers):
         return super().__getitem__(index)
 
 
-class SlowSink:
-    def __init__(self, clock):
-        self.clock = clock
-
-    def write(self, iteration, values):
-        self.clock.move(ELSEWHERE_S)
-
-
 def slow_trainer(clock):
     """Every part of a step takes its time, of 2 micro-batches of 2 samples."""
     model = linear()
@@ -50,8 +42,9 @@ def busy_elsewhere(trainer, clock):
     """Once an epoch an evaluation, a log point, and handlers of events between iterations."""
     evaluator = create_evaluator(trainer.update.model, lambda model, batch: clock.move(ELSEWHERE_S))
     Evaluation(evaluator, loader(Numbers(4), batch_size=4)).attach(trainer, Events.ITERATION_COMPLETED(every=2))
-    MetricLogger(console=False, sinks=[SlowSink(clock)]).attach(trainer, Events.ITERATION_COMPLETED(every=2))
-    for event in (Events.ITERATION_COMPLETED(every=2), TrainingEvents.RESUME_POINT(every=2)):
+    MetricLogger(console=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    every_2 = Events.ITERATION_COMPLETED(every=2), TrainingEvents.RESUME_POINT(every=2)
+    for event in (*every_2, TrainingEvents.METRICS_READY):
         trainer.add_event_handler(event, lambda: clock.move(ELSEWHERE_S))
 
 

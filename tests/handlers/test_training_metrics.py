@@ -7,7 +7,8 @@ from ignite.metrics import ConfusionMatrix, MeanAbsoluteError, MeanSquaredError
 from torch import nn
 
 from ignite_engine import Trainer, Update, create_evaluator
-from ignite_engine.handlers import Evaluation, TrainingMetrics
+from ignite_engine.handlers import Evaluation
+from ignite_engine.handlers.training_metrics import TrainingMetrics
 from tests.kit.processes import ranks
 from tests.kit.tiny import Numbers, linear, mse, numbers_loader, weights
 

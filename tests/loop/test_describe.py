@@ -8,7 +8,8 @@ from ignite.engine import Events
 from torch import nn
 
 from ignite_engine import Trainer, TrainingEvents, Update, Windows, loader
-from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, MetricLogger, warmup_linear
+from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, MetricLogger
+from ignite_engine.schedules import warmup_linear
 from tests.kit.fitting import fitted
 from tests.kit.tiny import mse, numbers_loader, trainer_of
 
@@ -101,11 +102,3 @@ def test_a_fresh_run_begins_with_its_model_and_a_resumed_one_does_not(tmp_path, 
     caplog.clear()
     fitted(tmp_path, max_epochs=4, **console)
     assert not any("Linear" in line for line in caplog.messages)
-
-
-def test_the_console_has_one_heading(tmp_path, capsys):
-    console = {"MetricLogger": {"console": True, "every": 9}, "Throughput": {}, "StepTimes": {}}
-    fitted(tmp_path, **console)
-    heading, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert heading[:4] == ["iter", "epoch", "loss", "val/loss"]
-    assert [row[0] for row in rows] == ["6", "9", "12", "18"] and rows[0][2] == "-" != rows[1][2]

@@ -18,9 +18,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from ignite_engine import Phase, TrainingEvents
 from ignite_engine.checkpoint import LoadSource
-from ignite_engine.handlers import (
-    LRSchedule,
-    ModelBank,
+from ignite_engine.handlers import LRSchedule, ModelBank
+from ignite_engine.schedules import (
     constant,
     warmup_cosine,
     warmup_inverse_sqrt,

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader, seed_everything
 from ignite_engine.errors import Interrupted
-from ignite_engine.handlers import Checkpoint, EarlyStopping, Evaluation, GracefulStop, StopFile, WallClockLimit
+from ignite_engine.handlers import Checkpoint, EarlyStopping, Evaluation, GracefulStop, WallClockLimit
+from ignite_engine.handlers.limits import StopFile
 from tests.kit.clock import still_clock
 from tests.kit.processes import ranks
 from tests.kit.tiers import tiered

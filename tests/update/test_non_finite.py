@@ -8,7 +8,8 @@ from ignite.engine import Events
 
 from ignite_engine import Trainer, Update, loader
 from ignite_engine.errors import NotFinite
-from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, MetricLogger, warmup_linear
+from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, MetricLogger
+from ignite_engine.schedules import warmup_linear
 from tests.kit.tiny import Numbers, linear, mse, one
 
 BAD = 9

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from ignite_engine import Trainer, TrainingEvents, Update, gradient_sync, loader
 from ignite_engine.errors import NotFinite
-from ignite_engine.handlers import warmup_linear
+from ignite_engine.schedules import warmup_linear
 from tests.kit.collectives import Collectives
 from tests.kit.processes import ranks
 from tests.kit.tiny import Numbers, linear, mse, one

@@ -12,7 +12,8 @@ from torch.utils.data import Subset
 
 from ignite_engine import Start, Trainer, TrainingEvents, Update, loader, seed_everything
 from ignite_engine.errors import NotFinite
-from ignite_engine.handlers import EMA, Checkpoint, GracefulStop, LRSchedule, MetricLogger, warmup_linear
+from ignite_engine.handlers import EMA, Checkpoint, GracefulStop, LRSchedule, MetricLogger
+from ignite_engine.schedules import warmup_linear
 from tests.kit.refusals import refusals
 from tests.kit.tiny import Numbers, linear, mse, one
 from tests.update.test_non_finite import journal

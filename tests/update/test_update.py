@@ -10,7 +10,8 @@ from ignite.engine import Engine, Events
 from torch import nn
 
 from ignite_engine import Trainer, TrainingEvents, Update
-from ignite_engine.handlers import LRSchedule, warmup_constant, warmup_linear
+from ignite_engine.handlers import LRSchedule
+from ignite_engine.schedules import warmup_constant, warmup_linear
 from tests import sparse_and_dense
 from tests.kit.refusals import refusals
 from tests.kit.resume import Program, assert_resumes

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from examples.gan import GAN, discriminator_loss, generator_loss, make_trainer, ring
 from ignite_engine import Trainer, TrainingEvents, Update, Updates, loader, seed_everything
 from ignite_engine.errors import StateMismatch
-from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, MetricLogger, warmup_linear
+from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, MetricLogger
+from ignite_engine.schedules import warmup_linear
 from tests.kit.processes import ranks
 from tests.kit.refusals import refuses
 from tests.kit.resume import Program, assert_resumes

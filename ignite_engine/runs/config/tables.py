@@ -48,7 +48,7 @@ HANDLERS: Table = {
     "ModelBank": "ignite_engine.handlers:ModelBank",
     "GracefulStop": "ignite_engine.handlers:GracefulStop",
     "WallClockLimit": "ignite_engine.handlers:WallClockLimit",
-    "StopFile": "ignite_engine.handlers:StopFile",
+    "StopFile": "ignite_engine.handlers.limits:StopFile",
     "Report": "ignite_engine.runs.run:Report",
 }
 """The handlers that a run may have by name, in the order in which they are attached; then come those of the user."""

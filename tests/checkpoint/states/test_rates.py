@@ -6,7 +6,8 @@ from torch import nn
 from torch.optim import SGD
 
 from ignite_engine import Trainer, Update, loader
-from ignite_engine.handlers import Checkpoint, LRSchedule, warmup_linear
+from ignite_engine.handlers import Checkpoint, LRSchedule
+from ignite_engine.schedules import warmup_linear
 from tests.kit.tiny import Numbers, linear, mse
 
 

@@ -15,7 +15,8 @@ from ignite.metrics import Average
 
 from ignite_engine import Trainer, TrainingEvents, Windows, create_evaluator, loader
 from ignite_engine.ext.windows import Files
-from ignite_engine.handlers import Checkpoint, Evaluation, MetricLogger, StopFile, WallClockLimit
+from ignite_engine.handlers import Checkpoint, Evaluation, MetricLogger, WallClockLimit
+from ignite_engine.handlers.limits import StopFile
 from tests.kit.refusals import refusals
 from tests.kit.resume import assert_resumes, program
 from tests.kit.tiny import Numbers, events_of, linear, mse, trainer_of, weights

@@ -18,7 +18,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from ignite_engine.cli import main
-from ignite_engine.handlers import ClearML, MemoryLogger, MLflow, TensorBoard, Tracker, WandB
+from ignite_engine.handlers import ClearML, MemoryLogger, MLflow, TensorBoard, WandB
+from ignite_engine.handlers.trackers.tracker import Tracker
 from tests.kit.processes import start, wait_until
 from tests.kit.tiny import logging_to, numbers_loader
 
@@ -240,7 +241,7 @@ def test_after_two_kills_each_point_is_there_once(tmp_path, library, monkeypatch
 
 OWN = """
 import json, time
-from ignite_engine.handlers import Tracker
+from ignite_engine.handlers.trackers.tracker import Tracker
 
 class Listing(Tracker):
     def __init__(self, directory, *, hangs=False, name="listing"):

@@ -1,4 +1,4 @@
-"""One JSON object per iteration, whatever happened before; and what fails in a sink stops no training."""
+"""One JSON object per iteration, whatever happened before; and a log that cannot be written stops no training."""
 
 import json
 import logging
@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 from ignite.engine import Events
 
 from ignite_engine import Trainer
-from ignite_engine.handlers import Checkpoint, JSONLSink, MetricLogger
-from tests.kit.processes import ended, ranks, start, wait_until
+from ignite_engine.handlers import Checkpoint, MetricLogger
+from ignite_engine.handlers.log import Log
+from tests.kit.processes import ranks, start, wait_until
 from tests.kit.tiny import numbers_loader, trainer_of
 
 NAN, INF = float("nan"), float("inf")
@@ -24,11 +24,11 @@ def lines(path):
 
 
 def written(path, *iterations, **values):
-    """A sink that has written ``a`` at these iterations, ten times as much each."""
-    sink = JSONLSink(path)
+    """A log that has ``a`` at these iterations, ten times as much each."""
+    log = Log(path)
     for iteration in iterations:
-        sink.write(iteration, {"a": 10.0 * iteration, **values})
-    return sink
+        log.write({"iteration": iteration, "a": 10.0 * iteration, **values})
+    return log
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
@@ -36,9 +36,9 @@ def written(path, *iterations, **values):
 
 @pytest.mark.row("F1")
 def test_values_of_one_iteration_share_a_line(tmp_path):
-    sink = written(tmp_path / "metrics.jsonl", 1, 2)
-    sink.write(2, {"a": 3.0, "long name": 5.0})
-    sink.write(3, {"a": 4.0})
+    log = written(tmp_path / "metrics.jsonl", 1, 2)
+    log.write({"iteration": 2, "a": 3.0, "long name": 5.0})
+    log.write({"iteration": 3, "a": 4.0})
 
     assert lines(tmp_path / "metrics.jsonl") == [
         {"iteration": 1, "a": 10.0},
@@ -48,8 +48,8 @@ def test_values_of_one_iteration_share_a_line(tmp_path):
 
 
 def test_a_line_is_strict_json_and_on_disk_when_it_is_written(tmp_path):
-    values = {"epoch": 1, "b": 0.1 + 0.2, "a": NAN, "c": -INF, "d": torch.tensor(1.5), "e": True, "f": "word"}
-    JSONLSink(path := tmp_path / "new" / "metrics.jsonl").write(1, values)
+    values = {"epoch": 1, "b": 0.1 + 0.2, "a": NAN, "c": -INF, "d": 1.5, "e": True, "f": "word"}
+    Log(path := tmp_path / "new" / "metrics.jsonl").write({"iteration": 1, **values})
 
     assert path.read_text() == (
         '{"iteration": 1, "epoch": 1, "a": "nan", "b": 0.30000000000000004, '
@@ -59,21 +59,21 @@ def test_a_line_is_strict_json_and_on_disk_when_it_is_written(tmp_path):
 
 def cut_back(path):
     """Killed while it wrote the fourth line, resumed from the second."""
-    sink = written(path, 1, 2)
-    saved = sink.state_dict()
-    sink.write(2, {"joined": 9.0})
-    sink.write(3, {"a": 3.0})
+    log = written(path, 1, 2)
+    saved = log.state_dict()
+    log.write({"iteration": 2, "joined": 9.0})
+    log.write({"iteration": 3, "a": 3.0})
     tear(path)
-    resumed = JSONLSink(path)
+    resumed = Log(path)
     resumed.load_state_dict(saved)
-    resumed.write(3, {"a": 30.0})
+    resumed.write({"iteration": 3, "a": 30.0})
 
 
 def without_the_file(path):
     """Resumed in another folder: there is no hole for the lines that are not there."""
-    resumed = JSONLSink(path)
+    resumed = Log(path)
     resumed.load_state_dict(written(path.with_name("old.jsonl"), 1, 2).state_dict())
-    resumed.write(3, {"a": 30.0})
+    resumed.write({"iteration": 3, "a": 30.0})
 
 
 def started_over(path):
@@ -112,32 +112,12 @@ def test_second_run_of_one_process_doubles_no_line(tmp_path):
 
 
 def test_other_ranks_write_nothing(tmp_path):
-    ranks(2, lambda rank: JSONLSink(tmp_path / f"{rank}.jsonl").write(1, {"a": 1.0}))
+    ranks(2, lambda rank: Log(tmp_path / f"{rank}.jsonl").write({"iteration": 1, "a": 1.0}))
 
     assert [path.name for path in tmp_path.iterdir()] == ["0.jsonl"]
 
 
-# -- failing sinks ----------------------------------------------------------------------------------------------------
-
-
-class Broken:
-    """Fails at the given iterations; its state_dict fails too."""
-
-    name = "broken"
-
-    def __init__(self, error, *, at=()):
-        self.error, self.at, self.got = error, at, []
-
-    def write(self, iteration, values):
-        if iteration in self.at:
-            raise self.error
-        self.got.append(iteration)
-
-    def state_dict(self):
-        raise self.error
-
-    def load_state_dict(self, state):
-        raise AssertionError("nothing was saved")
+# -- a file that cannot be written ------------------------------------------------------------------------------------
 
 
 def counting():
@@ -146,29 +126,6 @@ def counting():
 
 def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-
-
-def test_failing_sink_warns_once_and_stops_neither_the_training_nor_the_others(tmp_path, caplog):
-    broken, trainer = Broken(RuntimeError("the line is dead."), at=range(2, 5)), counting()
-    MetricLogger(tmp_path, sinks=[broken], console=False).attach(trainer)
-    state = trainer.run(range(6))
-
-    assert (state.status, state.iteration) == ("completed", 6) and broken.got == [1, 5, 6]
-    assert [line["iteration"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
-    (line,) = warnings_of(caplog)
-    assert "broken (Broken) failed: RuntimeError: the line is dead." in line and "continues" in line
-
-
-def test_sink_without_a_state_to_tell_is_saved_without(tmp_path, caplog):
-    for end in (2, 4):
-        trainer, broken = counting(), Broken(ModuleNotFoundError("No module named 'line'", name="line"))
-        MetricLogger(sinks=[broken], console=False).attach(trainer)
-        checkpoint = Checkpoint(tmp_path)
-        checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=2))
-        checkpoint.resume()
-        trainer.run([0.0, 1.0, 2.0, 3.0], max_iters=end)
-
-    assert broken.got == [3, 4] and any("install line" in text for text in warnings_of(caplog))
 
 
 @contextmanager
@@ -207,10 +164,10 @@ def test_full_disk_loses_lines_and_tears_none(tmp_path, caplog):
 
 def hold(path):
     """Writes two lines, and holds the file until there is one ``.ends`` beside it."""
-    sink = written(path, 1, 2)
+    log = written(path, 1, 2)
     print("written", flush=True)
     wait_until(lambda: Path(f"{path}.ends").exists())
-    sink.close()
+    log.close()
 
 
 def holder_of(path):
@@ -223,7 +180,7 @@ def holder_of(path):
 def test_file_that_another_process_writes_is_left_alone_with_one_line(resumed, tmp_path, caplog):
     def run(path, iterations, at_the_third=lambda: None):
         trainer, checkpoint = counting(), Checkpoint(tmp_path / "checkpoints")
-        MetricLogger(sinks=[JSONLSink(path)], console=False).attach(trainer)
+        MetricLogger(path.parent, console=False).attach(trainer)
         checkpoint.attach(trainer)
         trainer.add_event_handler(Events.ITERATION_STARTED(once=3), lambda: at_the_third())
         checkpoint.resume()
@@ -231,7 +188,7 @@ def test_file_that_another_process_writes_is_left_alone_with_one_line(resumed, t
 
     path = tmp_path / "metrics.jsonl"
     if resumed:
-        run(tmp_path / "before.jsonl", 1)
+        run(tmp_path / "before" / "metrics.jsonl", 1)
     holder, logged = holder_of(path), len(warnings_of(caplog))
     content = path.read_bytes()
 
@@ -240,7 +197,7 @@ def test_file_that_another_process_writes_is_left_alone_with_one_line(resumed, t
         assert holder.wait() == 0
 
     state = run(path, 4, end)
-    said = [line for line in warnings_of(caplog)[logged:] if "sink" in line]
+    said = [line for line in warnings_of(caplog)[logged:] if "is not written" in line]
 
     assert state.status == "completed" and path.read_bytes() == content, "not even when the other one has ended"
     assert len(said) == 1 and "another process" in said[0]
@@ -248,12 +205,12 @@ def test_file_that_another_process_writes_is_left_alone_with_one_line(resumed, t
 
 def test_file_that_its_writer_reads_is_left_alone_by_others(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    sink = written(path, 1, 2)
+    log = written(path, 1, 2)
     content = path.read_text()  # as for a plot
-    code, _ = ended(lambda: JSONLSink(path).write(1, {"a": 2.0}))
+    other = start(lambda: Log(path).write({"iteration": 1, "a": 2.0}))
 
-    assert code == 1 and path.read_text() == content
-    sink.close()
+    assert other.wait() == 0 and "another process" in other.said() and path.read_text() == content
+    log.close()
 
 
 def test_killed_process_leaves_no_lock(tmp_path):
