@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class EarlyStopping:
-    """End the run after ``patience`` consecutive values of a metric without an improvement, or at a threshold.
+    """End the run after ``patience`` values of a metric in a row without an improvement, or at a threshold.
 
     Args:
         key: in ``state.metrics``; its mean over the ranks is compared, so that all of them decide the same.

@@ -16,7 +16,7 @@ from ignite_engine.errors import StateMismatch, check_type, is_number, leave_out
 
 
 class EMA:
-    """The moving average of all floating-point parameters: ``average = decay * average + (1 - decay) * weights``.
+    """Keep a moving average of all floating-point parameters: ``average = decay * average + (1 - decay) * weights``.
 
     Args:
         decay: from 0 (the weights themselves) to below 1; 0.999 remembers about the last 1,000 updates.

@@ -56,8 +56,8 @@ class LRSchedule:
         TypeError: not a scheduler.
 
     A :class:`Schedule` without a ``total`` is one over the run: over its updates, or, attached per epoch, its epochs.
-    Where a resume changes the length of the run, one line says what becomes of the LR. One of torch's has the settings
-    that it was saved with, as in torch.
+    Where a resume changes the length of the run, a log message tells what becomes of the LR. A scheduler of torch has
+    the settings that it was saved with.
     """
 
     def __init__(self, scheduler: Any, *, metric: str | None = None, name: str = "lr_schedule") -> None:

@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 class MemoryLogger:
-    """Writes how much memory is in use, at its event, in MiB.
+    """Write how much memory is in use, in MiB.
 
     With the model on a device that counts its memory: ``memory/allocated_mib`` and ``memory/reserved_mib`` now,
     ``memory/peak_mib`` (allocated, the maximum since this handler last wrote: it resets torch's peak statistics), and

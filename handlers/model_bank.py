@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelBank:
-    """Start from several checkpoints; look at each event whether a dynamic one has a newer state, and load that.
+    """Start from several checkpoints; at the event, load those again that are dynamic and have a newer state.
 
     Args:
         sources: if several contain a name, the last one wins. Those that are ``dynamic`` are loaded again, with all
@@ -35,8 +35,8 @@ class ModelBank:
 
     The event is one between two steps. A newer state is loaded at it, on all ranks, before an evaluation of the same
     event; the step boundary that follows is always saved. A source that is damaged, does not fit or has non-finite
-    weights is named in one warning, and training goes on with what it has. When a newer one comes is outside of the
-    run: ``trainer.reproducibility()`` says so.
+    weights is named in one warning, and training goes on with what it has. A newer state comes from outside of the
+    run: ``trainer.reproducibility()`` names it.
 
     Raises:
         ValueError: there is no source.

@@ -228,9 +228,9 @@ class StopRequested(BaseException):
 
 
 class Interrupted(SystemExit):
-    """Raised by ``Trainer.run()`` after a run that a signal stopped was saved on every rank.
+    """Raised by ``Trainer.run()`` when a signal has stopped the run and every rank has saved.
 
-    Under ``Parallel`` and in the command line also by a signal before the run, when there is nothing to save.
+    ``Parallel`` and the command line also raise it for a signal before the run, when there is nothing to save.
 
     Args:
         signal: its number; the exit code is 128 + signal (130 for SIGINT, 143 for SIGTERM).

@@ -60,10 +60,10 @@ EVENT_COUNTERS: dict[TrainingEvents, str] = {
 
 
 class Phase(IntEnum):
-    """Place of a handler within one event; a handler says it by an attribute ``phase``.
+    """Order of handlers within one event; a handler declares it with an attribute ``phase``.
 
-    Handlers of one phase run in the order in which they were attached. ``FIRST`` and ``LAST`` are for what measures
-    the others.
+    Handlers of one phase run in the order in which they were attached. ``FIRST`` and ``LAST`` are for handlers that
+    measure the others.
     """
 
     FIRST = -1

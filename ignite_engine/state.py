@@ -17,7 +17,7 @@ TOTALS = ("samples", "tokens")
 
 
 class Start(Enum):
-    """How the run that is under way began; set once by ``run()``, before STARTED."""
+    """How the current run began; ``run()`` sets it once, before STARTED."""
 
     FRESH = "fresh"
     """Nothing was trained before: all counters are zero."""
@@ -62,9 +62,9 @@ class Boundary(NamedTuple):
     last: bool = False
     """It is the run's last."""
     stopping: bool = False
-    """The run stops here, because somebody has asked for it."""
+    """The run stops here, because a rank has asked for it."""
     save: bool = False
-    """Somebody has asked for a checkpoint (SIGUSR1)."""
+    """A rank has asked for a checkpoint (SIGUSR1)."""
     collect: bool = False
     """On some rank background work has ended: all ranks collect theirs here."""
 

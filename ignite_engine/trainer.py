@@ -181,7 +181,7 @@ class Trainer(Engine):
 
         Args:
             shared: its state is the same on every rank (a model, an optimizer): one copy is saved.
-            kind: what it is (``schedule``, ``average``, ...), for whoever reads the checkpoint.
+            kind: its kind (``schedule``, ``average``, ...), which the checkpoint names.
         """
         self.registry.register(name, obj, shared=shared, kind=kind)
 
@@ -249,8 +249,8 @@ class Trainer(Engine):
     def terminate(self, skip_completed: bool = False) -> None:
         """End the run as Ignite does: at once, without the rest of the epoch.
 
-        On several ranks, of which perhaps not all call it, all end at the next step boundary; with ``rank_invariant``
-        one process does, too.
+        On several ranks all end at the next step boundary, also if only one calls it; with ``rank_invariant`` so does
+        one process.
         """
         at_once = self.requests.single_process and not self.update.rank_invariant
         if at_once or self.state.status != "running":
@@ -263,7 +263,7 @@ class Trainer(Engine):
         self.requests.asked.add(SAVE)
 
     def report_background_done(self) -> None:
-        """Say that what a handler does in the background has ended; safe in any thread.
+        """Report that the background work of a handler has ended; safe in any thread.
 
         At the next step boundary on which all ranks agree ``state.background_done`` is set on each of them.
         """
@@ -280,7 +280,7 @@ class Trainer(Engine):
     def roll_back_with(self, load: Callable[[], Path | None]) -> None:
         """Let ``load`` bring back the last healthy checkpoint where ``Update(non_finite="rollback")`` asks for it.
 
-        A :class:`~ignite_engine.handlers.Checkpoint` that is attached says this of itself; the first one counts.
+        A :class:`~ignite_engine.handlers.Checkpoint` calls this when it is attached; the first one counts.
 
         Args:
             load: a collective; returns the checkpoint, or None where there is none.
@@ -305,7 +305,7 @@ class Trainer(Engine):
     ) -> TrainingState:
         """Train; the arguments are Ignite's, in updates: ``epoch_length`` and ``max_iters`` count iterations.
 
-        Of ``max_epochs`` and ``max_iters`` either may be given, or both: the run ends where the first is reached.
+        Give ``max_epochs``, ``max_iters`` or both: the run ends at the first that is reached.
         How it starts (``state.start``) follows from what was done before, see ``loop/start.py``.
 
         Raises:

@@ -42,7 +42,7 @@ class Evaluation:
         name: of the set; unique for each Evaluation of one trainer.
         limit: batches per evaluation and rank, None for all. Where the update is rank-invariant: over all ranks.
         resumes: a stop keeps the batch and the metrics in the checkpoint, and the resumed run goes on from there.
-            What handlers of ``evaluator`` other than Ignite's metrics have collected is not saved.
+            Values collected by other handlers of ``evaluator`` than Ignite's metrics are not saved.
 
     A metric that is not one number (a value per class, a confusion matrix, a report, a curve) is a list in the log,
     up to 1,000 numbers, and in :attr:`values` whole.

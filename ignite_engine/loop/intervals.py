@@ -40,7 +40,7 @@ def every(
     minutes: float | None = None,
     count: Count | None = None,
 ) -> Any:
-    """The event of an interval, for ``attach(trainer, event)`` and ``trainer.add_event_handler``; give one unit.
+    """Make the event of an interval, for ``attach(trainer, event)`` and ``add_event_handler``; give one unit.
 
     Args:
         iterations: updates.
@@ -50,7 +50,7 @@ def every(
         samples, tokens: after the iteration in which their number over all ranks reaches a multiple; ``state.samples``
             and ``state.tokens`` have the numbers since the run began, over every resume.
         seconds, minutes: since it last came, by rank 0's clock.
-            What a handler does then comes at another iteration in each run.
+            The handler then acts at another iteration in each run.
         count: ``count(batch) -> int``, of a micro-batch on the host. Of samples: by default the first dimension of the
             first tensor. Of tokens: by default the update's ``weight_fn``.
 

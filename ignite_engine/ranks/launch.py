@@ -57,13 +57,11 @@ class Parallel(IgniteParallel):
     """Launch a function on one process or many; arguments and use are those of ``idist.Parallel``.
 
     Args:
-        timeout: how long a rank waits for another one, in every group, ours included; seconds or a timedelta.
-            None: torch's own (30 min on gloo, 10 min on nccl).
-        heartbeat_timeout: seconds without a sign of life from a rank, after which all ranks end; they watch each other
-            while the function runs (:class:`~ignite_engine.ranks.watch.Watch`).
-        restarts: how often in an hour the ranks may be started again, after one was killed by a signal, by the system
-            for its memory, say, or hangs. The function begins anew: ``checkpoint.resume()`` in it continues the run.
-            None: never. See :class:`ignite_engine.ext.recovery.supervisor.Supervisor`.
+        timeout: how long a rank waits for another one; seconds or a timedelta. None: torch's own (30 min on gloo, 10
+            min on nccl).
+        heartbeat_timeout: seconds without a heartbeat of a rank, after which all ranks end.
+        restarts: how often in an hour all ranks may be started again, after one was killed by a signal or hangs. The
+            function begins anew: ``checkpoint.resume()`` in it continues the run. None: never.
 
     In addition:
 

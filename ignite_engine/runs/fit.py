@@ -151,9 +151,9 @@ def fit(
     handlers: Mapping[str, Any] | Sequence[Any] = (),
     **sections: Unpack[Sections],
 ) -> Run:
-    """Train, as ``ignite-engine train`` does with a config: same parts, same defaults, same files in the folder.
+    """Train a model, with the parts, defaults and files of ``ignite-engine train``.
 
-    Called again with the same arguments it resumes, and a run that is at its end is only evaluated. Ctrl-C, SIGTERM and
+    Called again with the same arguments, it resumes the run; a finished run is only evaluated. Ctrl-C, SIGTERM and
     SIGHUP stop it, saved. It evaluates each epoch, keeps the best checkpoint, logs, and writes ``report.html``.
 
     Args:
@@ -161,11 +161,11 @@ def fit(
         loss_fn: ``loss_fn(model, batch)``, the mean over the batch; see :class:`~ignite_engine.Update`.
         train_set: map-style, also a list of samples or a tuple of tensors or arrays; a ``DataLoader`` or another loader
             of batches, with its own batch size and workers; an ``IterableDataset``, also of Hugging Face; or
-            :class:`~ignite_engine.Windows`. One line says how it is resumed.
+            :class:`~ignite_engine.Windows`. A log message says how it resumes.
         val_set: of the same kinds, evaluated each epoch and at the end, as ``val``; or several by name.
         directory: of the run.
-        restart: begin anew where the folder holds a run, which is moved aside, to ``<directory>.1``.
-        max_epochs: passes over the data; this, ``max_iters``, or both: the run ends where the first is reached.
+        restart: move a run that the folder holds to ``<directory>.1``, and begin anew.
+        max_epochs: passes over the data; give this, ``max_iters`` or both: the first that is reached ends the run.
         max_iters: updates.
         batch_size: per rank; default 32.
         lr: default 0.001.
@@ -197,14 +197,14 @@ def fit(
         handlers: by label, as a config has them: settings, ``{"MetricLogger": {"every": 10}}``, or None to turn one
             off; or handlers of your own, attached last, as objects with ``attach(trainer)``, or pairs of one, or of a
             function, with its event. A list is of the latter only.
-        sections: any other setting, by the section of a config that has it, such as ``data={"shuffle": False}``.
+        sections: any other setting, under the name of its config section, such as ``data={"shuffle": False}``.
 
     Returns:
         The run: ``run.trainer``, ``run.checkpoint``, ``run.metrics`` (the last values), ``run.summary``, and
         ``run.evaluate()``, which loads the best checkpoint into the model and returns its metrics on all sets.
 
     Raises:
-        ConfigError: a value is wrong; one line that names the argument.
+        ConfigError: a value is wrong; the message names the argument.
         TypeError: an argument has another type.
         Interrupted: a signal stopped the run. In an interactive session Ctrl-C returns the run instead.
         ProcessRaisedException, ProcessExitedException: (of torch, with ``restarts``) the process that trains has

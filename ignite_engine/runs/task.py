@@ -34,7 +34,7 @@ class TaskError(ValueError):
 
 @dataclass
 class Task:
-    """The code of a run: everything that is not a value of its config.
+    """The code of a run: everything that its config does not hold.
 
     Attributes:
         model: on any device; the run moves and wraps it.

@@ -168,8 +168,8 @@ class Update(BaseUpdate):
         """Leave the gradients of one group in ``parameter.grad``; called once in each iteration, before the step.
 
         Override it for an update of your own: two passes in a step (SAM), noise, gradient surgery. Clipping, the step,
-        its events, what is not finite and the checkpoint stay as they are. A call of this one begins without gradients,
-        and does forward and backward of every micro-batch, with their events.
+        its events, ``non_finite`` and the checkpoint stay as they are. Each call clears the gradients, and runs forward
+        and backward of every micro-batch, with their events.
 
         Args:
             micro_batches: of this rank, as the loader gave them.
@@ -181,7 +181,7 @@ class Update(BaseUpdate):
             writes to later.
 
         The gradients are reduced over the ranks; in fp16 they are still multiplied by ``scaler.get_scale()``. Clone
-        those that you keep. What is drawn from torch's generators is resumed exactly; what has a state of its own
+        those that you keep. Random numbers of torch's generators resume exactly; an object with a state of its own
         belongs into :meth:`stateful`.
         """
         self.parameters.clear_gradients()
@@ -225,7 +225,7 @@ class Update(BaseUpdate):
         self.accumulation.run_started()
 
     def run_ended(self, engine: Engine) -> None:
-        """A run has ended without an error: one warning if it went wrong and nobody has said so; a collective."""
+        """A run has ended without an error; warns if its numbers went wrong without a warning. A collective."""
         state: Any = engine.state
         if state.not_finite_at is None:
             state.not_finite_at = self._losses.warn(
