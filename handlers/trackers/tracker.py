@@ -36,8 +36,8 @@ class Tracker:
 
     In training it only names itself in the run's folder, and the first of a run starts one process for all. There it is
     made again, from the arguments of its ``__init__``, which are attributes of the same names; then ``begin``, ``push``
-    and ``end`` are called. If they raise, they are called again later, and the end of the run reports it. Training waits
-    for nothing.
+    and ``end`` are called. If they raise, they are called again later, and the end of the run reports it. Training
+    waits for nothing.
 
     Args:
         directory: of the run, which has the ``metrics.jsonl`` of a MetricLogger.
