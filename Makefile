@@ -34,7 +34,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,docs]'
 	@touch $@
 
-train: $(STAMP)  ## train CONFIG (default: the byte GPT, about 20 minutes on 2 cores); ARGS="run.seed=1 ..."
+train: $(STAMP)  ## train CONFIG (default: the byte GPT, two minutes on one core); ARGS="run.seed=1 ..."
 	$(BIN)/python -m ignite_engine train $(CONFIG) $(ARGS)
 
 test: $(STAMP)  ## run the tests, but the nightly ones: 4 minutes on 2 cores; PYTEST_ARGS="-k schedule"

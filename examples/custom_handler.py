@@ -1,9 +1,8 @@
-"""A handler of one's own: it counts the losses that jump, logs the count, and is saved and resumed.
+"""A handler of your own: it counts the losses that jump, logs the count, and is saved and resumed.
 
     python examples/custom_handler.py [runs/custom_handler]
 
-Three batches of the data have targets that are a hundred times too large. The handler finds them. It keeps what it
-needs on the device and reads it only when something is logged, so that no GPU waits for it.
+It keeps what it needs on the device and reads it only when something is logged, so that no GPU waits for it.
 """
 
 from __future__ import annotations
@@ -20,25 +19,20 @@ from torch.utils.data import TensorDataset
 from ignite_engine import Phase, Trainer, TrainingEvents, Update, loader, seed_everything
 from ignite_engine.handlers import Checkpoint, MetricLogger
 
-SPOILED = (23, 50, 71)  # batches, of 16 samples
+SPOILED = (23, 50, 71)  # batches of 16 samples, whose targets are a hundred times too large
 
 
 class LossJumps:
-    """Counts the updates whose loss is more than ``factor`` times the running mean of those before.
-
-    Writes ``loss_jumps``.
-    """
+    """Counts the updates whose loss is above ``factor`` times the running mean; writes ``loss_jumps``."""
 
     phase = Phase.MEASURE  # at an event that also logs: before it logs
 
     def __init__(self, factor: float = 5.0) -> None:
         self.factor = factor
-        self.mean = torch.tensor(torch.inf)
-        self.jumps = torch.tensor(0)
+        self.mean, self.jumps = torch.tensor(torch.inf), torch.tensor(0)
 
     def attach(self, trainer: Trainer, event: Any = Events.ITERATION_COMPLETED) -> None:
-        """Count at ``event``; the name is that of the state in checkpoints."""
-        trainer.register("loss_jumps", self)
+        trainer.register("loss_jumps", self)  # its state_dict() is in checkpoints under this name
         trainer.add_event_handler(event, self)
         trainer.add_event_handler(TrainingEvents.METRICS_READY, self.write)
 
@@ -61,8 +55,7 @@ class LossJumps:
 
 
 def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    inputs, targets = batch
-    return nn.functional.mse_loss(model(inputs), targets)
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
 def main(directory: str = "runs/custom_handler", *, batches: int = 100) -> Trainer:

@@ -1,9 +1,8 @@
-"""An update of one's own: two forwards and two backwards in each step, as sharpness-aware minimization needs them.
+"""An update of your own: two forwards and two backwards in each step, as sharpness-aware minimization needs them.
 
     python examples/own_update.py [runs/own_update]
 
-The gradient is taken not at the weights but where the loss is highest near them (Foret et al. 2021, arXiv 2010.01412).
-The Trainer does the rest: data, events, logging, checkpoints, stops and resume are those of any run.
+The gradient is that where the loss is highest near the weights (Foret et al. 2021, arXiv 2010.01412).
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class SharpnessAwareUpdate(BaseUpdate):
         parameters = list(self.model.parameters())
         loss = loss_fn(self.model, batch)
         gradients = torch.autograd.grad(loss, parameters)
-        norm = torch.stack([each.norm() for each in gradients]).norm() + 1e-12
-        offsets = [each * (self.rho / norm) for each in gradients]
+        norm = torch.nn.utils.get_total_norm(gradients) + 1e-12
+        offsets = [gradient * (self.rho / norm) for gradient in gradients]
         with torch.no_grad():
             for parameter, offset in zip(parameters, offsets, strict=True):
                 parameter.add_(offset)
@@ -58,8 +57,7 @@ class SharpnessAwareUpdate(BaseUpdate):
 
 
 def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    inputs, targets = batch
-    return nn.functional.cross_entropy(model(inputs), targets)
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def main(directory: str = "runs/own_update", *, epochs: int = 5, rho: float = 0.05) -> Trainer:

@@ -196,6 +196,7 @@ def test_examples_and_a_users_program_are_typed_against_the_wheel(environment, t
         shutil.copy2(path, tmp_path / path.name)
     (tmp_path / "mypy.ini").write_text(
         "[mypy]\nstrict = true\n[mypy-sklearn.*]\nignore_missing_imports = true\n"
+        "[mypy-monai.*]\nignore_missing_imports = true\n"
         "[mypy-transformers.*]\nignore_missing_imports = true\nfollow_imports = skip\n"
     )
 

@@ -19,10 +19,9 @@ CONFIGS = ROOT / "configs"
 GOLDEN = Path(__file__).with_name("golden.json")
 ITERATIONS = 50
 OPTIONS = {
-    "byte_gpt": ("task_options.validation_windows=32",),
-    "click_stream": ("run.max_epochs=null", "task_options.samples=20000"),
+    "byte_gpt": (),
+    "click_stream": ("run.max_epochs=null",),
     "digits": ("run.max_epochs=null",),
-    "nanogpt_cpu": (),
 }
 OFF = ("Progress", "MemoryLogger", "Throughput", "StepTimes", "ClearML", "Report")
 QUIET = [f"handlers.{label}=null" for label in OFF]

@@ -8,34 +8,34 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples import custom_handler, fine_tune, fsdp, gan, minimal, own_update, resume, several_processes
+from examples import custom_handler, gan, kept_engine, own_update, ranks, resume
 from ignite_engine import load_weights
-from tests.kit.fitting import log, stop
-from tests.kit.processes import ranks
-from tests.kit.tiny import one, weights
+from tests.kit import processes
+from tests.kit.fitting import log
+from tests.kit.tiny import weights
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("example", [minimal, own_update], ids=["minimal", "own_update"])
-def test_a_script_learns_and_started_again_continues(example, tmp_path):
-    whole = example.main(str(tmp_path / "whole"), epochs=3)
-    example.main(str(tmp_path / "cut"), epochs=2)
-    resumed = example.main(str(tmp_path / "cut"), epochs=3)
-    assert torch.equal(weights(resumed), weights(whole))
-    rows = log(tmp_path / "whole")
-    assert rows == log(tmp_path / "cut") and rows[-1]["loss"] < rows[0]["loss"]
+@pytest.mark.parametrize(
+    ("example", "length", "cut", "whole"),
+    [(custom_handler, "batches", 60, 100), (gan, "iterations", 130, 400), (own_update, "epochs", 2, 3)],
+    ids=["custom_handler", "gan", "own_update"],
+)
+def test_a_script_started_again_continues(example, length, cut, whole, tmp_path):
+    alone = example.main(str(tmp_path / "whole"), **{length: whole})
+    example.main(str(tmp_path / "cut"), **{length: cut})
+    resumed = example.main(str(tmp_path / "cut"), **{length: whole})
+    assert torch.equal(weights(resumed), weights(alone))
+    assert log(tmp_path / "whole") == [line for line in log(tmp_path / "cut") if line["iteration"] != cut or cut == 60]
 
 
-def test_the_handler_of_ones_own_finds_the_spoiled_batches_and_is_resumed(tmp_path):
-    custom_handler.main(str(tmp_path / "whole"))
-    custom_handler.main(str(tmp_path / "cut"), batches=60)
-    custom_handler.main(str(tmp_path / "cut"))
-    jumps = [[row["loss_jumps"] for row in log(tmp_path / name)] for name in ("whole", "cut")]
-    assert jumps == [[0, 1, 2, 3, 3]] * 2
+def test_the_handler_finds_the_spoiled_batches(tmp_path):
+    custom_handler.main(str(tmp_path))
+    assert [line["loss_jumps"] for line in log(tmp_path)] == [0, 1, 2, 3, 3]
 
 
-def test_the_update_of_ones_own_takes_the_weights_nearby(tmp_path):
+def test_the_own_update_takes_the_weights_nearby(tmp_path):
     at_0 = own_update.main(str(tmp_path / "at_0"), epochs=1, rho=0.0)
     at_some = own_update.main(str(tmp_path / "at_some"), epochs=1)
     assert not torch.equal(weights(at_0), weights(at_some))
@@ -45,66 +45,63 @@ def test_the_update_of_ones_own_takes_the_weights_nearby(tmp_path):
 
 def test_a_resumed_run_has_the_bits_of_the_whole_one(tmp_path, capsys):
     resume.main(str(tmp_path))
-    lines = capsys.readouterr().out.splitlines()
-    whole, stopped, resumed = (line.rpartition(" ")[2] for line in lines[:3])
-    assert whole == resumed != stopped and "the same bits" in lines[3]
+    assert "321 weights, of which 0 differ" in capsys.readouterr().out
     assert log(tmp_path / "whole") == log(tmp_path / "stopped")
 
 
-def test_a_stopped_gan_ends_with_the_bits_of_the_whole_one(tmp_path, monkeypatch):
-    make = gan.make_trainer
-    last = {"stops": False}
-
-    def watched(model):
-        trainer = make(model)
-        trainer.add_event_handler(gan.Events.ITERATION_COMPLETED(once=21), lambda: last["stops"] and stop(trainer))
-        last["weights"] = lambda: one(model)
-        return trainer
-
-    monkeypatch.setattr(gan, "make_trainer", watched)
-    digests = []
-    for folder, last["stops"] in (("whole", False), ("run", True), ("run", False)):
-        gan.main(str(tmp_path / folder), 40)
-        digests.append(last["weights"]())
-    assert torch.equal(digests[0], digests[2]) and not torch.equal(digests[0], digests[1])
-    assert log(tmp_path / "whole") == log(tmp_path / "run")
+def continues(main, folder, capsys):
+    main(str(folder / "whole"), epochs=3)
+    main(str(folder / "cut"), epochs=2)
+    main(str(folder / "cut"), epochs=3)
+    whole, cut, resumed = [line for line in capsys.readouterr().out.splitlines() if "weights" in line]
+    return whole == resumed != cut
 
 
-@pytest.mark.nightly
-def test_a_fine_tuned_network_beats_one_from_scratch(tmp_path):
-    accuracies = fine_tune.main(str(tmp_path))
-    assert accuracies["tuned"] > accuracies["from scratch"] + 0.1 and accuracies["tuned"] > 0.85
+def test_an_engine_of_ignites_is_kept_and_continues(tmp_path, capsys):
+    assert continues(kept_engine.main, tmp_path, capsys)
 
 
-def test_two_ranks_train_as_one_process_and_continue(tmp_path):
-    alone = several_processes.train(0, str(tmp_path / "alone"))
+@pytest.mark.nightly  # with a package that is not among those for development
+def test_a_trainer_of_monai_is_kept_and_continues(tmp_path, capsys):
+    pytest.importorskip("monai")
+    from examples import monai_trainer
+
+    assert continues(monai_trainer.main, tmp_path, capsys)
+
+
+def test_without_monai_its_example_says_so_in_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "monai", None)
+    monkeypatch.delitem(sys.modules, "examples.monai_trainer", raising=False)
+    with pytest.raises(SystemExit, match="pip install monai"):
+        from examples import monai_trainer  # noqa: F401
+
+
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
+def test_ranks_train_as_one_process_and_continue(kind, tmp_path):
+    alone = ranks.train(0, "ddp", str(tmp_path / "alone"))
 
     def on_a_rank(rank):
-        trainers = [several_processes.train(rank, str(tmp_path / "several")) for _ in range(2)]
-        return [trainer.state.start.value for trainer in trainers], weights(trainers[0])
+        trainers = [ranks.train(rank, kind, str(tmp_path / "several")) for _ in range(2)]
+        held = sum(
+            getattr(each, "to_local", lambda each=each: each)().numel()
+            for each in trainers[0].update.model.parameters()
+        )
+        return [trainer.state.start.value for trainer in trainers], held
 
-    (starts, first), (_, second) = ranks(2, on_a_rank)
-    assert starts == ["fresh", "resumed"] and torch.equal(first, second)
-    torch.testing.assert_close(first, weights(alone), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.nightly
-def test_two_ranks_share_a_sharded_model_and_continue(tmp_path):
-    found = ranks(2, lambda rank: [fsdp.train(rank, str(tmp_path)) for _ in range(2)])
-    first, again = found[0]
-    assert first == again and 0.4 * first[1] < first[0] < 0.6 * first[1]
-    assert sum(each[0][0] for each in found) == first[1]  # every weight once
-    model = fsdp.network()
-    load_weights(model, tmp_path)
-    inputs, targets = fsdp.samples().tensors
-    assert (model.eval()(inputs).argmax(dim=1) == targets).float().mean() > 0.85
+    (starts, first), (_, second) = processes.ranks(2, on_a_rank)
+    model = ranks.network()
+    load_weights(model, tmp_path / "several")
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert starts == ["fresh", "resumed"] and first + second == (total if kind == "fsdp" else 2 * total)
+    found = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    torch.testing.assert_close(found, weights(alone), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")])
 def test_ranks_are_started_by_the_script_and_by_torchrun(launcher, tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, *launcher, str(ROOT / "examples" / "several_processes.py"), str(tmp_path)]
+    command = [sys.executable, *launcher, str(ROOT / "examples" / "ranks.py"), "ddp", str(tmp_path)]
     subprocess.run(command, env=environment, timeout=180, check=True)
     assert len(log(tmp_path)) == 4
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import softplus
 from torch.nn.parallel import DistributedDataParallel
 
-from examples.gan import GAN, discriminator_loss, generator_loss, make_trainer, ring
+from examples.gan import GAN, discriminator_loss, generator_loss, ring
 from ignite_engine import Trainer, TrainingEvents, Update, Updates, loader, seed_everything
 from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, MetricLogger
@@ -103,7 +103,11 @@ def test_resumed_run_ends_with_every_state_of_the_whole_one(tmp_path, precision)
     def build():
         gan = networks()
         seed_everything(1)
-        trainer = make_trainer(gan, accumulation_steps=2, precision=precision)
+        updates = updates_of(gan, every=2, precision=precision)
+        trainer = Trainer(updates, 2)
+        for name, optimizer in updates.optimizers.items():
+            LRSchedule(warmup_linear(optimizer, total=8), name=f"lr_schedule/{name}").attach(trainer)
+        EMA(0.99).attach(trainer, updates.stepped("generator"))
         trainer.add_event_handler(
             TrainingEvents.RESUME_POINT, lambda: trainer.state.output.update(loss=torch.zeros(()))
         )

@@ -1,9 +1,10 @@
-"""FSDP2: each rank holds a share of every weight, of its gradient and of the optimizer's state.
+"""The same function on one process or on several, each with a whole model (DDP) or with a share of it (FSDP2).
 
-    python examples/fsdp.py [runs/fsdp]
-    torchrun --nproc-per-node 4 examples/fsdp.py [runs/fsdp]
+    python examples/ranks.py [ddp | fsdp] [runs/ranks]
+    torchrun --nproc-per-node 4 examples/ranks.py fsdp
 
-Each rank saves its share. What is saved resumes on any number of ranks, and loads into a model that is not sharded.
+Without torchrun: two ranks on the CPU, or one for each GPU. The ranks share the batch, so each number of them makes the
+same updates, up to the rounding of sums. A checkpoint resumes on any number of ranks, and loads without sharding.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from ignite.engine import Events
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 from ignite_engine import Parallel, Trainer, Update, load_weights, loader
@@ -32,7 +32,7 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # the same first weights on each rank
     return nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 3))
 
 
@@ -41,36 +41,37 @@ def samples() -> TensorDataset:
     return TensorDataset(inputs, inputs[:, :3].argmax(dim=1))
 
 
-def train(local_rank: int, directory: str) -> tuple[int, int]:
-    """Train, or resume; this rank's numbers, and those of all."""
-    ranks, device = idist.get_world_size(), idist.device()
+def sharded(layers: nn.Sequential) -> nn.Module:
+    """FSDP2: each rank has a share of every weight, of its gradient and of the optimizer's state."""
+    device, ranks = idist.device(), idist.get_world_size()
     mesh = use_mesh(init_device_mesh(device.type, (ranks,), mesh_dim_names=("data",)))
-    model = network().to(device)
-    for layer in model:
+    for layer in layers.to(device):
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # after sharding, which replaces the parameters
+    fully_shard(layers, mesh=mesh)
+    return layers
 
+
+def train(local_rank: int, kind: str, directory: str) -> Trainer:
+    """Train, or resume; what is saved, logged and stopped is agreed between the ranks."""
+    model = idist.auto_model(network()) if kind == "ddp" else sharded(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # after sharding, which replaces the parameters
     trainer = Trainer(Update(model, optimizer, loss_fn, clip_norm=1.0))
-    MetricLogger(directory).attach(trainer, Events.EPOCH_COMPLETED)
+    MetricLogger(directory).attach(trainer, Events.EPOCH_COMPLETED)  # means over all ranks
     checkpoint = Checkpoint(f"{directory}/checkpoints")
     checkpoint.attach(trainer, Events.EPOCH_COMPLETED)
     GracefulStop().attach(trainer)
     checkpoint.resume()
-    trainer.run(loader(samples(), batch_size=BATCH_SIZE // ranks, shuffle=True), max_epochs=4)
-
-    own = sum(each.to_local().numel() for each in model.parameters() if isinstance(each, DTensor))
-    total = sum(each.numel() for each in model.parameters())
-    print(f"rank {idist.get_rank()} holds {own:,} of {total:,} weights")
+    trainer.run(loader(samples(), batch_size=BATCH_SIZE // idist.get_world_size(), shuffle=True), max_epochs=4)
     if idist.get_rank() == 0:
         path = load_weights(network(), directory)
-        print(f"a model on one process has the weights of {path.name}")
-    return own, total
+        print(f"{trainer.state.iteration} updates; a model on one process has the weights of {path.name}")
+    return trainer
 
 
 if __name__ == "__main__":
+    kind, directory = (*sys.argv[1:], *("ddp", "runs/ranks")[len(sys.argv) - 1 :])
     on_gpus = torch.cuda.is_available()
     ranks = torch.cuda.device_count() if on_gpus else 2  # torchrun's own number takes its place
     with Parallel(backend="nccl" if on_gpus else "gloo", nproc_per_node=ranks) as parallel:
-        parallel.run(train, *(sys.argv[1:] or ["runs/fsdp"]))
+        parallel.run(train, kind, directory)
