@@ -25,8 +25,9 @@ from ignite_engine.checkpoint import (
 )
 from ignite_engine.checkpoint.manifest import Facts
 from ignite_engine.checkpoint.shards import Shards, without_shards
+from ignite_engine.checkpoint.states.model_and_optimizer import ModelState
 from ignite_engine.checkpoint.states.tiers import TIERS, Tier, marker
-from ignite_engine.errors import one_line
+from ignite_engine.errors import one_line, shortened
 from ignite_engine.events import TrainingEvents
 from ignite_engine.handlers.checkpoint.times import Times, Transfer
 from ignite_engine.ranks import agreement
@@ -200,7 +201,14 @@ class Saver:
         """Refuse what no checkpoint could hold before it is trained for."""
         own = {"data", "rng", "trainer"}  # the state of a loader may start its workers
         states = {name: obj.state_dict() for name, obj in trainer.registry.objects.items() if name not in own}
-        without_shards(self.filter(states, trainer.registry.kinds)[0], {})
+        states = self.filter(states, trainer.registry.kinds)[0]
+        without_shards(states, {})
+        for name, obj in trainer.registry.objects.items():
+            if isinstance(obj, ModelState) and (lost := sorted({*obj.untaken()} & states.get(name, {}).keys())):
+                raise CheckpointError(
+                    f"The {name} does not load {shortened(lost)} of its own state_dict(): leave that layer, if it is "
+                    f"not trained, out by Checkpoint(exclude=['{name}:{lost[0].rpartition('.')[0]}*'])."
+                )
 
     def save(
         self,

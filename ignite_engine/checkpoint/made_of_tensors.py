@@ -32,11 +32,15 @@ def rebuilt_of(value: Any, leaf: Callable[[Tensor], Tensor]) -> Any:
     return put_together(type(value), {name: leaf(part) for name, part in tensors.items()}, context, value)
 
 
-def known_class(name: str) -> Any:
+def name_of_class(value: Any) -> str:
+    return f"{type(value).__module__}:{type(value).__qualname__}"
+
+
+def known_class(name: str, base: type = Tensor) -> Any:
     """The class of this name, if a module that is imported already has it; else None: no file has a module imported."""
     module, _, qualified = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in qualified.split("."):
         found = getattr(found, part, None)
-    is_kind = isinstance(found, type) and issubclass(found, Tensor) and hasattr(found, "__tensor_unflatten__")
-    return found if is_kind else None
+    is_kind = isinstance(found, type) and issubclass(found, base)
+    return found if is_kind and (base is not Tensor or hasattr(found, "__tensor_unflatten__")) else None

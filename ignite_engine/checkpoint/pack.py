@@ -16,6 +16,7 @@ import os
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
@@ -32,7 +33,13 @@ from ignite_engine.checkpoint.filesystem import (
     read_into,
     write_file,
 )
-from ignite_engine.checkpoint.made_of_tensors import is_made_of_tensors, known_class, put_together, taken_apart
+from ignite_engine.checkpoint.made_of_tensors import (
+    is_made_of_tensors,
+    known_class,
+    name_of_class,
+    put_together,
+    taken_apart,
+)
 from ignite_engine.errors import CheckpointError, one_line
 
 DTYPES = {
@@ -137,6 +144,8 @@ class Pack:
                 return {_KIND: kind.__name__, "of": of, "metadata": self._encoded(versions, path)}
         elif kind.__name__ in _SEQUENCES:
             of = [self._encoded(child, (*path, index)) for index, child in enumerate(value)]
+        elif isinstance(value, Enum):
+            return {_KIND: "enum", "of": [name_of_class(value), value.name]}
         elif kind is complex:
             of = [self._encoded(value.real, path), self._encoded(value.imag, path)]
         else:
@@ -146,7 +155,7 @@ class Pack:
     def _encoded_tensor(self, value: Tensor, path: tuple[Any, ...]) -> dict[str, Any]:
         if is_made_of_tensors(value):
             tensors, context = taken_apart(value)
-            of: dict[str, Any] = {_SUBCLASS: f"{type(value).__module__}:{type(value).__qualname__}", "tensors": tensors}
+            of: dict[str, Any] = {_SUBCLASS: name_of_class(value), "tensors": tensors}
             of |= {"context": context, "shape": tuple(value.shape), "stride": tuple(value.stride())}
             return {_KIND: "subclass", "of": self._encoded(of, path)}
         about: dict[str, Any] = {_KIND: "tensor"}
@@ -252,6 +261,8 @@ class _Decoder:
             return _SEQUENCES[kind](self.decoded(of))
         if kind in _BYTES:
             return _BYTES[kind](base64.b64decode(of))
+        if kind == "enum":  # its name where nothing has imported its class
+            return getattr(known_class(of[0], Enum), of[1], of[1])
         if kind == "complex":
             return complex(*self.decoded(of))
         plain: dict[str, Callable[[str], Any]] = {"float": float, "dtype": _dtype, "device": torch.device}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -109,7 +110,7 @@ def _problem(value: Any) -> str | None:
     if kind in _MAPPINGS:
         key = type(next(key for key in value if not _is_key(key)))
         what = f"a {kind.__qualname__} with a key of type {key.__module__}.{key.__qualname__}"
-    elif kind not in _LEAF_TYPES and not _is_tensor(value):
+    elif kind not in _LEAF_TYPES and not _is_tensor(value) and not isinstance(value, Enum):
         what = f"a {kind.__module__}.{kind.__qualname__}"
     elif isinstance(value, Tensor) and value.is_meta:
         return "a tensor on the meta device, which has no values to save: give it some before training."

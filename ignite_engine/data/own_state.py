@@ -16,6 +16,7 @@ from ignite_engine.data.place import Place
 from ignite_engine.data.readers import Replayed, orders_of
 
 _NOTHING = object()
+_RESTARTS = "restart_on_stop_iteration"  # of torchdata.nodes' Loader: a state of a pass's end would begin the next pass
 _FINISHED = "_iterator_finished"  # in the state of torchdata's StatefulDataLoader
 
 
@@ -44,6 +45,8 @@ class Stateful(Replayed):
 
     def open(self, place: Place) -> Iterator[Any]:
         self.fetched, self.exhausted = None, False
+        if hasattr(self.data, _RESTARTS):
+            setattr(self.data, _RESTARTS, False)
         if "loader" not in place.held:
             return self._until_exhausted(self.begin())
         self.data.load_state_dict(place.held["loader"])

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections import Counter, OrderedDict
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,10 @@ def test_tensors_that_are_one_are_one_again_and_a_view_is_alone(tmp_path):
     assert torch.equal(torch.cat(loaded["halves"]), flat)
 
 
+class Unit(Enum):
+    METRE = "m"
+
+
 class Scaled(torch.Tensor):
     """Made of two tensors, as torchao's states of optimizers are."""
 
@@ -115,7 +120,7 @@ class Described(torch.Tensor):
 def test_subclasses_of_tensors_come_back(tmp_path, place):
     class Kept:
         state = {
-            "scaled": Scaled(torch.arange(5, dtype=torch.int8), torch.tensor(0.5), 3),
+            "scaled": Scaled(torch.arange(5, dtype=torch.int8), torch.tensor(0.5), Unit.METRE),
             "described": torch.ones(2).as_subclass(Described),
         }
 
@@ -137,7 +142,9 @@ def test_subclasses_of_tensors_come_back(tmp_path, place):
     checkpoint.resume()
     scaled = kept.state["scaled"]
     assert (
-        type(scaled) is Scaled and scaled.codes.tolist() == [0, 1, 2, 3, 4] and (scaled.scale, scaled.unit) == (0.5, 3)
+        type(scaled) is Scaled
+        and scaled.codes.tolist() == [0, 1, 2, 3, 4]
+        and (scaled.scale, scaled.unit) == (0.5, Unit.METRE)
     )
     assert kept.state["described"].tolist() == [1, 1]
 

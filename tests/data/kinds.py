@@ -2,6 +2,7 @@
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
+from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ignite_engine import Windows, loader
@@ -276,6 +277,11 @@ def stateful(*arguments, **options):
     return StatefulDataLoader(*arguments, **options)
 
 
+def nodes_of_samples():
+    batches = nodes.Batcher(nodes.Mapper(nodes.SamplerWrapper(range(7)), sample), 2, drop_last=False)
+    return nodes.Loader(nodes.Mapper(batches, lambda rows: tuple(map(torch.stack, zip(*rows, strict=True)))))
+
+
 def window(name):
     """Of odd ones a plain DataLoader, of even ones a loader()."""
     make = DataLoader if name % 2 else loader
@@ -307,6 +313,7 @@ KINDS = {
     "torchdata with a generator": lambda: stateful(
         Samples(), 2, shuffle=True, generator=torch.Generator().manual_seed(torch.initial_seed() % 9)
     ),
+    "torchdata's nodes": nodes_of_samples,
     "torchdata over a stream": lambda: stateful(StreamOfSamples(), 1),
     "torchdata over a generator": lambda: stateful(Generated(), 1),
     "torchdata over an iterator": lambda: stateful(Counted(), 1),

@@ -11,6 +11,7 @@ from ignite.engine import Events
 
 from ignite_engine import TrainingEvents, seed_everything
 from ignite_engine.checkpoint import read_source
+from ignite_engine.checkpoint.made_of_tensors import is_made_of_tensors, taken_apart
 from ignite_engine.handlers import Checkpoint
 from tests.kit.processes import ended
 from tests.kit.tiny import linear, numbers_loader, trainer_of
@@ -171,6 +172,10 @@ def leaves(value, path=()):
 
 def same_bits(one, other):
     """Whether two leaves are the same: tensors in dtype, shape and bits, numbers in all digits."""
+    if is_made_of_tensors(one) and type(one) is type(other):
+        parts, context = taken_apart(one)
+        others, other_context = taken_apart(other)
+        return repr(context) == repr(other_context) and all(same_bits(parts[name], others[name]) for name in parts)
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if one.layout != other.layout or one.dtype != other.dtype:
             return False

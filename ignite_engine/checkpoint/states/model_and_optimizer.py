@@ -67,16 +67,34 @@ class ModelState:
         state = {clean_name(name): value for name, value in unwrap(self.model).state_dict().items()}
         return {name: self.swapped_out.get(name, value) for name, value in state.items()}
 
+    def untaken(self) -> list[str]:
+        """What ``state_dict()`` gives and no module of the model loads, such as the scales of 4-bit weights."""
+        model = unwrap(self.model)
+        modules = dict(model.named_modules())
+        own = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        further = model.state_dict().keys() - {name for name, _ in own}
+
+        def is_taken(name: str) -> bool:
+            words = name.split(".")
+            owners = [module for at in range(len(words)) if (module := modules.get(".".join(words[:at]))) is not None]
+            return any(
+                type(owner)._load_from_state_dict is not nn.Module._load_from_state_dict
+                or owner._load_state_dict_pre_hooks
+                for owner in owners
+            )
+
+        return [clean_name(name) for name in further if not name.endswith("_extra_state") and not is_taken(name)]
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load by name.
 
         Raises:
             StateMismatch: names or shapes differ from those saved.
         """
-        model = unwrap(self.model)
+        model, untaken = unwrap(self.model), self.untaken()  # no checkpoint holds those
         own = {clean_name(name): name for name in model.state_dict()}
         try:
-            model.load_state_dict({own.get(name, name): value for name, value in state.items()})
+            model.load_state_dict({own.get(name, name): state[name] for name in state if name not in untaken})
         except RuntimeError as error:  # torch's has a line for each parameter
             differences = _shape_differences(self.state_dict(), state)
             if not differences:

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import torch
 from ignite.engine import Events
+from torch import nn
 
 from ignite_engine import TrainingEvents
 from ignite_engine.errors import CheckpointError
 from ignite_engine.handlers import Checkpoint
 from tests.kit import saved
 from tests.kit.processes import ranks
-from tests.kit.tiny import numbers_loader, trainer_of, weights
+from tests.kit.refusals import refuses
+from tests.kit.tiny import linear, numbers_loader, trainer_of, weights
 
 EACH = Events.ITERATION_COMPLETED
 
@@ -77,6 +79,28 @@ def test_training_goes_on_after_a_save_that_failed(case, background, tmp_path, c
     names(events[0][1], words)
     names(next(line for line in caplog.messages if "was not saved" in line), words)
     assert saved.iterations(tmp_path) == [4, 6] and saved.parts(tmp_path, 4)["trainer"]["checkpoints"] == 1
+
+
+class Scaled(nn.Linear):
+    """Gives what it does not load, as bitsandbytes' layers of 4-bit weights do."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.scale"] = torch.ones(1)
+
+
+def test_a_model_that_does_not_load_its_own_state_is_refused_unless_that_layer_is_left_out(tmp_path):
+    def run(**options):
+        trainer = trainer_of(nn.Sequential(Scaled(3, 3).requires_grad_(False), linear()))
+        checkpoint = Checkpoint(tmp_path, **options)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        return trainer.run(numbers_loader(), max_epochs=1 + len(saved.iterations(tmp_path)))
+
+    refuses(run, CheckpointError, "0.weight.scale exclude=['model:0.weight*']")
+    for _ in range(2):
+        state = run(exclude=["model:0.weight*"])
+    assert state.iteration == 12
 
 
 @pytest.mark.parametrize("case", UNSAVABLE)
