@@ -164,7 +164,7 @@ def joined(sources: Sequence[tuple[LoadSource, LoadReport]]) -> LoadReport:
         own = LoadReport(report.source, [], [n for n in report.missing if n not in set(loaded)], report.unexpected)
         if source.strict and not own.complete:
             raise StateMismatch(
-                f"{report.source} and this run differ ({own.differences}): rename or ignore these names, or say "
+                f"{report.source} and this run differ ({own.differences}): rename or ignore these names, or give "
                 "strict=False to leave them as they were built."
             )
     missing, unexpected = (

@@ -306,7 +306,7 @@ def _of_its_class(of: dict[str, Any]) -> Any:
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name.removeprefix("torch."))
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name} is no type of numbers")
+        raise ValueError(f"{name} is not a dtype")
     return found
 
 

@@ -138,8 +138,8 @@ def _exchange(kind: int | None, own: T) -> list[T]:
     said: list[tuple[int | None, T]] = [pickle.loads(each) for each in groups["exchange"](pickle.dumps((kind, own)))]
     if others := [peer for peer, (its_kind, _) in enumerate(said) if its_kind != kind]:
         raise dist.DistNetworkError(
-            f"The exchange of rank {rank()} met another one{on_ranks(others)}: the ranks went different ways, such "
-            "as where an error of one was caught, or a call for all ranks was made on some."
+            f"The exchange of rank {rank()} met another one{on_ranks(others)}: the ranks took different "
+            "paths. Perhaps one caught an error, or a call that all ranks must make was made on some."
         )
     return [each for _, each in said]
 

@@ -52,7 +52,7 @@ class Updates(BaseUpdate):
         self.every = dict.fromkeys(updates, 1)
         for name, number in (every or {}).items():
             if name not in updates:
-                raise ValueError(f"every has {name!r}, which is no update{did_you_mean(name, updates)}")
+                raise ValueError(f"every has {name!r}, which is not an update{did_you_mean(name, updates)}")
             if not is_whole(number) or number < 1:
                 raise ValueError(f"every[{name!r}] must be a number of iterations of at least 1, got {number!r}.")
             self.every[name] = number
@@ -132,6 +132,6 @@ class Updates(BaseUpdate):
             update.run_started()
 
     def run_ended(self, engine: Engine) -> None:
-        """A run has ended without an error: one warning if one of them went wrong; a collective."""
+        """A run has ended without an error; warns if the numbers of one went wrong. A collective."""
         for update in self.updates.values():
             update.run_ended(engine)

@@ -85,7 +85,7 @@ def resume(
     if reasons:
         registry.resumed_otherwise.append(f"{_RESUMED}{path.name} otherwise than saved ({'; '.join(reasons)})")
     if reasons and rank == 0:
-        logger.warning("%s may go on with other bits: %s.", path.name, "; ".join(reasons))
+        logger.warning("%s may not resume bit for bit: %s.", path.name, "; ".join(reasons))
     if ignored_up_to is not None and manifest.sequence > ignored_up_to:
         ignore = ()
     adapt = _adapter(registry, manifest.left_out, bool(sharding or manifest.environment.get(_SHARDING)))
@@ -103,7 +103,7 @@ def name_unknown(registry: Registry, found: CheckpointInfo, reasons: Container[s
     if unknown:
         registry.resumed_otherwise.append(f"{_RESUMED}{found.path.name}, which is not exact ({'; '.join(unknown)})")
         if agreement.rank() == 0:
-            logger.warning("%s may go on with other bits: %s.", found.path.name, "; ".join(unknown))
+            logger.warning("%s may not resume bit for bit: %s.", found.path.name, "; ".join(unknown))
 
 
 def _load_all(registry: Registry, loaded: Loaded, ignore: Iterable[str], adapt: Adapt) -> None:

@@ -67,7 +67,7 @@ class Capture(Accumulation):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["compiler"] != (now := compiler()):
             self.outside_of_run = f"was compiled by {state['compiler']} when the run was saved, and is by {now} now"
-            logger.warning("The update's capture %s: it goes on with other bits.", self.outside_of_run)
+            logger.warning("The update's capture %s: the run may have other bits.", self.outside_of_run)
 
     def run_started(self) -> None:
         self._checked_at = -1

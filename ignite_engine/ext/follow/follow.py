@@ -162,8 +162,8 @@ class Follower:
                 return count
             elif is_silent:
                 logger.warning(
-                    "%s shows no sign of a run for %g s: it has not begun, was killed, or has failed. The same command "
-                    "goes on.",
+                    "%s shows no sign of a run for %g s: it has not begun, was killed, or has failed. Run the "
+                    "same command again to continue.",
                     *(self.run.given, wait_s),
                 )
                 return count
