@@ -150,7 +150,7 @@ class Evaluation:
             self._saved_windows = None
         invariant = trainer.update.rank_invariant
         if not self._changes:
-            check_loader(self.label, self._loader(), on_each_rank=invariant)
+            check_loader(self.label, self.loader(), on_each_rank=invariant)
         if invariant and agreement.rank() == 0:
             self._say_what_is_not_invariant()
         if self._unfinished_at == trainer.state.iteration:
@@ -226,8 +226,8 @@ class Evaluation:
 
     def _say_what_is_not_invariant(self) -> None:
         found = [f"metric {name!r} cannot be computed from sums" for name in unsummed(self.evaluator)]
-        if not self._changes and dealing_of(self._loader(), self.limit) is None:
-            found = [f"its {type(self._loader()).__name__} is not made by loader()"]
+        if not self._changes and dealing_of(self.loader(), self.limit) is None:
+            found = [f"its {type(self.loader()).__name__} is not made by loader()"]
         if found:
             logger.warning(
                 "The evaluation of %s may have other bits on another number of ranks: %s.",
@@ -248,9 +248,10 @@ class Evaluation:
         """What is evaluated now, None where no window is there; a collective."""
         if self._windows is not None:
             return self._windows.next_loader()
-        return self._loader() if isinstance(self.data, Iterable) else loader_of(self.data())
+        return self.loader() if isinstance(self.data, Iterable) else loader_of(self.data())
 
-    def _loader(self) -> Any:
+    def loader(self) -> Any:
+        """What is iterated in the place of its loader."""
         if self._rebuilt[0] is not self.data:
             self._rebuilt = (self.data, loader_of(self.data))
         return self._rebuilt[1]

@@ -20,7 +20,6 @@ from ignite_engine.ranks import agreement
 from ignite_engine.ranks.joining import is_launched
 from ignite_engine.runs import recipe
 from ignite_engine.runs.config import Config, ConfigError, load_config
-from ignite_engine.runs.config.load import default_values
 from ignite_engine.runs.run_directory import RunDirectory
 from ignite_engine.runs.task import TaskError, find_task
 from ignite_engine.text import json_values
@@ -151,7 +150,7 @@ def _follow(config: Config, options: argparse.Namespace) -> None:
     evaluations: list[Any] = list(run.evaluations)
     during_the_run = [evaluation for evaluation in evaluations if evaluation.name in run.trainer.registry.objects]
 
-    settings: dict[str, Any] = {"every_checkpoint": options.all, "defaults": default_values()}
+    settings: dict[str, Any] = {"every_checkpoint": options.all}
     if options.wait is not None:
         settings["wait_s"] = options.wait
 

@@ -13,7 +13,6 @@ from ignite_engine.checkpoint.lock import InUse
 from ignite_engine.ext.report import read_run, runs_in, write_comparison, write_report
 from ignite_engine.ext.report.pages import RELOAD_S
 from ignite_engine.handlers.trackers.following import follow
-from ignite_engine.runs.config.load import default_values
 
 
 def add_parsers(subparsers: Any) -> None:
@@ -47,10 +46,10 @@ def add_parsers(subparsers: Any) -> None:
 def report(options: argparse.Namespace) -> None:
     """Write the page of one run and print its path."""
     (run,), output = options.runs, _checked(options.output)
-    print(write_report(run, output, defaults=default_values()), flush=True)
+    print(write_report(run, output), flush=True)
     while options.watch and read_run(run).status == "running":
         time.sleep(RELOAD_S)
-        write_report(run, output, defaults=default_values())
+        write_report(run, output)
 
 
 def compare(options: argparse.Namespace) -> None:

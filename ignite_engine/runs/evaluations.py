@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ignite.engine import Engine, Events
@@ -12,13 +10,12 @@ from ignite.engine import Engine, Events
 from ignite_engine.data.source import OwnSource
 from ignite_engine.errors import did_you_mean
 from ignite_engine.evaluator import create_evaluator
-from ignite_engine.events import TrainingEvents
+from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.handlers.evaluation import Evaluation
-from ignite_engine.handlers.evaluation.batches import loader_of
-from ignite_engine.handlers.evaluation.sanity import SanityCheck, Trial
+from ignite_engine.handlers.evaluation.dry_run import dry_run
 from ignite_engine.runs.config.named import Fault
 from ignite_engine.runs.config.sections import Count, CountFrom0
-from ignite_engine.runs.loaders import data_loader, is_loader
+from ignite_engine.runs.loaders import data_loader
 from ignite_engine.runs.mean_loss import mean_loss
 from ignite_engine.runs.task import Data, Task
 from ignite_engine.state import Start
@@ -99,9 +96,9 @@ class Evaluations:
             state = trainer.state
             return state.start is not Start.FRESH and 0 < state.iteration == self.run.first_iteration
 
-        if self.sanity_batches and self.sets:
-            self._sanity_check().attach(trainer)
         for evaluation in self.of(self.sets):
+            if self.sanity_batches and not isinstance(evaluation.data, OwnSource):
+                trainer.add_event_handler(Events.STARTED(event_filter=is_fresh), self._try, evaluation)
             if self.at_start:
                 evaluation.attach(trainer, Events.STARTED(event_filter=is_fresh))
             if event is not None:
@@ -114,36 +111,18 @@ class Evaluations:
         if self.progressive:
             self._progressive().attach(trainer, TrainingEvents.WINDOW_STARTED)
 
+    def _try(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        batches = min(self.sanity_batches, self.limit or self.sanity_batches)
+        dry_run(evaluation, trainer, batches, self.run.settings.error)
+
+    _try.phase = Phase.PREPARE  # type: ignore[attr-defined]  # before any evaluation
+
     def evaluator(self, task: Task) -> Engine:
         """A new evaluator with the metrics of this task."""
         predict, metrics = (
             (task.predict, task.metrics) if task.predict is not None else mean_loss(task.loss_fn, task.weight_fn)
         )
         return create_evaluator(task.model, predict, metrics, precision=self.precision)
-
-    def _sanity_check(self) -> SanityCheck:
-        """The sanity check of each set that is not a stream of windows."""
-        config, task = self.run.settings, self.run.task
-        # of the run's workers one is enough; what a dataset opens, it opens there
-        workers = min(1, config.data.num_workers)
-        few = replace(config.data, num_workers=workers, persistent_workers=False, prefetch_factor=None)
-        try:
-            own = replace(task, metrics=copy.deepcopy(dict(task.metrics)))
-        except Exception:  # one that cannot be copied is reset by each evaluation, as it would be without a check
-            own = task
-        batches = min(self.sanity_batches, self.limit or self.sanity_batches)
-        trials = {
-            name: Trial(
-                self.evaluator(own),
-                loader_of(dataset)
-                if is_loader(dataset)
-                else data_loader(replace(config, data=few), task, dataset, training=False),
-                batches,
-            )
-            for name, dataset in self.sets.items()
-            if not isinstance(dataset, OwnSource)
-        }
-        return SanityCheck(trials, error=config.error)
 
     def _progressive(self) -> Evaluation:
         """Evaluates each window before it is trained on."""

@@ -27,7 +27,7 @@ from ignite_engine.loop.describe import lr_text, model_table
 from ignite_engine.ranks import agreement, attempt
 from ignite_engine.ranks.watch import cause_of, known_failure, on_failure, reason_of
 from ignite_engine.runs.code import commit_of_code
-from ignite_engine.runs.config.load import Config, default_values
+from ignite_engine.runs.config.load import Config
 from ignite_engine.runs.config.named import parameters_of
 from ignite_engine.runs.history import Records, read_records
 from ignite_engine.runs.run_directory import PhaseTimes, RunDirectory, weights_sha256
@@ -348,7 +348,7 @@ class Run:
         from ignite_engine.ext.report import write_report
 
         try:
-            return write_report(self.directory.path, None, default_values())
+            return write_report(self.directory.path)
         except Exception as error:  # the outcome of the run does not depend on its report
             logger.warning("No report could be written: %s: %s.", type(error).__name__, error)
             return None

@@ -88,12 +88,10 @@ def follow_with(
     every_checkpoint: bool = False,
     wait_s: float = 300.0,
     announce: Announce | None = None,
-    defaults: Mapping[str, Any] | None = None,
 ) -> int:
     """As :func:`follow`, with the trainer and the evaluations themselves.
 
     Args:
-        defaults: of the run's config, for the report.
     """
     check_type("wait_s", wait_s, is_number(wait_s), "a number of seconds")
     if not wait_s >= 0:
@@ -112,7 +110,7 @@ def follow_with(
         stack.callback(follower.release)
         count = follower.follow(wait_s)
         if agreement.rank() == 0 and (run.path / "report.html").exists():
-            write_report(run.given, None, defaults)
+            write_report(run.given)
         return count
 
 

@@ -95,26 +95,19 @@ const marks = (plot, chart, { axis }) => {
 const draw = figure => {
   const chart = charts[figure.dataset.chart], asked = settings(), { axis, logX } = asked;
   const field = figure.querySelector(".plot");
-  const logY = !chart.stacked && (asked.y === "log" || (asked.y === "auto" && chart.log));
+  const logY = asked.y === "log" || (asked.y === "auto" && chart.log);
   let [xs, ...columns] = table(chart.lines, asked);
-  const whole = columns;
-  if (chart.stacked) {
-    const sums = xs.map(() => 0);
-    columns = columns.map(column => column.map((value, at) => sums[at] += value ?? 0));
-  }
   if (logY) columns = columns.map(column => column.map(value => value > 0 ? value : null));
-  const faint = asked.smoothing && !chart.stacked && !chart.exact ? columns : [];
+  const faint = asked.smoothing && !chart.exact ? columns : [];
   if (faint.length) columns = columns.map((column, index) => chart.lines[index].points.length > FEW ? smoothed(column, asked.smoothing) : column);
-  const order = chart.lines.map((_, index) => chart.stacked ? chart.lines.length - 1 - index : index);
-  const series = order.map(index => {
-    const line = chart.lines[index], ink = () => colour("c" + line.mark);
+  const series = chart.lines.map((line, index) => {
+    const ink = () => colour("c" + line.mark);
     return {
       label: line.name, stroke: ink, width: 1.6, spanGaps: true, dash: line.dashed ? [6, 4] : undefined,
-      fill: chart.stacked ? ink : undefined,
-      points: { show: line.points.length <= FEW && !chart.stacked, size: 5, fill: ink },
+      points: { show: line.points.length <= FEW, size: 5, fill: ink },
       value: (plot, value, at, place) => {
-        const values = whole[index], chosen = place ?? values.findLastIndex(each => each != null);
-        return words(chart.stacked ? values[chosen] : columns[index][chosen]);
+        const values = columns[index];
+        return words(values[place ?? values.findLastIndex(each => each != null)]);
       },
     };
   });
@@ -138,7 +131,7 @@ const draw = figure => {
         if (low == null) return [0, 1];
         if (!(high > low)) return [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
         const margin = (high - low) * .06, bottom = chart.zero && low >= 0 && !zoom ? 0 : low - margin;
-        return [chart.stacked ? 0 : bottom, high + margin];
+        return [bottom, high + margin];
       } },
     },
     axes: [
@@ -159,7 +152,7 @@ const draw = figure => {
         }));
       }],
     },
-  }, [xs, ...faint, ...order.map(index => columns[index])], field);
+  }, [xs, ...faint, ...columns], field);
   plot.ends = ends;
   fingers(plot);
   return plot;

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib.resources
+import json
 import os
 import urllib.parse
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ignite_engine.ext.report.charts import chart, script_data
-from ignite_engine.ext.report.panels import COLOURS, OF_ENGINE, Panel, compared_panels, panels_of
+import yaml
+
+from ignite_engine.ext.report.charts import COLOURS, OF_ENGINE, charts_of, figure
 from ignite_engine.ext.report.records import Record, read_run
 from ignite_engine.ext.report.timeline import iterations_per_epoch, seconds, timeline
 from ignite_engine.runs.run_directory import flat, write_whole
@@ -21,36 +22,33 @@ from ignite_engine.text import short
 
 # The browser enforces that nothing is loaded.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A number of the run."""
-
-    name: str
-    value: str
-    remark: str = ""
-
-
 RELOAD_S = 15
 """After which the page of a run that goes on is loaded again by the browser."""
-_NOT_SET = object()
 
 
-def write_report(
-    directory: str | Path, output: str | Path | None = None, defaults: Mapping[str, Any] | None = None
-) -> Path:
+def write_report(directory: str | Path, output: str | Path | None = None) -> Path:
     """Write the page of one run; returns its path, by default ``report.html`` in the run's directory.
-
-    Args:
-        defaults: of the config; settings that equal theirs are folded.
 
     Raises:
         NotARun: the directory does not hold a run.
     """
     run = read_run(directory)
     path = Path(output) if output is not None else run.path / "report.html"
-    write_whole(path, report_page(run, defaults or {}))
+    measured = {key: points[-1][1] for key, points in run.series.items()} | (run.summary.get("metrics") or {})
+    rest = {key: value for key, value in run.summary.items() if key not in ("metrics", "status", "reason")}
+    parts = [
+        f"<h1>{escape(run.name)}</h1>",
+        f'<p class="under">{escape(str(run.path.absolute()))}</p>',
+        _outcome(run),
+        _tiles(run),
+        *_curves([run], [run.name]),
+        *_folded("Last values", {key: value for key, value in measured.items() if not key.startswith(OF_ENGINE)}),
+        *_folded("Config", run.config),
+        *_folded("Summary", rest),
+        *_folded("Environment", run.environment),
+        *_folded("End of the log", run.log, is_open=run.status == "failed"),
+    ]
+    write_whole(path, _page(run.name, parts, reloads=run.status == "running"))
     return path
 
 
@@ -60,48 +58,16 @@ def write_comparison(runs: Sequence[str | Path], output: str | Path = "compare.h
     Raises:
         NotARun: a directory does not hold a run.
     """
-    records = [read_run(run) for run in runs]
-    links = [_link(run.path / "report.html", Path(output)) for run in records]
-    write_whole(Path(output), comparison_page(records, links))
-    return Path(output)
-
-
-def _link(page: Path, output: Path) -> str | None:
-    """The relative address of a run's page, as a link in ``output``; None: it has none, or is on another drive."""
-    if not page.exists():
-        return None
-    relative = os.path.relpath(page.absolute(), output.absolute().parent)
-    return urllib.parse.quote(relative)
-
-
-def report_page(run: Record, defaults: Mapping[str, Any]) -> str:
-    """The page of one run as HTML; ``defaults`` are the default values of its config."""
+    path, records = Path(output), [read_run(run) for run in runs]
+    names = names_of(records)
     parts = [
-        f"<h1>{escape(run.name)}</h1>",
-        f'<p class="under">{escape(str(run.path.absolute()))}</p>',
-        _outcome(run),
-        _tiles(_key_numbers(run)),
-        *_curves(panels_of(run), [run]),
-        *_config_section(run.config, defaults),
-        *_last_values(run),
-        *_environment(run.environment),
+        f"<h1>{len(records)} runs compared</h1>",
+        _runs_table(records, names, path),
+        _config_differences(records, names),
+        *_curves(records, names),
     ]
-    if run.log:
-        is_open = " open" if run.status == "failed" else ""
-        parts.append(f"<details{is_open}><summary>End of the log</summary><pre>{escape(run.log)}</pre></details>")
-    return _page(run.name, parts, reloads=run.status == "running")
-
-
-def comparison_page(runs: Sequence[Record], links: Sequence[str | None]) -> str:
-    """The page of several runs as HTML; each run has the same colour in all charts."""
-    names = names_of(runs)
-    parts = [
-        f"<h1>{len(runs)} runs compared</h1>",
-        _runs_table(runs, names, _compared_metrics(runs), links),
-        *_config_differences(runs, names),
-        *_curves(compared_panels(runs, names), runs),
-    ]
-    return _page("Runs compared", parts)
+    write_whole(path, _page("Runs compared", parts))
+    return path
 
 
 def _page(title: str, parts: Sequence[str], *, reloads: bool = False) -> str:
@@ -134,70 +100,57 @@ def _outcome(run: Record) -> str:
     return f'<p class="status {escape(status, quote=True)}">{text}</p>'
 
 
-def _key_numbers(run: Record) -> list[Tile]:
-    """The most important numbers, the metric that the run followed first."""
-    summary = run.summary
-    tiles = []
-    followed = [run.followed[0]] if run.followed is not None else []
-    for key in dict.fromkeys([*followed, *(key for key in run.series if key.endswith("/loss"))]):
-        if (best := run.best(key)) is None:
-            continue
-        iteration, value = best
-        epoch = (length := iterations_per_epoch(run)) and f", epoch {short(iteration / length)}"
-        tiles.append(Tile(f"{key}, best", short(value), f"at {iteration:,}{epoch or ''}"))
-    if (loss := run.last("loss")) is not None:
-        tiles.append(Tile("Loss, last", short(loss)))
-    rates = [("tokens", "tokens/s"), ("samples", "samples/s"), ("steps", "steps/s")]
-    key, unit = next(
-        ((f"throughput/{name}_per_s", unit) for name, unit in rates if f"throughput/{name}_per_s" in run.series),
-        ("", ""),
-    )
-    if key:
-        tiles.append(Tile("Throughput, mean", short(fmean(value for _, value in run.series[key])), unit))
-    for key, name in (("memory/peak_mib", "Device memory, peak"), ("memory/host_rss_mib", "Host memory, most")):
-        if key in run.series:
-            tiles.append(Tile(name, short(max(value for _, value in run.series[key])), "MiB"))
-    if (took := seconds(run)) is not None:
-        starts = sum(entry.get("what") in ("started", "resumed") for entry in run.history)
-        tiles.append(Tile("Time", duration(took), f"in {starts} starts" if starts > 1 else ""))
-    if "parameters" in summary:
-        tiles.append(Tile("Parameters", short(float(summary["parameters"]))))
-    if "epoch" in summary:
-        tiles.append(Tile("Epoch", str(summary["epoch"])))
-    if summary.get("world_size", 1) != 1:
-        tiles.append(Tile("Ranks", str(summary["world_size"])))
-    return tiles
-
-
-def _tiles(tiles: Sequence[Tile]) -> str:
+def _tiles(run: Record) -> str:
     cells = "".join(
-        f"<div><dt>{escape(tile.name)}</dt><dd>{escape(tile.value)} <small>{escape(tile.remark)}</small></dd></div>"
-        for tile in tiles
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)} <small>{escape(remark)}</small></dd></div>"
+        for name, value, remark in _key_numbers(run)
     )
     return f'<dl class="tiles">{cells}</dl>' if cells else ""
 
 
-def _curves(panels: Sequence[Panel], runs: Sequence[Record]) -> list[str]:
+def _key_numbers(run: Record) -> Iterator[tuple[str, str, str]]:
+    """Name, value and remark of the most important numbers, the metric that the run followed first."""
+    for key in _compared_metrics([run]):
+        if key != "loss" and (best := run.best(key)) is not None:
+            length = iterations_per_epoch(run)
+            epoch = f", epoch {short(best[0] / length)}" if length else ""
+            yield f"{key}, best", short(best[1]), f"at {best[0]:,}{epoch}"
+    if (loss := run.last("loss")) is not None:
+        yield "loss, last", short(loss), ""
+    for key, points in run.series.items():
+        values = [value for _, value in points]
+        if key.startswith("throughput/"):
+            yield key, short(fmean(values)), "mean"
+        elif key in ("memory/peak_mib", "memory/host_rss_mib"):
+            yield key, short(max(values)), "most"
+    if (took := seconds(run)) is not None:
+        starts = sum(entry.get("what") in ("started", "resumed") for entry in run.history)
+        yield "time", duration(took), f"in {starts} starts" if starts > 1 else ""
+    for key in ("parameters", "epoch", "world_size"):
+        if key in run.summary:
+            yield key, short(float(run.summary[key])), ""
+
+
+def _curves(runs: Sequence[Record], names: Sequence[str]) -> list[str]:
     """The charts; those of the engine's own measurements are folded below the others."""
-    if not panels:
+    charts = charts_of(runs, names)
+    if not charts:
         return ["<h2>Curves</h2><p>Nothing was logged twice yet, so there are no curves.</p>"]
-    charts = [(panel.of_engine, *chart(panel, number)) for number, panel in enumerate(panels)]
-    users_own = "\n".join(html for of_engine, html, _ in charts if not of_engine)
-    engines = "\n".join(html for of_engine, html, _ in charts if of_engine)
-    data = [data for _, _, data in charts]
+    figures = [(chart["of_engine"], figure(chart, number)) for number, chart in enumerate(charts)]
+    users_own = "\n".join(html for of_engine, html in figures if not of_engine)
+    engines = "\n".join(html for of_engine, html in figures if of_engine)
     lines = [timeline(run) for run in runs]
-    about = escape(script_data(lines), quote=True)
-    folded = [
-        f"<details data-folded{'' if users_own else ' open'}><summary>Speed, times and memory</summary>",
-        f'<div class="charts">\n{engines}\n</div></details>',
-    ]
+    about = escape(_script_data(lines), quote=True)
     return [
         "<h2>Curves</h2>",
-        _controls([panel.title for panel in panels], lines),
+        _controls([chart["title"] for chart in charts], lines),
         "<noscript><p>The curves are drawn by a script of this page; scripts are off.</p></noscript>",
         f'<div class="charts">\n{users_own}\n</div>',
-        *(folded if engines else []),
-        f'<script type="application/json" id="charts" data-runs="{about}">{script_data(data)}</script>',
+        f"<details data-folded{'' if users_own else ' open'}><summary>Speed, times and memory</summary>"
+        f'<div class="charts">\n{engines}\n</div></details>'
+        if engines
+        else "",
+        f'<script type="application/json" id="charts" data-runs="{about}">{_script_data(charts)}</script>',
     ]
 
 
@@ -224,74 +177,16 @@ def _controls(titles: Sequence[str], lines: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _config_section(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """What differs from the defaults; the rest is folded. A config of other sections is shown as it is."""
-    if not config:
-        return []
-    values, usual = flat(config), flat(defaults) if defaults.keys() <= config.keys() else {}
-    chosen = {key: value for key, value in values.items() if key not in usual or usual[key] != value}
-    cards = _cards(config, chosen)
-    whole = _cards(config, values)
-    if len(chosen) == len(values):
-        return [f'<h2>Config</h2><div class="cards">{whole}</div>']
-    return [
-        '<h2>Config <span class="unit">what differs from the defaults</span></h2>',
-        f'<div class="cards">{cards}</div>',
-        f'<details><summary>All {len(values)} settings</summary><div class="cards">{whole}</div></details>',
-    ]
+def _script_data(values: Sequence[Mapping[str, Any]]) -> str:
+    """JSON that is safe inside a ``<script>``."""
+    return json.dumps(values, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _cards(config: Mapping[str, Any], values: Mapping[str, Any]) -> str:
-    """A card for each section with some of the values."""
-    sections = {key: f"{key}." for key, value in config.items() if isinstance(value, Mapping)}
-    top = {key: value for key, value in values.items() if key in config and key not in sections}
-    cards = {"task": top} | {
-        name: {key.removeprefix(start): value for key, value in values.items() if key.startswith(start)}
-        for name, start in sections.items()
-    }
-    return "".join(_card(name, part) for name, part in cards.items() if part)
-
-
-def _last_values(run: Record) -> list[str]:
-    values = run.summary.get("metrics") or {key: points[-1][1] for key, points in run.series.items()}
-    kept = {key: value for key, value in values.items() if key != "epoch"}
-    rest = {
-        key: value
-        for key, value in run.summary.items()
-        if key not in ("metrics", "startup_s", "status", "reason") and value not in (None, {})
-    }
-    startup = {
-        phase: f"{seconds:.2f} s"
-        for phase, seconds in (run.summary.get("startup_s") or {}).items()
-        if isinstance(seconds, int | float) and abs(seconds) < 1e15
-    }
-    measured = {key: value for key, value in kept.items() if not key.startswith(OF_ENGINE)}
-    of_engine = {key: value for key, value in kept.items() if key.startswith(OF_ENGINE)}
-    parts = (("last values", measured), ("run", flat(rest)), ("start-up", startup))
-    cards = "".join(_card(name, part) for name, part in parts if part)
-    folded = "Last values of speed, times and memory"
-    return [
-        *([f'<h2>Summary</h2><div class="cards">{cards}</div>'] if cards else []),
-        *([f"<details><summary>{folded}</summary>{_card('', of_engine)}</details>"] if of_engine else []),
-    ]
-
-
-def _environment(environment: Mapping[str, Any]) -> list[str]:
-    if not environment:
-        return []
-    packages = environment.get("packages", {})
-    kept = {key: value for key, value in environment.items() if key != "packages"}
-    chosen = {name: packages[name] for name in ("torch", "pytorch-ignite", "numpy") if name in packages}
-    cards = _card("machine and command", flat(kept)) + _card("packages", chosen)
-    return [f'<details><summary>Environment</summary><div class="cards">{cards}</div></details>']
-
-
-def _card(name: str, values: Mapping[str, Any]) -> str:
-    rows = "".join(
-        f"<tr><td>{escape(str(key))}</td><td>{escape(text_of(value))}</td></tr>" for key, value in values.items()
-    )
-    head = f"<h3>{escape(name)}</h3>" if name else ""
-    return f'<div class="card">{head}<table>{rows}</table></div>'
+def _folded(title: str, content: str | Mapping[str, Any], *, is_open: bool = False) -> list[str]:
+    """A text, or values as YAML."""
+    text = content if isinstance(content, str) else yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    opened = " open" if is_open else ""
+    return [f"<details{opened}><summary>{title}</summary><pre>{escape(text)}</pre></details>"] if content else []
 
 
 def _compared_metrics(runs: Sequence[Record]) -> list[str]:
@@ -301,50 +196,36 @@ def _compared_metrics(runs: Sequence[Record]) -> list[str]:
     return list(dict.fromkeys([*followed, *losses]))
 
 
-def _runs_table(
-    runs: Sequence[Record],
-    names: Sequence[str],
-    keys: Sequence[str],
-    links: Sequence[str | None],
-) -> str:
-    titles = ["run", "status", "iteration", *(f"{key}, best" for key in keys), "time"]
+def _runs_table(runs: Sequence[Record], names: Sequence[str], page: Path) -> str:
+    keys = _compared_metrics(runs)
     rows = []
-    for index, (run, name) in enumerate(zip(runs, names, strict=True)):
+    for number, (run, name) in enumerate(zip(runs, names, strict=True)):
+        report, shown = run.path / "report.html", escape(name)
+        if report.exists():
+            link = urllib.parse.quote(os.path.relpath(report.absolute(), page.absolute().parent))
+            shown = f'<a href="{escape(link, quote=True)}">{shown}</a>'
         best = [run.best(key) for key in keys]
-        cells = [
-            str(run.summary.get("iteration", "")),
-            *("" if point is None else short(point[1], 5) for point in best),
-        ]
-        cells.append("" if (took := seconds(run)) is None else duration(took))
-        numbers = "".join(f'<td class="number">{escape(cell)}</td>' for cell in cells)
-        swatch = f'<span class="swatch c{index % COLOURS}"></span>'
-        link = links[index]
-        shown = escape(name) if link is None else f'<a href="{escape(link, quote=True)}">{escape(name)}</a>'
-        rows.append(f"<tr><td>{swatch}{shown}</td><td>{escape(run.status)}</td>{numbers}</tr>")
-    kinds = ["", "", *[' class="number"'] * (len(titles) - 2)]
-    head = "".join(f"<th{kind}>{escape(title)}</th>" for kind, title in zip(kinds, titles, strict=True))
-    return f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
+        took = seconds(run)
+        numbers = [str(run.summary.get("iteration", "")), *("" if at is None else short(at[1], 5) for at in best)]
+        cells = [escape(run.status), *map(escape, numbers), "" if took is None else duration(took)]
+        rows.append([f'<span class="swatch c{number % COLOURS}"></span>{shown}', *cells])
+    return _table(["run", "status", "iteration", *(f"{key}, best" for key in keys), "time"], rows)
 
 
-def _config_differences(runs: Sequence[Record], names: Sequence[str]) -> list[str]:
+def _config_differences(runs: Sequence[Record], names: Sequence[str]) -> str:
     """A row for each key whose value differs between the configs."""
     configs = [flat(run.config) for run in runs]
-    keys = [
-        key
-        for key in dict.fromkeys(key for config in configs for key in config)
-        # each run has a folder of its own anyway
-        if key != "run.directory" and len({repr(config.get(key, _NOT_SET)) for config in configs}) > 1
-    ]
-    if not keys:
-        return ["<h2>Differences of the configs</h2><p>None.</p>"]
-    head = "".join(f"<th>{escape(name)}</th>" for name in ("key", *names))
-    rows = "".join(
-        f"<tr><td>{escape(key)}</td>"
-        + "".join(f"<td>{escape(text_of(config.get(key, 'not set')))}</td>" for config in configs)
-        + "</tr>"
-        for key in keys
-    )
-    return [f'<h2>Differences of the configs</h2><div class="scroll"><table><tr>{head}</tr>{rows}</table></div>']
+    keys = dict.fromkeys(key for config in configs for key in config if key != "run.directory")  # each has its own
+    cells = {key: [json.dumps(config[key]) if key in config else "not set" for config in configs] for key in keys}
+    rows = [[escape(key), *map(escape, texts)] for key, texts in cells.items() if len(set(texts)) > 1]
+    return "<h2>Differences of the configs</h2>" + (_table(["key", *names], rows) if rows else "<p>None.</p>")
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of cells that are HTML, under titles that are not."""
+    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
+    lines = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table><tr>{titles}</tr>{lines}</table></div>'
 
 
 def names_of(runs: Sequence[Record]) -> list[str]:
@@ -353,14 +234,6 @@ def names_of(runs: Sequence[Record]) -> list[str]:
     if len(set(folders)) == len(runs) > len(set(names)):
         return folders
     return [f"{name} ({run.path})" if names.count(name) > 1 else name for run, name in zip(runs, names, strict=True)]
-
-
-def text_of(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, list) and value and all(isinstance(element, str) for element in value):
-        return " ".join(value)
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def duration(seconds: float) -> str:

@@ -65,33 +65,19 @@ class Record:
                 return metric, section.get("mode") or usual_mode(metric) or "min"
         return self.judged_by
 
-    def best(self, key: str, mode: str | None = None) -> tuple[int, float] | None:
-        """The best point of a series, the first of equal ones.
-
-        Args:
-            mode: ``min`` or ``max``; None: as the run followed the metric, or else as its name says.
-        """
-        if mode is None:
-            mode = (
-                self.followed[1] if self.followed is not None and self.followed[0] == key else usual_mode(key) or "min"
-            )
-        points = self._of_whole_intervals(key)
+    def best(self, key: str) -> tuple[int, float] | None:
+        """The best point of a series, the first of equal ones: as the run followed it, or else as its name says."""
+        followed = self.followed
+        mode = followed[1] if followed is not None and followed[0] == key else usual_mode(key) or "min"
+        points = self.series.get(key)
         if not points:
             return None
         return min(points, key=lambda point: point[1] if mode == "min" else -point[1])
 
     def last(self, key: str) -> float | None:
         """The newest value of a series."""
-        points = self._of_whole_intervals(key)
+        points = self.series.get(key)
         return points[-1][1] if points else None
-
-    def _of_whole_intervals(self, key: str) -> Sequence[tuple[int, float]]:
-        """The points of a series; of the training loss without the mean over a last interval that is a rest."""
-        points = self.series.get(key, ())
-        if not (key == "loss" or key.startswith("loss/")) or len(points) < 3:
-            return points
-        before, usual_end, end = (iteration for iteration, _ in points[-3:])
-        return points[:-1] if 2 * (end - usual_end) < usual_end - before else points
 
 
 def is_run(directory: str | Path) -> bool:
