@@ -1,12 +1,13 @@
-"""Draws docs/images/promise_*.png from runs made for them: ``python docs/tools/pictures.py [NAME ...]``.
+"""Draws docs/assets/*.svg from runs made for them: ``python docs/tools/pictures.py [NAME ...]``.
 
-About 3 minutes for all of them on 2 cores; run it from the repository's root, with the extra ``dev``.
+About 3 minutes for all of them on 2 cores; run it from the repository's root, with the extra ``dev``. What is drawn in
+``INK`` is light where the reader's browser is dark.
 """
 
 from __future__ import annotations
 
+import io
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -22,13 +23,17 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[2]
-IMAGES = ROOT / "docs" / "images"
-INK, PALE, FIRE = "#263238", "#b0bec5", "#e64a19"
-COLORS = ["#1565c0", "#00897b", "#8e24aa", "#ef6c00", "#c62828", "#455a64"]
+INK, LIGHT_INK, PALE, FIRE = "#546e7a", "#b0bec5", "#90a4ae", "#e64a19"
+STYLE = f"<style>:root {{--ink: {INK}}} @media (prefers-color-scheme: dark) {{:root {{--ink: {LIGHT_INK}}}}}</style>"
+COLORS = ["#1e88e5", "#00897b", "#ab47bc", "#ef6c00", "#e53935", "#7cb342"]
 
 plt.rcParams.update(
     {
-        "figure.dpi": 110,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "the same names in each file",
+        "text.color": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
         "font.size": 9,
         "axes.edgecolor": INK,
         "axes.labelcolor": INK,
@@ -45,8 +50,12 @@ def main(names: list[str]) -> None:
     for name in names or list(PICTURES):
         with tempfile.TemporaryDirectory() as folder:
             figure = PICTURES[name](Path(folder))
-        figure.savefig(IMAGES / f"promise_{name}.png", bbox_inches="tight", pil_kwargs={"optimize": True})
-        print(f"docs/images/promise_{name}.png")
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", bbox_inches="tight", transparent=True, metadata={"Date": None})
+        before, tag, rest = drawn.getvalue().partition("<defs>")
+        path = ROOT / "docs" / "assets" / f"{name}.svg"
+        path.write_text(before + STYLE + tag + rest.replace(INK, "var(--ink)"))
+        print(path.relative_to(ROOT))
 
 
 # -- a run killed five times ------------------------------------------------------------------------------------------
@@ -69,7 +78,9 @@ def resume(folder: Path) -> Any:
         lives.append(log(killed))
     train(killed).wait()
     lives.append(log(killed))
-    first = [0] + [resumed_from(killed, life) for life in range(1, len(lives))]
+    starts = [json.loads(line) for line in (killed / "starts.jsonl").read_text().splitlines()]
+    first = [line["iteration"] for line in starts if "config" in line]
+    assert len(first) == len(lives), starts
 
     uninterrupted, final = losses(log(whole)), losses(lives[-1])
     assert uninterrupted == final, "the losses differ"
@@ -119,13 +130,6 @@ def log(folder: Path) -> list[dict[str, Any]]:
 
 def losses(lines: list[dict[str, Any]]) -> list[tuple[int, float]]:
     return [(line["iteration"], line["loss"]) for line in lines if "loss" in line]
-
-
-def resumed_from(folder: Path, life: int) -> int:
-    """The iteration of the checkpoint from which the n-th process went on, by the run's log."""
-    text = (folder / "logs" / "rank_0.log").read_text()
-    found = re.findall(r"Engine run resuming \(resumed\) from iteration (\d+)", text)
-    return int(found[life - 1])
 
 
 # -- the same bits on any number of ranks -----------------------------------------------------------------------------
