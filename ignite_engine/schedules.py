@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -93,7 +94,8 @@ class Schedule:
     def apply(self) -> None:
         """Set the LRs of the next update."""
         groups = self.optimizer.param_groups
-        self.base_lrs += [float(group["lr"]) for group in groups[len(self.base_lrs) :]]
+        for group in groups[len(self.base_lrs) :]:
+            self.base_lrs.append(float(group["lr"]))
         for group, lr in zip(groups, self.lrs_at(self.steps)):
             set_lr(group, lr)
 
@@ -262,6 +264,7 @@ def _decaying(shape: Shape, min_ratio: float, decay: float | None = None) -> Aft
     return after
 
 
+@lru_cache(typed=True)
 def _updates(name: str, value: float, total: float) -> int:
     """A number of updates, from a number of updates (int) or from a fraction of ``total`` (float)."""
     is_fraction = isinstance(value, float)

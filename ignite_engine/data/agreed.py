@@ -7,7 +7,6 @@ import pickle
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ignite_engine.data.read_errors import split
 from ignite_engine.errors import PeerFailed, StopRequested, one_line
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.update.micro_batches import Group, check_weight
@@ -43,13 +42,15 @@ def group(source: DataSource, batches: Iterator[Any]) -> Group | None:
     """
     group = Group()
     while True:
-        own, weights, rows = _exchanged(source, batches, group)
+        own, weights, rows = _exchanged(source, batches)
         longest, places = (int(max(row[column] for row in rows)) for column in (0, 3))
         group.places += places
         if longest or not places:
             break
     if not longest:
-        return group if group.places else None
+        if source.read_errors is not None:
+            source.read_errors.count()  # nothing of the pass comes again
+        return None
     group.extend(own)
     if not all(row[0] for row in rows):
         holder = next(rank for rank, row in enumerate(rows) if row[0])
@@ -64,16 +65,15 @@ def group(source: DataSource, batches: Iterator[Any]) -> Group | None:
     return group
 
 
-def _exchanged(
-    source: DataSource, batches: Iterator[Any], group: Group
-) -> tuple[list[Any], list[float], list[list[float]]]:
+def _exchanged(source: DataSource, batches: Iterator[Any]) -> tuple[list[Any], list[float], list[list[float]]]:
     """This rank's batches and their weights; of each rank how many it has, what is wrong, their weight, how many were
-    due. What cannot be read is counted in ``group``."""
+    due."""
     places, own, unread, weights = list[Any](), list[Any](), list[Exception](), list[float]()
     flags, error = 0, None
     try:
         places = source.read(batches, source.steps)
-        own, unread = split(places)
+        own = [item for item in places if not isinstance(item, Exception)]
+        unread = [item for item in places if isinstance(item, Exception)]
         if source.weigh is not None:
             weights = [check_weight(source.weigh(batch)) for batch in own]
     except StopRequested:
@@ -85,10 +85,8 @@ def _exchanged(
         _raise(error)
     if any(row[1] for row in rows):
         raise StopRequested
-    if source.read_errors is not None:
-        found = int(sum(row[3] - row[0] for row in rows))
-        empty = any(row[3] for row in rows) and not any(row[0] for row in rows)
-        source.read_errors.leave_out(group, unread, found=found, empty=empty)
+    if source.read_errors is not None and any(row[3] > row[0] for row in rows):
+        source.read_errors.leave_out(unread)
     return own, weights, rows
 
 

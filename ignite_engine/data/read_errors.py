@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ignite_engine.errors import PeerFailed, one_line
 from ignite_engine.ranks import agreement, mesh
-from ignite_engine.update.micro_batches import Group
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +18,8 @@ class ReadErrors:
     """Lets batches be left out; more than ``limit`` in a run end it.
 
     A batch that is left out keeps its place in the order: the position counts it, and a group is shorter by it. A group
-    of which no rank can read anything is no iteration, and goes with the one after it.
+    of which no rank can read anything is no iteration, and goes with the one after it: an epoch is as long as it proves
+    to be.
 
     Args:
         limit: over all ranks.
@@ -31,35 +31,37 @@ class ReadErrors:
 
     def __init__(self, limit: int, state: Any) -> None:
         self.limit, self._state = limit, state
+        self.found = 0
+        """Errors in the group in hand, over all ranks; they count once it is trained on."""
         if mesh.data_size() < agreement.world_size():
             raise ValueError(
                 f"max_read_errors={self.limit} could leave a batch out on one rank of a tensor-parallel group and not "
                 "on another one: use max_read_errors=0 with tensor parallelism."
             )
 
-    def leave_out(self, group: Group, errors: Sequence[Exception], *, found: int, empty: bool) -> None:
-        """Note in ``group`` what of it is left out; where a rank could not read all of it, a collective.
+    def count(self) -> None:
+        """The group in hand is consumed."""
+        self._state.read_errors += self.found
+        self.found = 0
+
+    def leave_out(self, errors: Sequence[Exception]) -> None:
+        """Leave out what some rank could not read; a collective.
 
         Args:
             errors: of this rank.
-            found: errors on all ranks.
-            empty: nothing of it could be read on any rank.
 
         Raises:
             Exception: of this rank, where there are too many.
             PeerFailed: of another rank, likewise.
         """
-        group.lost += empty
-        if not found:
-            return
         lines = [
             (rank, line)
             for rank, of_rank in enumerate(agreement.gather_objects([one_line(error) for error in errors]))
             for line in of_rank
         ]
         for rank, line in lines:
-            group.unread += 1
-            total = self._state.read_errors + group.unread
+            self.found += 1
+            total = self._state.read_errors + self.found
             if total > self.limit:
                 if errors:
                     raise errors[0]
@@ -71,12 +73,6 @@ class ReadErrors:
                     "A batch at iteration %d cannot be read%s and is left out (%d of at most %d): %s",
                     *(at, where, total, self.limit, line),
                 )
-
-
-def split(places: Sequence[Any]) -> tuple[list[Any], list[Exception]]:
-    """What was read, and the errors in the place of what was not."""
-    own = [item for item in places if not isinstance(item, Exception)]
-    return own, [item for item in places if isinstance(item, Exception)]
 
 
 def each(batches: Iterator[Any], data: Any, *, marks: bool) -> Iterator[Any]:

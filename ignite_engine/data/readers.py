@@ -91,6 +91,9 @@ class Replayed:
     def begin(self) -> Iterator[Any]:
         """The loader's batches, from where it is."""
         self.iterator = begin_pass(self.data) if self.fetched is None else self.data
+        if type(self.data) is DataLoader and not self._marks:
+            batches: Iterator[Any] = self.iterator
+            return batches
         return each(self.iterator, self.data, marks=self._marks)
 
     def open(self, place: Place) -> Iterator[Any]:

@@ -66,7 +66,7 @@ class SeededDataset(Dataset[Any]):
                 watch.look()
                 self._draws = watch.moved
                 return batch
-            if not self._draws and rng.host_is_at(outside):
+            if not self._draws:
                 try:
                     batch = self._read(keys, torch.default_generator.manual_seed)
                 except Exception:  # perhaps of the wrong numbers
@@ -87,40 +87,32 @@ class SeededDataset(Dataset[Any]):
     def _read(self, keys: Sequence[Key], seed: Seed) -> Any:
         (pass_number, *_), indices = zip(*keys)
         seeds = rng.mix_each(rng.mix(self.seed, pass_number), indices)
-        samples = self._samples(indices, seeds, seed)
-        seed(rng.mix_next(seeds[0], 1))
-        try:
-            return self.collate_fn(samples)
-        except StopIteration as error:
-            raise _unfinished(
-                f"collate_fn for the batch from {type(self.dataset).__name__}[{indices[0]}] on"
-            ) from error
-        except Exception as error:
-            error.add_note(self._uncollated(indices, samples))
-            raise
-
-    def _samples(self, indices: Sequence[int], seeds: Sequence[int], seed: Seed) -> Any:
-        dataset: Any = self.dataset
+        dataset, samples = self.dataset, list[Any]()
         at: Any = indices
-        samples = []
         try:
             if self.reads_batches:
                 seed(seeds[0])
                 self._seed_own(seeds[0])
-                return dataset.__getitems__([*indices])  # its own list, which it may use up
-            while type(dataset) is Subset:  # a call less for each sample
-                dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
-            for at, number in zip(indices, seeds, strict=True):
-                seed(number)
-                if self._own:
-                    self._seed_own(number)
-                samples.append(dataset[at])
+                samples = dataset.__getitems__([*indices])  # its own list, which it may use up
+            else:
+                for at, number in zip(indices, seeds, strict=True):
+                    seed(number)
+                    if self._own:
+                        self._seed_own(number)
+                    samples.append(dataset[at])
         except StopIteration as error:
             raise _unfinished(f"{type(dataset).__name__}[{at}]") from error
         except Exception as error:
             error.add_note(f"Raised for {type(dataset).__name__}[{at}].")
             raise
-        return samples
+        seed(rng.mix_next(seeds[0], 1))
+        try:
+            return self.collate_fn(samples)
+        except StopIteration as error:
+            raise _unfinished(f"collate_fn for the batch from {type(dataset).__name__}[{indices[0]}] on") from error
+        except Exception as error:
+            error.add_note(self._uncollated(indices, samples))
+            raise
 
     def _seed_own(self, number: int) -> None:
         for place, generator in enumerate(self._own or (), start=2):  # 1 is of what collates

@@ -160,7 +160,7 @@ class DataSource:
         """Read ``data`` from now on."""
         self.data, self.reader = data, reader_of(data, marks=self.read_errors is not None)
         self.batches: int | None = None
-        """Batches in one pass on the longest rank; None: unknown, or the data is not read by index."""
+        """Batches in one pass on the longest rank; None: unknown, not read by index, or some may be left out."""
         self._said: int | None = None
         self._exchanges = False
         """The ranks agree on each group: they may have other numbers of batches, or groups are weighed."""
@@ -198,11 +198,10 @@ class DataSource:
         """
         lengths, by_index = agreed.lengths(self, self.reader.measure(self.place))
         self._said = max(lengths) if min(lengths) >= 0 else None
-        self.batches = self._said if by_index else None
+        self.batches = self._said if by_index and self.read_errors is None else None
         differ = self.batches is None or len(set(lengths)) > 1
         alone = agreement.world_size() == 1
-        told = (self.weigh is not None and self.dealing is None) or self.read_errors is not None
-        self._exchanges = not alone and (differ or told)
+        self._exchanges = not alone and (differ or (self.weigh is not None and self.dealing is None))
         self._waiting = self._given_waiting if alone or self._exchanges else None  # else a peer would not learn of it
         if self.dealing is not None and (self._exchanges or not (self.batches or self.place.skipped)):
             shares.refuse(self)
@@ -276,6 +275,8 @@ class DataSource:
     def put_back(self) -> None:
         """Undo the fetch of the group in hand: it comes again, with what was drawn for it."""
         before, self._before = self._before, None
+        if self.read_errors is not None:
+            self.read_errors.found = 0
         if before is not None:
             held, generators = before
             rng.restore_snapshot(generators)
@@ -286,6 +287,8 @@ class DataSource:
         """It is trained on, or given up."""
         self.place = self.place._replace(batch=self.place.batch + group.places)
         self._before = None
+        if self.read_errors is not None:
+            self.read_errors.count()
 
     def next_pass(self) -> None:
         """Move to the first batch of the next pass."""

@@ -8,7 +8,6 @@ from typing import Any
 from ignite.engine import Engine
 
 from ignite_engine.events import TrainingEvents
-from ignite_engine.loop import bus
 from ignite_engine.loop.progress import Progress
 from ignite_engine.loop.requests import COLLECT, END, SAVE, STOP, Requests
 from ignite_engine.ranks import agreement
@@ -71,7 +70,8 @@ class StepBoundary:
             terminate(engine)
         last = last or STOP in agreed or END in agreed
         state.boundary = Boundary(last, STOP in agreed, SAVE in agreed, COLLECT in agreed)
-        self.publish()
+        if state.metrics.fresh:
+            self.publish()
         self._progress.epoch_ends = self._progress.epoch_iteration > 0 and engine.should_terminate_single_epoch
         boundary = state.boundary = state.boundary._replace(  # what was measured may have ended the run
             last=last or bool(engine.should_terminate) or engine.should_interrupt,
@@ -79,9 +79,9 @@ class StepBoundary:
         )
         if within_epoch and engine.should_terminate_single_epoch and not boundary.last:
             return
-        if bus.handlers_of(engine, _RESUME_POINT):  # else `last_event_name` stays Ignite's
+        if engine._event_handlers.get(_RESUME_POINT):  # else `last_event_name` stays Ignite's
             self._fire(_RESUME_POINT)
-        self._requests.done()
+        self._requests.agreed -= {SAVE, COLLECT}  # a stop and an end stay for the rest of the run
         state.boundary = boundary._replace(save=False, collect=False)
 
     def before_the_end(self) -> None:
@@ -98,10 +98,9 @@ class StepBoundary:
     def publish(self) -> None:
         """Fire METRICS_READY if there are new values."""
         metrics = self._state.metrics
-        if metrics.fresh:
-            if bus.handlers_of(self._engine, _METRICS_READY):
-                self._fire(_METRICS_READY)
-            metrics.fresh = {}
+        if metrics.fresh and self._engine._event_handlers.get(_METRICS_READY):
+            self._fire(_METRICS_READY)
+        metrics.fresh = {}
 
     def collect_stop(self) -> None:
         """After COMPLETED: a stop that was requested after the last boundary, in an evaluation for instance."""
@@ -112,6 +111,8 @@ class StepBoundary:
         state, requests, engine = self._state, self._requests, self._engine
         if engine.should_terminate and state.status == "running":  # perhaps on this rank alone
             requests.request_end(engine.should_terminate, state.reason)
+        if requests.single_process and not requests.asked | requests.agreed:
+            return set()
         agreed = requests.agree(state.metrics.fresh)
         if requests.names_differ:
             self._share_metrics()
@@ -149,8 +150,10 @@ class StepBoundary:
         Raises:
             RunEnds, EpochEnds, RunPauses: they were called.
         """
-        self.check()
-        if self._engine.should_interrupt:
+        engine = self._engine
+        if engine.should_terminate or engine.should_terminate_single_epoch:
+            self.check()
+        if engine.should_interrupt:
             raise RunPauses
 
 

@@ -68,7 +68,7 @@ class Feed:
         progress = self._progress
         iterator: Iterator[Group] = self._engine._dataloader_iter  # type: ignore[assignment]  # it is open
         try:
-            group = next(iterator, None)
+            return next(iterator, None)
         except StopRequested:  # on several ranks all of them are here
             progress.put_back()
             if progress.source is not None:
@@ -76,10 +76,6 @@ class Feed:
             self._engine._dataloader_iter = None
             self._boundary.at(last=True)
             raise RunEnds from None
-        if group is not None and group.is_lost:
-            progress.group_given_up(group)
-            return None
-        return group
 
     def _first_of_next_pass(self) -> Group | None:
         """The first group of the next pass over the data, None at the end of the epoch."""

@@ -126,7 +126,7 @@ class PartOfEpoch(Interval):
                 f"{self} needs data with a length, or run(epoch_length=...): parts of an epoch are unknown."
             )
         now = progress.epochs_completed * length + progress.epoch_iteration
-        return bool(self._parts(now, length) > self._parts(now - progress.advanced, length))
+        return bool(self._parts(now, length) > self._parts(now - 1, length))
 
     def _parts(self, iterations: int, length: int) -> int:
         return iterations * self._part.denominator // (length * self._part.numerator)

@@ -128,23 +128,24 @@ class Loop:
         feed.open()
         try:
             boundary.check()
-            while not progress.epoch_is_full():  # a resumed epoch may be, but for its EPOCH_COMPLETED
-                if feed.next() is None:
-                    break
-                progress.update_begins()
+            is_full = progress.epoch_is_full()  # a resumed epoch may be, but for its EPOCH_COMPLETED
+            while not is_full and feed.next() is not None:
+                progress.updating, progress.steps_before = True, state.optimizer_steps
                 state.iteration += 1
                 if fire(Events.ITERATION_STARTED):
                     boundary.check()
                 state.output = update(engine, state.batch)
+                progress.epoch_iteration += 1
                 progress.group_consumed()
                 fire(Events.ITERATION_COMPLETED)
-                if progress.epoch_is_full():
-                    if engine.should_terminate:
-                        boundary.at(last=True)
+                if not (is_full := progress.epoch_is_full()):
+                    boundary.after_iteration()
+                    boundary.check_or_pause()
+                elif engine.should_terminate:
+                    boundary.at(last=True)
+                    raise RunEnds
+                else:
                     boundary.check()
-                    break
-                boundary.after_iteration()
-                boundary.check_or_pause()
         except EpochEnds:
             fire(Events.TERMINATE_SINGLE_EPOCH, iter_counter=progress.epoch_iteration)
             feed.give_up_pass()
@@ -152,7 +153,7 @@ class Loop:
             raise
         except Exception as error:
             self._raise_unless_handled(error)
-            progress.group_given_up(progress.group)
+            progress.group_consumed()
         self._end_epoch(started)
 
     def _end_epoch(self, started: float) -> None:

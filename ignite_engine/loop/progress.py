@@ -51,20 +51,20 @@ class Progress:
         self.source: DataSource | None = None
         self.user_data: Any = None
         """The user's own object behind :attr:`source`."""
+        self.ends_epochs: EndsEpochs | None = None
+        """The source, where it says which passes make an epoch."""
         self.epoch_is = EpochIs.A_LENGTH
         self.epochs_completed = 0
         self.epoch_iteration = 0
         self.epoch_ends: bool | str = False
         """As :attr:`Position.epoch_ends`."""
-        self.advanced = 1
-        """Iterations of the epoch that the last group counts for: more than one, where others could not be read."""
         self.group: Group | None = None
         """What is fetched and not consumed."""
         self.updating = False
         """An update of it has begun."""
         self._before_epoch: Any = None
         """The random numbers before EPOCH_STARTED."""
-        self._steps_before = 0
+        self.steps_before = 0
         """Optimizer steps before it."""
         self.left: Position | None = None
         """Where the run before in this process ended, without its place in the data; None: none did, or it failed."""
@@ -106,14 +106,10 @@ class Progress:
         state.epoch_length, state.dataloader = plan.epoch_length, data
         state.iteration = position.iteration
         state.windows_completed, state.window = state.windows, None
+        self.ends_epochs = None if source is None else source.ends_epochs
         if self.ends_epochs is not None:
             self.ends_epochs.run_begins()
         self._forget_group()
-
-    @property
-    def ends_epochs(self) -> EndsEpochs | None:
-        """The source, where it says which passes make an epoch."""
-        return None if self.source is None else self.source.ends_epochs
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
@@ -168,7 +164,7 @@ class Progress:
         before, source = self.source, self.new_source(data)
         if before is not None:
             source.begin_after(before.place)
-        self.source, self.user_data = source, data
+        self.source, self.user_data, self.ends_epochs = source, data, source.ends_epochs
 
     def _forget_group(self) -> None:
         self.state.group = self.group = None
@@ -223,10 +219,6 @@ class Progress:
         """Whether the run has reached a limit."""
         return is_done(self.counted, self.plan)
 
-    def update_begins(self) -> None:
-        """An update of the group begins."""
-        self.updating, self._steps_before = True, self.state.optimizer_steps
-
     def samples_of_group(self) -> list[int] | None:
         """Dataset indices of this rank's group in hand, or of the next one; None if not of a ``loader()``'s data."""
         source = self.source
@@ -239,19 +231,9 @@ class Progress:
         return [index for _, index in islice(order, own * size)]
 
     def group_consumed(self) -> None:
-        """The update of the group is done."""
-        assert self.group is not None
-        before = self.epoch_iteration
-        self.epoch_iteration += 1
-        self.group_given_up(self.group)
-        self.advanced = self.epoch_iteration - before
-
-    def group_given_up(self, group: Group | None) -> None:
-        """It does not come again: it is trained on, or an error was swallowed, or nothing of it could be read."""
-        self.group, self.updating = None, False
+        """The group in hand does not come again: its update is done, or its error was swallowed."""
+        group, self.group, self.updating = self.group, None, False
         if group is not None and self.source is not None:
-            self.epoch_iteration += group.lost
-            self.state.read_errors += group.unread
             self.source.consumed(group)
 
     def give_up_epoch(self) -> None:
@@ -278,7 +260,7 @@ class Progress:
         They do not if an optimizer had begun to step, nor after an update function that does not say so.
         """
         state = self.state
-        stepped = update.stepping or (self.updating and state.optimizer_steps != self._steps_before)
+        stepped = update.stepping or (self.updating and state.optimizer_steps != self.steps_before)
         undone = int(self.updating and state.iteration > 0)
         state.iteration -= undone
         try:

@@ -28,7 +28,7 @@ class Requests:
         self.asked: set[str] = set()
         """By this rank, and not agreed on yet."""
         self.agreed: set[str] = set()
-        """By all ranks, and not done yet."""
+        """By all ranks, and not done yet; a stop and an end stay for the rest of the run."""
         self.stop: tuple[str, int | None] | None = None
         """Reason and signal of the requested stop; once it is agreed on those of the first rank that asked."""
         self.end: bool | str = True
@@ -86,7 +86,3 @@ class Requests:
                 self.reason = next((reason for _, reason in of_all if reason is not None), None)
         self.agreed |= found
         return set(self.agreed)
-
-    def done(self) -> None:
-        """A boundary has done what was agreed on; a stop and an end stay for the rest of the run."""
-        self.agreed -= {SAVE, COLLECT}

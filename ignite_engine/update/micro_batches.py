@@ -28,15 +28,6 @@ class Group(list[Any]):
     """The sum of the weights over all data-parallel ranks, where there are any."""
     places = 0
     """How far it moves the position in the data, with what could not be read."""
-    unread = 0
-    """Batches over all ranks that could not be read and are left out."""
-    lost = 0
-    """Iterations before it, or at the end of a pass in its place, of which no rank could read anything."""
-
-    @property
-    def is_lost(self) -> bool:
-        """No rank has anything of it to train on."""
-        return not self and not self.total
 
     @property
     def real(self) -> list[Any]:

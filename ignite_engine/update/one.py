@@ -24,6 +24,7 @@ from ignite_engine.checkpoint.states.model_and_optimizer import (
 from ignite_engine.checkpoint.states.outside import Outside
 from ignite_engine.errors import check_type, is_number, shortened
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
+from ignite_engine.state import TrainingState
 from ignite_engine.update.accumulation import Accumulation, accumulation_of
 from ignite_engine.update.base import BaseUpdate
 from ignite_engine.update.device import device_of
@@ -145,7 +146,7 @@ class Update(BaseUpdate):
     def __call__(self, engine: Engine, batch: Any) -> dict[str, Tensor]:
         """Do one update with ``batch``: a list of micro-batches where the engine groups them, else the loader's."""
         state: Any = engine.state
-        if not hasattr(engine, "accumulation_steps"):  # Ignite's own engine
+        if not isinstance(state, TrainingState):  # of Ignite's own engine
             if self.rank_invariant:
                 raise ValueError(
                     "A rank-invariant Update needs Trainer(update, global_micro_batches=...), "
@@ -242,7 +243,7 @@ class Update(BaseUpdate):
         scaler, policy = self.scaler, self.non_finite
         finite = scaler is None or scaler.unscale_all(self.optimizers.values())
         if engine._event_handlers.get(TrainingEvents.OPTIMIZER_STEP_STARTED):
-            engine.fire_event(TrainingEvents.OPTIMIZER_STEP_STARTED)
+            engine._fire_event(TrainingEvents.OPTIMIZER_STEP_STARTED)
         stepped, norm = self.accumulation.clip_and_step()
         if norm is not None:
             output["grad_norm"] = norm
@@ -268,12 +269,12 @@ class Update(BaseUpdate):
             return self._skip(engine, output)
         state.optimizer_steps += 1
         if engine._event_handlers.get(TrainingEvents.OPTIMIZER_STEP_COMPLETED):
-            engine.fire_event(TrainingEvents.OPTIMIZER_STEP_COMPLETED)
+            engine._fire_event(TrainingEvents.OPTIMIZER_STEP_COMPLETED)
         return output
 
     def _skip(self, engine: Engine, output: dict[str, Tensor]) -> dict[str, Tensor]:
         state: Any = engine.state
         state.skipped_steps += 1
         if engine._event_handlers.get(TrainingEvents.OPTIMIZER_STEP_SKIPPED):
-            engine.fire_event(TrainingEvents.OPTIMIZER_STEP_SKIPPED)
+            engine._fire_event(TrainingEvents.OPTIMIZER_STEP_SKIPPED)
         return output

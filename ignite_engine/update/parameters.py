@@ -94,19 +94,15 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tens
                 parameter.grad = gradient
             gradient = gradient.values()
         by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
-    norms = [whole(get_total_norm(gradients)) for gradients in by_mesh.values()]
+    norms = list(map(whole, map(get_total_norm, by_mesh.values())))
     norm = norms[0] if len(norms) == 1 else get_total_norm(norms)
-    if max_norm is not None and not _is_below(norm, max_norm):
+    # torch's factor is a product with a rounded reciprocal: where it would be 1 for certain, nothing is scaled
+    is_below = norm.is_cpu and norm.item() * (1.0 + 2.0 * torch.finfo(norm.dtype).eps) + 1e-5 <= (max_norm or 0.0)
+    if max_norm is not None and not is_below:
         for gradients in by_mesh.values():  # torch's foreach takes no mix of them
             stand_ins: list[Any] = list(map(_Gradient, gradients))
             clip_grads_with_norm_(stand_ins, max_norm, norm)
     return norm
-
-
-def _is_below(norm: Tensor, max_norm: float) -> bool:
-    """Whether torch would scale by 1, as far as that can be told at no cost; False for NaN."""
-    # its factor is a product with a rounded reciprocal
-    return norm.is_cpu and norm.item() * (1.0 + 2.0 * torch.finfo(norm.dtype).eps) + 1e-5 <= max_norm
 
 
 def optimizers_by_name(optimizer: Optimizer | Mapping[str, Optimizer]) -> dict[str, Optimizer]:

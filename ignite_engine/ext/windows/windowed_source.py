@@ -144,7 +144,7 @@ class WindowedSource(DataSource):
 
     def consumed(self, group: Group) -> None:
         super().consumed(group)
-        self._updates += int(not group.is_lost)
+        self._updates += 1
 
     def put_back(self) -> None:
         """Undo the fetch of the group in hand; the window of which it is the first is taken again with it."""
