@@ -35,10 +35,10 @@ from ignite_engine.checkpoint.manifest import (
     plain_metrics,
 )
 from ignite_engine.checkpoint.pack import write_pack
-from ignite_engine.checkpoint.ranks import Ranks
 from ignite_engine.checkpoint.retention import superseded
 from ignite_engine.checkpoint.threads import in_threads
 from ignite_engine.errors import CheckpointError, one_line
+from ignite_engine.ranks import agreement
 
 logger = logging.getLogger(__name__)
 
@@ -62,15 +62,13 @@ class Commit:
     Args:
         directory: of the store.
         iteration: updates done.
-        ranks: who saves together.
-        failure: makes the error's text of the causes.
+        how: arguments of :func:`~ignite_engine.ranks.agreement.agreed`, by which all ranks succeed or fail.
     """
 
-    def __init__(self, directory: Path, iteration: int, ranks: Ranks, failure: Callable[[str], str]) -> None:
+    def __init__(self, directory: Path, iteration: int, **how: Any) -> None:
         self._directory = directory
         self._iteration = iteration
-        self._ranks = ranks
-        self._failure = failure
+        self._how = how
         self._temporary: Path | None = None
         self._written: list[_Written] = []
         self._facts: Facts = {}
@@ -84,7 +82,7 @@ class Commit:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._lock.close()
-        if self._ranks.rank == 0 and self._temporary is not None and self._temporary.exists():
+        if agreement.rank() == 0 and self._temporary is not None and self._temporary.exists():
             # the error that ended the save is the one to report; what cannot be removed now is swept later
             with contextlib.suppress(OSError):
                 filesystem.remove_tree(self._temporary)
@@ -110,7 +108,7 @@ class Commit:
             self._lock.enter_context(lock(self._temporary))
             return self._temporary
 
-        self._temporary = self._ranks.rank_zero(make, self._failure)
+        self._temporary = agreement.on_rank_0(make, **self._how)
 
     def write(self, contents_of: Callable[[int], Contents]) -> None:
         """Write this rank's files; a collective, at whose end all ranks have written theirs.
@@ -122,7 +120,7 @@ class Commit:
         temporary = self._temporary
 
         def write() -> _Written:
-            self._contents = contents = contents_of(self._ranks.rank)
+            self._contents = contents = contents_of(agreement.rank())
             files = contents.files
             records = in_threads(
                 lambda name: write_pack(temporary / name, files[name]),
@@ -137,7 +135,7 @@ class Commit:
                 missing=dict(contents.missing),
             )
 
-        self._written = self._ranks.together(write, self._failure)
+        self._written = agreement.agreed(write, **self._how)
 
     def finish(self, epoch: int) -> tuple[Path, Manifest]:
         """Write the manifest, rename; a collective.
@@ -157,7 +155,7 @@ class Commit:
             filesystem.synchronise_directory(self._directory)
             return self._replace_older(committed), manifest
 
-        return self._ranks.rank_zero(commit, self._failure)
+        return agreement.on_rank_0(commit, **self._how)
 
     def _replace_older(self, committed: Path) -> Path:
         """Discard what this checkpoint supersedes and give it the plain name, if that is free then."""
@@ -191,7 +189,7 @@ class Commit:
             "epoch": epoch,
             # what cannot be read now may be read again
             "sequence": 1 + len(unreadable) + max((each.manifest.sequence for each in earlier), default=0),
-            "world_size": self._ranks.world_size,
+            "world_size": agreement.world_size(),
             "versions": current_versions(),
             "files": files,
             "parts": {name: parts for written in self._written for name, parts in written.parts.items()},
@@ -201,7 +199,7 @@ class Commit:
             "labels": _unique(
                 [*(label for manifest in same for label in manifest.labels), *self._facts.get("labels", ())]
             ),
-            "environment": {**environment_values(self._ranks.world_size), **self._contents.environment},
+            "environment": {**environment_values(agreement.world_size()), **self._contents.environment},
         }
         return Manifest(**{**self._facts, **known})  # type: ignore[arg-type]  # keys and types are those of Facts
 

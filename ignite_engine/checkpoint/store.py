@@ -18,11 +18,11 @@ from ignite_engine.checkpoint.contents import Contents, contents_of, joined
 from ignite_engine.checkpoint.in_use import LOOKS, in_use, one_writer, unused
 from ignite_engine.checkpoint.manifest import MANIFEST_NAME, Facts, Manifest, plain_metrics, read_manifest
 from ignite_engine.checkpoint.pack import read_parts
-from ignite_engine.checkpoint.ranks import Ranks
 from ignite_engine.checkpoint.retention import CheckpointInfo, Retention, of_one_run, ranked
 from ignite_engine.checkpoint.shards import Shards
 from ignite_engine.checkpoint.verification import Verification
 from ignite_engine.errors import CheckpointError, one_line
+from ignite_engine.ranks import agreement
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class CheckpointStore:
 
     Args:
         directory: made at the first save.
-        group: the ranks that save together, over CPU (gloo); None: the default group, if there is one.
+        group: of all ranks, over CPU (gloo), for a thread of its own; None: the ranks act in the main thread.
 
     ``save``, ``annotate`` and ``sweep`` are collective: all ranks call them in the same order and get the
     same result or the same ``CheckpointError``. All other methods only read, in the calling process only.
@@ -58,7 +58,7 @@ class CheckpointStore:
 
     def __init__(self, directory: str | Path, group: dist.ProcessGroup | None = None) -> None:
         self.directory = Path(directory)
-        self._ranks = Ranks(group)
+        self._group = group
         self._verification = Verification()
         self.last_saved: Manifest | None = None
         """The manifest of what this store saved last."""
@@ -110,9 +110,7 @@ class CheckpointStore:
             wait()  # in the collective write: what fails on one rank fails the save of all
             return contents_of(shared, local, rank, shards=shards, writers=writers, weights=weights)
 
-        failure = partial(self._not_saved, iteration)
-        commit = Commit(self.directory, iteration, self._ranks, failure)
-        with commit:
+        with Commit(self.directory, iteration, **self._failing_as(partial(self._not_saved, iteration))) as commit:
             commit.begin(facts)
             commit.write(contents)
             path, manifest = commit.finish(epoch)
@@ -249,14 +247,17 @@ class CheckpointStore:
             CheckpointError: the manifest could not be read or written; the old one is unchanged.
         """
 
-        return self._ranks.rank_zero(
-            lambda: _rewritten(Path(path), labels, metrics),
-            lambda causes: f"{path} was not annotated: {causes}.",
-        )
+        how = self._failing_as(lambda causes: f"{path} was not annotated: {causes}.")
+        return agreement.on_rank_0(lambda: _rewritten(Path(path), labels, metrics), **how)
 
     def sweep(self) -> list[Path]:
         """Remove what dead writers left; a collective, for the start of a run. A living writer's files stay."""
-        return self._ranks.rank_zero(lambda: names.sweep(self.directory), lambda causes: f"Sweeping failed: {causes}.")
+        how = self._failing_as(lambda causes: f"Sweeping failed: {causes}.")
+        return agreement.on_rank_0(lambda: names.sweep(self.directory), **how)
+
+    def _failing_as(self, text_of: Callable[[str], str]) -> dict[str, Any]:
+        """How all ranks act together here: what fails on one is one error, of this text, on all of them."""
+        return {"group": self._group, "failed": lambda causes: CheckpointError(text_of(causes))}
 
     def to_delete(self, retention: Retention) -> list[CheckpointInfo]:
         """Those that :meth:`prune` would delete; nothing is deleted, and files may be read to verify them."""

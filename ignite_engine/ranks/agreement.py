@@ -168,11 +168,19 @@ def broadcast_object(value: T) -> T:
     return gather_objects(value if rank() == 0 else None)[0]  # type: ignore[return-value]  # rank 0's
 
 
-def gather_objects(value: T) -> list[T]:
-    """Every rank's picklable ``value``, by rank."""
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's picklable ``value``, by rank.
+
+    Args:
+        group: of all ranks, over CPU, in a thread of its own; None: in the main thread.
+    """
     if world_size() == 1:
         return [value]
-    return _exchange(None, value)
+    if group is None:
+        return _exchange(None, value)
+    of_all = [value] * world_size()
+    dist.all_gather_object(of_all, value, group=group)
+    return of_all
 
 
 def first_difference(values: Mapping[str, Any]) -> str | None:
@@ -189,34 +197,51 @@ def first_difference(values: Mapping[str, Any]) -> str | None:
 _NOT_SET = "not set"
 
 
-def agreed(work: Callable[[], T]) -> list[T]:
+def agreed(
+    work: Callable[[], T],
+    *,
+    failed: Callable[[str], Exception] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> list[T]:
     """Do ``work`` on every rank and exchange its (picklable) results; an error of any rank is raised on all of them.
 
     Args:
         work: it must not itself wait for a peer.
+        failed: makes the error that is raised on all ranks of the causes, in a line that names their ranks. None: the
+            errors themselves are raised.
+        group: as of :func:`gather_objects`.
 
     Raises:
-        Exception: this rank's own, or else that of the first rank that failed.
+        Exception: what ``failed`` makes; without it this rank's own, or else that of the first rank that failed.
         PeerFailed: in the place of one that pickle cannot carry.
+        BaseException: an interrupt of this process as it is; with ``failed`` the peers are told.
     """
     result, error = None, None
     try:
         result = work()
         if world_size() > 1:
             pickle.dumps(result)  # what cannot be sent is raised on all ranks, too
-    except Exception as raised:
+    except BaseException as raised:
+        if failed is None and not isinstance(raised, Exception):
+            raise
         result, error = None, raised
-    outcomes = gather_objects((result, None if error is None else _portable(error)))
-    if error is not None:
+    told = None if error is None else (one_line(error), _portable(error) if failed is None else None)
+    outcomes = gather_objects((result, told), group)
+    if error is not None and (failed is None or not isinstance(error, Exception)):
         raise error
-    for peer, (_, failed) in enumerate(outcomes):
-        if failed is not None:
-            failed.add_note(f"Raised on rank {peer}.")
-            raise failed
+    causes = {peer: told for peer, (_, told) in enumerate(outcomes) if told is not None}
+    if causes and failed is not None:
+        lines = (line.rstrip(".") for line, _ in causes.values())
+        named = lines if world_size() == 1 else (f"rank {peer}: {line}" for peer, line in zip(causes, lines))
+        raise failed("; ".join(named)) from error
+    for peer, (_, peers) in causes.items():
+        assert peers is not None
+        peers.add_note(f"Raised on rank {peer}.")
+        raise peers
     return [answer for answer, _ in outcomes]  # type: ignore[misc]  # without an error there is a result
 
 
-def _portable(error: Exception) -> Exception:
+def _portable(error: BaseException) -> BaseException:
     """The error, or its text where pickle cannot carry it to the other ranks."""
     try:
         pickle.loads(pickle.dumps(error))
@@ -232,9 +257,9 @@ def together(work: Callable[[], T]) -> T:
     return results[0]
 
 
-def on_rank_0(work: Callable[[], T]) -> T:
+def on_rank_0(work: Callable[[], T], **how: Any) -> T:
     """As :func:`agreed`, for ``work`` of rank 0 alone, whose (picklable) result every rank gets."""
-    return agreed(lambda: work() if rank() == 0 else None)[0]  # type: ignore[return-value]  # rank 0's
+    return agreed(lambda: work() if rank() == 0 else None, **how)[0]  # type: ignore[return-value]  # rank 0's
 
 
 def wait_for_all() -> None:
