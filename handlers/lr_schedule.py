@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from ignite.engine import Engine, Events
 from ignite.handlers.param_scheduler import LRScheduler as IgniteTorchScheduler
 from ignite.handlers.param_scheduler import ParamGroupScheduler, ParamScheduler, ReduceLROnPlateauScheduler
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from ignite_engine import Trainer, Updates
 from ignite_engine.errors import StateMismatch, leave_out
@@ -85,6 +86,12 @@ class LRSchedule:
             raise TypeError(
                 f"scheduler must be a Schedule, a torch or an Ignite scheduler, got {type(scheduler).__name__}; "
                 "make one for instance with warmup_cosine(optimizer, warmup=100, total=10_000)."
+            )
+        step = [] if is_plateau or self._called else [*inspect.signature(scheduler.step).parameters.values()]
+        if any(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in step):
+            raise TypeError(
+                f"{type(scheduler).__name__}.step() needs {step[0].name!r}, as torch's schedulers do not: call it in a "
+                "handler of your own, and save it by trainer.register(name, scheduler, shared=True)."
             )
         self.scheduler: Any = scheduler
         self.name = name
@@ -192,6 +199,13 @@ class LRSchedule:
     def _start(self, trainer: Engine) -> None:
         if isinstance(self.scheduler, Schedule) and self.scheduler.spans_run:
             self._span_the_run(trainer, self.scheduler)
+        if isinstance(self.scheduler, OneCycleLR) and self._per_update and isinstance(trainer, Trainer):
+            total, end = self.scheduler.total_steps, trainer.last_iteration
+            if end is not None and end > total:
+                raise ValueError(
+                    f"OneCycleLR(total_steps={total}) raises after {total} updates, and the run makes {end}: give it "
+                    f"total_steps={end}, or run() max_iters={total}."
+                )
         self._prepare(trainer)
         is_resumed = isinstance(trainer, Trainer) and trainer.state.start is Start.RESUMED
         if is_resumed and self.name not in trainer.resume_state.loaded:  # type: ignore[attr-defined]  # a Trainer's

@@ -118,13 +118,12 @@ def _iterator_keeps_state(dataset: Any) -> bool:
 
 def _stateless_order(data: Any) -> Any:
     """The sampler whose order a loader with a state cannot resume; None: there is none, or its order is fixed."""
-    outer = getattr(data, "batch_sampler", None)
-    if outer is None:
-        outer = getattr(data, "sampler", None)
+    outers = (getattr(data, name, None) for name in ("batch_sampler", "sampler", "root"))
+    outer = next((outer for outer in outers if outer is not None), None)
     if outer is None or isinstance(getattr(data, "dataset", None), IterableDataset):
         return None
     orders = orders_of(outer)
-    fixed = isinstance(orders[-1], SequentialSampler | DistributedSampler)
+    fixed = isinstance(orders[-1], SequentialSampler | DistributedSampler | list | tuple | range)
     return None if fixed or all(map(_has_state, orders)) else orders[-1]
 
 

@@ -229,10 +229,10 @@ def _draws_at_once(data: Any) -> bool:
 
 
 def orders_of(data: Any) -> list[Any]:
-    """``data``, its samplers and theirs, without repetition; at most 8, as some objects answer every attribute."""
+    """``data``, its samplers and theirs, also through torchdata's nodes; at most 16: some answer every attribute."""
     orders = [data]
     for order in orders:
-        for inner in (getattr(order, name, None) for name in ("batch_sampler", "sampler")):
-            if inner is not None and len(orders) < 8 and not any(inner is known for known in orders):
+        for inner in (getattr(order, name, None) for name in ("batch_sampler", "sampler", "root", "source")):
+            if inner is not None and len(orders) < 16 and not any(inner is known for known in orders):
                 orders.append(inner)
     return orders

@@ -1,7 +1,15 @@
 """Every kind of data that a run takes, as users write them. Batches are ``(inputs, targets)`` of known values."""
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    WeightedRandomSampler,
+)
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -278,7 +286,8 @@ def stateful(*arguments, **options):
 
 
 def nodes_of_samples():
-    batches = nodes.Batcher(nodes.Mapper(nodes.SamplerWrapper(range(7)), sample), 2, drop_last=False)
+    order = nodes.SamplerWrapper(DistributedSampler(range(7), 1, 0, shuffle=True))
+    batches = nodes.Batcher(nodes.Mapper(order, sample), 2, drop_last=False)
     return nodes.Loader(nodes.Mapper(batches, lambda rows: tuple(map(torch.stack, zip(*rows, strict=True)))))
 
 

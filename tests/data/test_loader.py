@@ -16,6 +16,7 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
+from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ignite_engine import Trainer, loader
@@ -207,6 +208,14 @@ def test_what_is_not_exact_is_in_the_report(kind):
         },
     }
     assert trainer.reproducibility() == reasons[kind]
+
+
+@pytest.mark.parametrize(("order", "is_saved"), [(range(6), True), (RandomSampler(range(6)), False)])
+def test_order_that_nodes_of_torchdata_do_not_save_is_in_the_report(order, is_saved):
+    trainer = Trainer(lambda engine, batch: None)
+    trainer.run(nodes.Loader(nodes.Prefetcher(nodes.SamplerWrapper(order), 2)))
+    reasons = [] if is_saved else ["Loader does not save the order of its RandomSampler: it is drawn again"]
+    assert trainer.reproducibility() == reasons
 
 
 def test_sampler_that_draws_another_order_than_before_is_a_reason(tmp_path):

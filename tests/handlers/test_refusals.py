@@ -5,7 +5,7 @@ import math
 import torch
 from ignite.engine import Events
 from torch.optim import SGD
-from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau
 
 from ignite_engine import Trainer, create_evaluator
 from ignite_engine import handlers as ours
@@ -62,6 +62,21 @@ def plateau(**options):
     return ours.LRSchedule(ReduceLROnPlateau(sgd()), **options)
 
 
+class StepsByNumber:
+    """As timm's do."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.state_dict, self.load_state_dict = optimizer, dict, dict
+
+    def step(self, number): ...
+
+
+def one_cycle():
+    trainer = trainer_of()
+    ours.LRSchedule(OneCycleLR(trainer.update.optimizers["optimizer"], 0.1, total_steps=5)).attach(trainer)
+    trainer.run(numbers_loader(), max_epochs=1)
+
+
 def loaded(schedule, groups=1):
     """The state of a constant schedule of one group."""
     state = ours.LRSchedule(constant(sgd())).state_dict()
@@ -104,6 +119,13 @@ test_refusals = refusals(
             ValueError,
             "lr_schedule optimizer Update",
         ),
+        (
+            "scheduler with a step of its own",
+            lambda: ours.LRSchedule(StepsByNumber(sgd())),
+            TypeError,
+            "number register",
+        ),
+        ("shorter than the run", one_cycle, ValueError, "total_steps=5 6 max_iters=5"),
         ("two schedules", two_schedules, ValueError, "lr_schedule taken"),
         ("state of other groups", loaded(constant, groups=3), ValueError, "1 3 groups"),
         ("state of another kind", loaded(lambda o: CosineAnnealingLR(o, 9)), ValueError, "kind ignore"),
