@@ -13,16 +13,15 @@ from torch import nn
 
 from ignite_engine.checkpoint.states.registry import Registry, Stateful
 from ignite_engine.checkpoint.states.resume_state import ResumeState
-from ignite_engine.errors import Interrupted, RollBack, check_type, is_whole
+from ignite_engine.errors import Interrupted, NotFinite, RollBack, check_type, is_whole
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.loop import bus, saved_progress, start
 from ignite_engine.loop.grouping import Grouping
 from ignite_engine.loop.intervals import Interval, Intervals
 from ignite_engine.loop.loop import Loop
-from ignite_engine.loop.position import Plan, last_iteration
+from ignite_engine.loop.position import EpochIs, Plan, last_iteration
 from ignite_engine.loop.progress import Progress
 from ignite_engine.loop.requests import COLLECT, END, SAVE, Requests
-from ignite_engine.loop.roll_back import RollBacks, arguments_again
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp_buckets import settle_buckets
 from ignite_engine.ranks.watch import cause_of, reason_of, watched_run
@@ -114,7 +113,7 @@ class Trainer(Engine):
         for name, obj, shared in self.update.stateful():
             self.registry.register(name, obj, shared=shared)
             self.registry.of_update.append(name)
-        self._roll_backs = RollBacks()
+        self._load_healthy: Callable[[], Path | None] | None = None
         self._at_end: list[Callable[[Trainer], None]] = []
         self._skipped_before = 0
         for attach in attached_to_each:
@@ -285,7 +284,7 @@ class Trainer(Engine):
         Args:
             load: a collective; returns the checkpoint, or None where there is none.
         """
-        self._roll_backs.load_with(load)
+        self._load_healthy = self._load_healthy or load
 
     @property
     def stop_requested(self) -> bool:
@@ -333,7 +332,7 @@ class Trainer(Engine):
                     self._note_ending()
                     break
                 except RollBack as request:
-                    self._go_back(request)
+                    reason = str(request)
                 except BaseException as raised:
                     error = cause_of(raised)
                     self._note_failure(error)
@@ -342,7 +341,11 @@ class Trainer(Engine):
                     raise
                 finally:
                     self._call_at_end()
-                loop = self._begin_again(arguments)
+                try:
+                    loop = self._roll_back(reason, arguments)
+                except BaseException as failure:
+                    self._note_failure(failure)
+                    raise
         if self.state.status == "interrupted" and self.requests.stop is not None:
             signal = self.requests.stop[1]
             if signal is not None:
@@ -358,24 +361,29 @@ class Trainer(Engine):
 
     # -- a run ----------------------------------------------------------------------------------------------------
 
-    def _go_back(self, request: RollBack) -> None:
-        self.progress.close()
-        try:
-            path = self._roll_backs.go_back(request, self.update.non_finite)
-        except BaseException as failure:
-            self._note_failure(failure)
-            raise
-        self.state.reason = str(request)
-        self.logger.info(f"Rolled back to {path.name}.")
+    def _roll_back(self, reason: str, arguments: start.RunArguments) -> Loop:
+        """Resume the last healthy checkpoint, and go on without the iteration that broke the run; a collective.
 
-    def _begin_again(self, arguments: start.RunArguments) -> Loop:
-        """Resume what was loaded; what was requested meanwhile is requested still."""
-        stop, before = self.requests.stop, self.requests.asked | self.requests.agreed
-        try:
-            loop = self._begin(arguments_again(arguments, self.state, self.progress))
-        except BaseException as failure:
-            self._note_failure(failure)
-            raise
+        What is to be left out stays written down, and what was requested meanwhile is requested still.
+
+        Raises:
+            NotFinite: there is no checkpoint.
+        """
+        state, policy, requests = self.state, self.update.non_finite, self.requests
+        assert policy is not None and self._load_healthy is not None  # _begin() has asked for it
+        self.progress.close()
+        journal, stop, before = policy.journal, requests.stop, requests.asked | requests.agreed
+        path = self._load_healthy()
+        if path is None:
+            raise NotFinite(
+                f"{reason}, and there is no healthy checkpoint to go back to: save one before, such as with "
+                "Checkpoint.attach(trainer, Events.ITERATION_COMPLETED(every=100)), or use non_finite='skip'."
+            )
+        policy.journal = policy.journal | journal
+        self.logger.info(f"Rolled back to {path.name}.")
+        data = state.dataloader if arguments.data is None else arguments.data
+        length = state.epoch_length if self.progress.epoch_is is EpochIs.A_LENGTH else None
+        loop = self._begin(start.RunArguments(data, state.max_epochs, state.max_iters, length))
         if stop is not None:
             self.requests.request_stop(*stop)
         if END in before:
@@ -389,7 +397,8 @@ class Trainer(Engine):
             if arguments.data is None and value is not None:
                 raise ValueError(f"{name} needs data to group: give run() a loader.")
         state, policy = self.state, self.update.non_finite
-        self._roll_backs.check(policy)
+        if policy is not None and policy.action == "rollback" and self._load_healthy is None:
+            raise ValueError("non_finite='rollback' needs checkpoints to go back to: attach a Checkpoint before run().")
         settings["max_read_errors"] = self.progress.max_read_errors
         settings["what a checkpoint holds"] = sorted(self.registry.objects)
         start.check_ranks_agree(arguments, settings, self.update.optimizers)

@@ -280,7 +280,7 @@ def _move_to(source: DataSource, start: Start, progress: Progress, position: Pos
         if position.data is None:
             source.begin_after(before.place)
         elif is_same:
-            source.load(_without_fingerprints(position.data))  # what it holds may have changed since
+            source.load({**position.data, "fingerprint": None})  # what it holds may have changed since
             if isinstance(source.data, Iterator):
                 source.reader.fetched = before.reader.fetched or ()
         else:
@@ -288,12 +288,3 @@ def _move_to(source: DataSource, start: Start, progress: Progress, position: Pos
             if progress.epoch_is is not EpochIs.A_LENGTH:
                 return replace(position, epochs=position.epoch, epoch_iteration=0)
     return position
-
-
-def _without_fingerprints(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved place without the fingerprints of its data, and of what is within it but the loader's own state."""
-    return {
-        key: _without_fingerprints(value) if isinstance(value, Mapping) and key != "loader" else value
-        for key, value in state.items()
-        if key != "fingerprint"
-    }
