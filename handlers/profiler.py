@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -16,7 +14,6 @@ from ignite.engine import Engine, Events
 
 from ignite_engine.errors import Interrupted, is_whole
 from ignite_engine.ranks import agreement
-from ignite_engine.text import in_columns
 
 logger = logging.getLogger(__name__)
 
@@ -132,32 +129,13 @@ class Profiler:
     def _write(self, trainer: Any, profile: torch.profiler.profile, recorded: int) -> None:
         first, rank = self._last - recorded + 1, agreement.rank()
         path = self.directory / f"rank_{rank}_iterations_{first}_to_{self._last}.json.gz"
-        table = operators(profile)
+        averages: Any = profile.key_averages()
+        kind = "device" if any(operator.self_device_time_total for operator in averages) else "cpu"
+        table = averages.table(sort_by=f"self_{kind}_time_total", row_limit=OPERATORS)
         logger.info("Profile of iterations %d to %d on rank %d (%s):\n%s", first, self._last, rank, path, table)
-        part = path.with_name(f".part.{path.name}")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             path.with_name(path.name.replace(".json.gz", ".txt")).write_text(table + "\n", encoding="utf-8")
-            profile.export_chrome_trace(str(part))
-            os.replace(part, path)
+            profile.export_chrome_trace(str(path))
         except OSError as error:
-            with contextlib.suppress(OSError):
-                part.unlink()
             logger.warning("The profile %s could not be written: %s.", path, error)
-
-
-def operators(profile: torch.profiler.profile, count: int = OPERATORS) -> str:
-    """The operators that took the longest by themselves, on the device where there is one: a line for each."""
-    averages: Any = profile.key_averages()
-    on_device = any(operator.self_device_time_total for operator in averages)
-
-    def own_ms(operator: Any) -> float:
-        return float(operator.self_device_time_total if on_device else operator.self_cpu_time_total) / 1e3
-
-    total = sum(map(own_ms, averages)) or 1.0
-    rows = [("operator", "calls", f"own ms, {'device' if on_device else 'host'}", "share")]
-    for operator in sorted(averages, key=own_ms, reverse=True)[:count]:
-        # Python's own time is that of the step, without what it calls
-        name = "outside of operators" if operator.key.startswith("ProfilerStep") else operator.key[:60]
-        rows.append((name, f"{operator.count}", f"{own_ms(operator):.3f}", f"{100 * own_ms(operator) / total:.1f} %"))
-    return "\n".join(in_columns(rows))

@@ -49,14 +49,17 @@ class StepTimes:
         on(Events.STARTED, self._start)
         on(Events.EPOCH_STARTED, self._wait_starts)  # a pass is opened next, with its workers
         on(Events.GET_BATCH_STARTED, self._wait_starts)
-        on(Events.GET_BATCH_COMPLETED, self._wait_ends)
-        on(own.FORWARD_STARTED, self._forward_starts)
-        on(own.FORWARD_COMPLETED, self._forward_ends)
-        on(own.BACKWARD_COMPLETED, self._backward_ends)
-        on(own.OPTIMIZER_STEP_COMPLETED, self._optimizer_ends)
-        on(own.OPTIMIZER_STEP_SKIPPED, self._optimizer_ends)
-        on(Events.ITERATION_COMPLETED, self._iteration_ends)
-        on(Events.EPOCH_COMPLETED, self._epoch_ends)
+        for event_of_part, part in (
+            (Events.GET_BATCH_COMPLETED, "data_wait"),
+            (own.FORWARD_STARTED, "data_wait"),
+            (own.FORWARD_COMPLETED, "forward"),
+            (own.BACKWARD_COMPLETED, "backward"),
+            (own.OPTIMIZER_STEP_COMPLETED, "optimizer"),
+            (own.OPTIMIZER_STEP_SKIPPED, "optimizer"),
+            (Events.ITERATION_COMPLETED, "update"),
+            (Events.EPOCH_COMPLETED, "other"),
+        ):
+            on(event_of_part, _Mark(self, part))
         on(event, self)
 
     def __call__(self, trainer: Trainer) -> None:
@@ -85,43 +88,31 @@ class StepTimes:
         self._written = (0, dict.fromkeys(PARTS, 0.0))
         self._waiting = False
 
-    # each says what the time since the one before it was
-
     def _wait_starts(self) -> None:
-        self._clock.mark("data_wait" if self._waiting else "other")
+        self.mark("other")
         self._waiting = True
 
-    def _wait_ends(self) -> None:
-        self._clock.mark("data_wait")
-        self._waiting = False
-
-    def _forward_starts(self) -> None:
-        self._clock.mark("data_wait")
-
-    def _forward_ends(self) -> None:
-        self._clock.mark("forward")
-
-    def _backward_ends(self) -> None:
-        self._clock.mark("backward")
-
-    def _optimizer_ends(self) -> None:
-        self._clock.mark("optimizer")
-
-    def _iteration_ends(self) -> None:
-        self._clock.mark("update", ends_step=True)
-
-    def _epoch_ends(self) -> None:
-        """A stream may be known to have ended only after a wait."""
-        self._clock.mark("data_wait" if self._waiting else "other")
-        self._waiting = False
-
-    _each: Any
-    for _each in (_wait_ends, _forward_starts, _forward_ends, _backward_ends, _optimizer_ends):
-        _each.phase = Phase.FIRST
-    for _each in (_iteration_ends, _epoch_ends):
-        _each.phase = Phase.FIRST
     _wait_starts.phase = Phase.LAST  # type: ignore[attr-defined]  # after all other handlers of the event
-    del _each
+
+    def mark(self, part: str) -> None:
+        """The time since the last mark was that of ``part``, or of the wait that it ends."""
+        if part == "other" and self._waiting:  # a stream may be known to have ended only after a wait
+            part = "data_wait"
+        self._waiting = False
+        self._clock.mark(part, ends_step=part == "update")
+
+
+class _Mark:
+    """Says at an event what the time since the one before it was."""
+
+    phase = Phase.FIRST
+
+    def __init__(self, times: StepTimes, part: str) -> None:
+        self.times, self.part = times, part
+        self.__qualname__ = f"StepTimes.{part}"  # in describe()
+
+    def __call__(self) -> None:
+        self.times.mark(self.part)
 
 
 class HostClock:

@@ -125,13 +125,6 @@ def metrics_reduce(ranks: Sequence[int] | None = None) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def metrics_of_this_rank() -> Iterator[None]:
-    """Within it metrics are computed of what this rank has seen, and nothing is exchanged."""
-    with _calling({"get_rank": lambda: 0, "get_world_size": lambda: 1, "all_gather": lambda value: value}):
-        yield
-
-
 _instead: ContextVar[Mapping[str, Any]] = ContextVar("instead", default=MappingProxyType({}))
 """What this thread calls in the place of functions of ``ignite.distributed``, by their names."""
 

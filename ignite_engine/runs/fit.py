@@ -23,7 +23,6 @@ from torch.utils.data import Dataset, TensorDataset
 
 from ignite_engine import devices
 from ignite_engine.checkpoint import CheckpointError
-from ignite_engine.checkpoint.retention import usual_mode
 from ignite_engine.errors import (
     Interrupted,
     LaunchError,
@@ -260,8 +259,7 @@ def fit(
         raise TypeError(
             f"fit() got schedule_per={schedule_per!r} without a scheduler made by a function: leave it out."
         )
-    called_with |= {"restart": restart or None, "mode": _mode(best, mode, task)}
-    called_with |= {"batch_size": batch_size, "num_workers": num_workers}
+    called_with |= {"restart": restart or None, "batch_size": batch_size, "num_workers": num_workers}
     given = {name: _as_in_config(called_with[name]) for name in _SETTINGS if called_with[name] is not None}
     for name, value in given.items():
         _set(values, name, value)
@@ -350,18 +348,6 @@ def _named_sets(default: str, name: str, given: Any) -> dict[str, Any]:
         key: _checked_data(f"{name}[{key!r}]" if isinstance(given, Mapping) else name, dataset)
         for key, dataset in named.items()
     }
-
-
-def _mode(best: str | None, mode: str | None, task: Task) -> str | None:
-    if best is None or mode is not None:
-        return mode
-    if (usual := usual_mode(best)) is None:
-        measured = [f"{name}/{metric}" for name in task.val_sets for metric in task.metrics or ["loss"]]
-        near = did_you_mean(best, measured)
-        if best not in measured and near.startswith("; did"):
-            raise ConfigError(f"fit(): best: got {best!r}, expected a metric of this run{near}")
-        raise ConfigError(f"fit(): mode: got nothing for best={best!r}, expected 'min' or 'max': which one is better.")
-    return usual
 
 
 def _made_of_model(optimizer: Any) -> Callable[[nn.Module], Any]:

@@ -8,6 +8,7 @@ import importlib.metadata
 import itertools
 import json
 import logging
+import logging.handlers
 import os
 import shutil
 import sys
@@ -250,7 +251,7 @@ def _for_the_console(record: logging.LogRecord) -> bool:
     return not announcement and getattr(record, "console", True)
 
 
-class _LogFile(logging.FileHandler):
+class _LogFile(logging.handlers.WatchedFileHandler):
     """A log file that reports once that it cannot be written; raising would hide what failed the run."""
 
     _reported = False
@@ -260,12 +261,6 @@ class _LogFile(logging.FileHandler):
         return super()._open()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self.stream is not None and not os.path.exists(self.baseFilename):
-            message = "was deleted or moved while it was written to; it is started again"
-            print(f"{self.baseFilename} {message}.", file=sys.stderr, flush=True)
-            with contextlib.suppress(OSError):
-                self.stream.close()
-            self.stream = None  # FileHandler opens it again
         try:
             super().emit(record)
         except OSError:

@@ -73,7 +73,7 @@ def test_there_are_as_many_windows_as_were_asked_for_whose_operators_are_logged(
     assert windows(tmp_path) == [(3, 4), (7, 8)] and "Profiler" not in trainer.describe()
     for text in (tmp_path / "profiles").glob("*.txt"):
         table = text.read_text().rstrip()
-        assert table.split()[:2] == ["operator", "calls"] and "aten::addmm" in table and table in caplog.text
+        assert "aten::addmm" in table and table in caplog.text
 
 
 def force(trainer):
