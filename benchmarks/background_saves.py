@@ -26,7 +26,7 @@ from benchmarks.machine import installed
 from benchmarks.turns import Times
 from benchmarks.workload import Training, tensors_of
 from ignite_engine import Phase, Trainer, TrainingEvents, Update
-from ignite_engine.checkpoint import CheckpointStore
+from ignite_engine.checkpoint.store import CheckpointStore
 from ignite_engine.handlers import Checkpoint
 
 QUIET_ITERATIONS = 3  # at least, with each save

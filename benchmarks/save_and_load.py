@@ -34,7 +34,7 @@ from benchmarks.ratios import ratio_of_medians
 from benchmarks.turns import Times, take_turns
 from benchmarks.workload import Training, tensors_of
 from ignite_engine import Trainer, Update
-from ignite_engine.checkpoint import CheckpointError
+from ignite_engine.errors import CheckpointError
 from ignite_engine.handlers import Checkpoint
 
 SECTIONS = ("waited", "background", "restore")

@@ -11,12 +11,13 @@ from typing import Any
 from ignite.engine import Engine, Events
 
 from ignite_engine import Phase, Trainer
-from ignite_engine.checkpoint import CheckpointError, CheckpointStore, LoadReport, LoadSource, Source
-from ignite_engine.checkpoint.load_sources import Found, SourceWatch, load_sources
+from ignite_engine.checkpoint.load import LoadReport
+from ignite_engine.checkpoint.sources import Found, LoadSource, Source, SourceWatch, load_sources
 from ignite_engine.checkpoint.states import loading
 from ignite_engine.checkpoint.states.model_and_optimizer import OptimizerState
 from ignite_engine.checkpoint.states.registry import Registry
-from ignite_engine.errors import one_line
+from ignite_engine.checkpoint.store import CheckpointStore
+from ignite_engine.errors import CheckpointError, one_line
 from ignite_engine.ranks import agreement
 from ignite_engine.state import Start
 

@@ -11,8 +11,7 @@ from ignite.engine import Engine
 from ignite.engine.events import EventsList
 from torch import nn
 
-from ignite_engine.checkpoint.states.registry import Registry, Stateful
-from ignite_engine.checkpoint.states.resume_state import ResumeState
+from ignite_engine.checkpoint.states.registry import Registry, ResumeState, Stateful
 from ignite_engine.errors import Interrupted, NotFinite, RollBack, check_type, is_whole
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.loop import bus, saved_progress, start
@@ -31,7 +30,7 @@ from ignite_engine.update.micro_batches import check_steps
 from ignite_engine.update.of_engine import EngineUpdate
 
 if TYPE_CHECKING:
-    from ignite_engine.checkpoint import SaveFilter
+    from ignite_engine.checkpoint.part_names import SaveFilter
 
 attached_to_each: list[Callable[[Trainer], None]] = []
 """Called with each trainer that this process makes: for who supervises the ranks."""

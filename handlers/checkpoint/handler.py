@@ -16,25 +16,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ignite_engine import Phase, Trainer, TrainingEvents
-from ignite_engine.checkpoint import (
-    BestCheckpoint,
-    CheckpointError,
-    CheckpointInfo,
-    CheckpointStore,
-    LoadReport,
-    LoadSource,
-    SaveOptions,
-    StateMismatch,
-    read_manifest,
-    require_exact,
-)
-from ignite_engine.checkpoint.load_sources import Found, load_sources
-from ignite_engine.checkpoint.retention import of_one_run, ranked
+from ignite_engine.checkpoint.load import LoadReport
+from ignite_engine.checkpoint.manifest import read_manifest
+from ignite_engine.checkpoint.retention import BestCheckpoint, CheckpointInfo, of_one_run, ranked
+from ignite_engine.checkpoint.save_options import SaveOptions
+from ignite_engine.checkpoint.sources import Found, LoadSource, load_sources
 from ignite_engine.checkpoint.states import loading
+from ignite_engine.checkpoint.states.loading import Rates, set_rates
 from ignite_engine.checkpoint.states.model_and_optimizer import ModelState, OptimizerState
-from ignite_engine.checkpoint.states.rates import Rates, set_rates
 from ignite_engine.checkpoint.states.tiers import TIERS, tiers_of
-from ignite_engine.errors import check_type, did_you_mean, is_number
+from ignite_engine.checkpoint.store import CheckpointStore
+from ignite_engine.errors import CheckpointError, StateMismatch, check_type, did_you_mean, is_number, require_exact
 from ignite_engine.handlers.checkpoint.saver import Saver
 from ignite_engine.handlers.checkpoint.times import Times
 from ignite_engine.handlers.followed_metric import FollowedMetric, improves

@@ -14,20 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ignite_engine import rng
-from ignite_engine.checkpoint import (
-    BackgroundSave,
-    CheckpointError,
-    CheckpointInfo,
-    CheckpointStore,
-    SaveOptions,
-    Snapshot,
-    filesystem,
-)
+from ignite_engine.checkpoint.background import BackgroundSave
+from ignite_engine.checkpoint.lock import DirectoryInUse, held
 from ignite_engine.checkpoint.manifest import Facts
+from ignite_engine.checkpoint.retention import CheckpointInfo
+from ignite_engine.checkpoint.save_options import SaveOptions
 from ignite_engine.checkpoint.shards import Shards, without_shards
+from ignite_engine.checkpoint.snapshot import Snapshot
 from ignite_engine.checkpoint.states.model_and_optimizer import ModelState
 from ignite_engine.checkpoint.states.tiers import TIERS, Tier, marker
-from ignite_engine.errors import one_line, shortened
+from ignite_engine.checkpoint.store import CheckpointStore
+from ignite_engine.errors import CheckpointError, one_line, shortened
 from ignite_engine.events import TrainingEvents
 from ignite_engine.handlers.checkpoint.times import Times, Transfer
 from ignite_engine.ranks import agreement
@@ -167,8 +164,8 @@ class Saver:
 
     def _hold(self, lock: contextlib.ExitStack) -> None:
         try:
-            lock.enter_context(filesystem.held(self.store.directory))
-        except filesystem.DirectoryInUse as holder:
+            lock.enter_context(held(self.store.directory))
+        except DirectoryInUse as holder:
             raise CheckpointError(
                 f"{self.store.directory} is in use by {holder}, which saves its checkpoints there: wait until it has "
                 "ended, or give this run another directory."

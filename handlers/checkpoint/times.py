@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ignite_engine.checkpoint import Manifest
+from ignite_engine.checkpoint.manifest import Manifest
 from ignite_engine.text import in_units
 
 

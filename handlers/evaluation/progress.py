@@ -10,7 +10,7 @@ from typing import Any
 from ignite.engine import Engine, Events
 
 from ignite_engine import rng
-from ignite_engine.checkpoint.plain_data import refuse_what_cannot_be_loaded
+from ignite_engine.checkpoint.nested import refuse_what_cannot_be_loaded
 from ignite_engine.checkpoint.states import metrics as metric_state
 from ignite_engine.data.source import DataSource
 from ignite_engine.errors import CheckpointError, one_line

@@ -23,9 +23,8 @@ from ignite_engine.checkpoint import filesystem
 from ignite_engine.checkpoint import layout as names
 from ignite_engine.checkpoint.contents import Contents
 from ignite_engine.checkpoint.environment import environment_values
-from ignite_engine.checkpoint.filesystem import FileRecord
-from ignite_engine.checkpoint.in_use import unused
-from ignite_engine.checkpoint.lock import lock
+from ignite_engine.checkpoint.filesystem import FileRecord, in_threads
+from ignite_engine.checkpoint.lock import lock, unused
 from ignite_engine.checkpoint.manifest import (
     MANIFEST_NAME,
     Facts,
@@ -36,7 +35,6 @@ from ignite_engine.checkpoint.manifest import (
 )
 from ignite_engine.checkpoint.pack import write_pack
 from ignite_engine.checkpoint.retention import superseded
-from ignite_engine.checkpoint.threads import in_threads
 from ignite_engine.errors import CheckpointError, one_line
 from ignite_engine.ranks import agreement
 

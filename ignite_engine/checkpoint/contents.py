@@ -14,10 +14,9 @@ from torch import Tensor
 from ignite_engine.checkpoint import nested
 from ignite_engine.checkpoint.filesystem import signature
 from ignite_engine.checkpoint.layout import RANK_FILE, SHARED_FILE, rank_file, shared_file
-from ignite_engine.checkpoint.made_of_tensors import is_made_of_tensors, taken_apart
 from ignite_engine.checkpoint.manifest import Manifest
+from ignite_engine.checkpoint.nested import TensorLeaf, is_made_of_tensors, taken_apart, tensors_of
 from ignite_engine.checkpoint.pack import map_pack
-from ignite_engine.checkpoint.plain_data import TensorLeaf, tensors_of
 from ignite_engine.checkpoint.shards import (
     PIECES,
     FoundPieces,

@@ -12,7 +12,7 @@ from ignite_engine.checkpoint.filesystem import replace_file
 from ignite_engine.checkpoint.pack import DTYPES, Pack
 from ignite_engine.checkpoint.part_names import averages
 from ignite_engine.checkpoint.shards import whole
-from ignite_engine.checkpoint.weights_source import Source, model_part
+from ignite_engine.checkpoint.sources import Source, model_part
 from ignite_engine.errors import CheckpointError, one_line, shapes_of
 
 Format = Literal["safetensors", "state_dict"]

@@ -10,29 +10,23 @@ import contextlib
 import errno
 import hashlib
 import io
-import logging
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, TypeVar, cast
 
 import numpy as np
 from blake3 import blake3
-
-from ignite_engine.checkpoint.lock import InUse, lock
 
 PIECE_BYTES = 1 << 20
 """Bytes that are read from a file at a time, and that are collected before they are written."""
 HASHES: dict[str, Callable[[], Any]] = {"blake3": blake3, "sha256": hashlib.sha256}
 """What a manifest may name. New files have the first, which is faster than a disk on one core."""
 DEFAULT_HASH = "blake3"
-LOCK_NAME = ".lock"
-_ASKED_FOR_S = 0.1
-"""Who asks whether a directory is held has its lock for a moment."""
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -246,45 +240,6 @@ def remove_tree(path: Path) -> None:
         os.rmdir(path)
 
 
-class DirectoryInUse(RuntimeError):
-    """Another process holds the lock of a directory; the message is the process."""
-
-
-@contextlib.contextmanager
-def held(directory: Path) -> Iterator[None]:
-    """Keep other processes from holding a directory, which is made if it is missing; a thread may hold it twice.
-
-    Where the file system does not allow a lock, that is a warning.
-
-    Raises:
-        DirectoryInUse: another process holds it.
-    """
-    with contextlib.ExitStack() as stack:
-        reason: str | None = "the file system has no locks"
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            if stack.enter_context(lock(directory / LOCK_NAME, again=True, own_file=True, wait_s=_ASKED_FOR_S)):
-                reason = None
-        except InUse as holder:
-            raise DirectoryInUse(str(holder)) from None
-        except OSError as error:
-            reason = error.strerror
-        if reason is not None:
-            logger.warning("%s cannot be locked (%s): do not start a second run in it.", directory, reason)
-        yield
-
-
-def is_held(directory: Path) -> bool:
-    """Whether another process or thread holds a directory by :func:`held`."""
-    try:
-        with lock(directory / LOCK_NAME, shared=True, again=True):
-            return False
-    except InUse:
-        return True
-    except OSError:
-        return False
-
-
 Signature = tuple[int, int, int, int]
 
 
@@ -300,3 +255,17 @@ def signature(path: Path) -> Signature | None:
     if not stat.S_ISREG(status.st_mode):
         return None
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+THREADS = 4
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def in_threads(work: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> list[R]:
+    """``work`` of each item, by several threads if there are several items; all have ended when one has failed."""
+    todo = list(items)
+    if len(todo) < 2 or threads < 2:
+        return [work(item) for item in todo]
+    with ThreadPoolExecutor(min(threads, len(todo)), "checkpoint-file") as pool:
+        return list(pool.map(work, todo))

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from ignite_engine.checkpoint import filesystem
 from ignite_engine.checkpoint.filesystem import Signature, signature
-from ignite_engine.checkpoint.in_use import LOOKS
-from ignite_engine.checkpoint.lock import InUse, lock
+from ignite_engine.checkpoint.lock import LOOKS, InUse, lock
 from ignite_engine.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ignite_engine.checkpoint.retention import CheckpointInfo
 from ignite_engine.errors import CheckpointError, one_line

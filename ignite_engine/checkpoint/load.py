@@ -12,9 +12,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ignite_engine.checkpoint import part_names
-from ignite_engine.checkpoint.load_sources import LoadSource
-from ignite_engine.checkpoint.patterns import Patterns
-from ignite_engine.checkpoint.weights_source import Source
+from ignite_engine.checkpoint.part_names import Patterns
+from ignite_engine.checkpoint.sources import LoadSource, Source
 from ignite_engine.errors import StateMismatch, shortened
 
 

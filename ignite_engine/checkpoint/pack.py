@@ -33,13 +33,7 @@ from ignite_engine.checkpoint.filesystem import (
     read_into,
     write_file,
 )
-from ignite_engine.checkpoint.made_of_tensors import (
-    is_made_of_tensors,
-    known_class,
-    name_of_class,
-    put_together,
-    taken_apart,
-)
+from ignite_engine.checkpoint.nested import is_made_of_tensors, known_class, name_of_class, put_together, taken_apart
 from ignite_engine.errors import CheckpointError, one_line
 
 DTYPES = {
@@ -81,7 +75,7 @@ _BYTES: dict[str, Any] = {"bytes": bytes, "bytearray": bytearray}
 
 
 class Pack:
-    """A state that is about to be written: plain data, as ``plain_data.tensors_of`` has found it to be.
+    """A state that is about to be written: plain data, as ``nested.tensors_of`` has found it to be.
 
     It holds the tensors, and copies none before it is written; one that is not contiguous then.
 

@@ -6,10 +6,81 @@ when it is registered and kept in the manifest; without one it is guessed from t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from torch import Tensor
+
+from ignite_engine.errors import StateMismatch, did_you_mean, shortened
+
+
+class Patterns:
+    """``part`` is a whole part, ``part:name`` for names inside parts; ``*``, ``?`` and ``[...]`` as in a shell.
+
+    Args:
+        texts: the patterns.
+        setting: what they are called where they were given, for errors.
+        category: the group that a part belongs to, which can be given instead of the part's name.
+
+    Raises:
+        ValueError: one of them is not text, or is empty on a side of the colon.
+    """
+
+    def __init__(self, texts: Iterable[str], setting: str, category: Callable[[str], str] = lambda part: part) -> None:
+        if isinstance(texts, str):
+            raise ValueError(f"{setting} is a list of patterns, got {texts!r}: write [{texts!r}].")
+        self.texts: Sequence[str] = tuple(texts)
+        self._setting, self._category = setting, category
+        self._pairs: list[tuple[str, str | None]] = []
+        for text in self.texts:
+            part, colon, name = text.partition(":") if isinstance(text, str) else ("", "", "")
+            if not part or (colon and not name):
+                raise ValueError(
+                    f"{setting} has the pattern {text!r}: expected a part, such as 'optimizer', or names inside one, "
+                    "such as 'model:head.*'."
+                )
+            self._pairs.append((part, name if colon else None))
+
+    def has_part(self, part: str) -> bool:
+        """Whether the whole part is meant."""
+        return any(name is None and self._is_part(pattern, part) for pattern, name in self._pairs)
+
+    def has_name(self, part: str, name: str) -> bool:
+        """Whether this name inside the part is meant, by itself or with the whole part."""
+        return any(
+            self._is_part(pattern, part) and (inside is None or fnmatchcase(name, inside))
+            for pattern, inside in self._pairs
+        )
+
+    def concern(self, part: str) -> bool:
+        """Whether any of them is about this part or names inside it."""
+        return any(self._is_part(pattern, part) for pattern, _ in self._pairs)
+
+    def check(self, contents: Mapping[str, Iterable[str]], where: str) -> None:
+        """Refuse a pattern that matches nothing.
+
+        Args:
+            contents: the names inside each part, by part.
+            where: what was searched, for the error.
+
+        Raises:
+            ValueError: names the first such pattern, and what is there.
+        """
+        for text, (pattern, name) in zip(self.texts, self._pairs, strict=True):
+            parts = [part_name for part_name in contents if self._is_part(pattern, part_name)]
+            if not parts:
+                raise ValueError(
+                    f"{self._setting}: {text!r} is not a part of {where}{did_you_mean(pattern, contents, limit=6)}"
+                )
+            names = [inside for one in parts for inside in contents[one]]
+            if name is not None and not any(fnmatchcase(inside, name) for inside in names):
+                near = did_you_mean(name, names, limit=6) if names else ", which has no names inside."
+                raise ValueError(f"{self._setting}: {text!r} matches no name in {where}{near}")
+
+    def _is_part(self, pattern: str, part: str) -> bool:
+        return fnmatchcase(part, pattern) or self._category(part) == pattern
+
 
 _Form = Literal["optimizer", "average", "tensors"]
 
@@ -100,3 +171,83 @@ def _is_tensors(state: Any) -> bool:
         isinstance(name, str) and (isinstance(value, Tensor) or name.endswith("_extra_state"))
         for name, value in state.items()
     )
+
+
+KeepFn = Callable[[str, str, Any], bool]
+Capture = Callable[[], Iterable[Mapping[str, Any]]]
+"""Gives the parts, in one mapping or several; called where something is left out only."""
+
+
+class SaveFilter:
+    """Leaves things out of a checkpoint by pattern and by function.
+
+    Args:
+        exclude: parts, such as ``optimizer``, or names inside parts, such as ``model:backbone.*``.
+        keep_fn: ``keep_fn(part, name, value)`` for each name inside a part that ``exclude`` leaves in, on every rank
+            with the same result; False leaves it out.
+
+    What is left out stays as it was built when the checkpoint is loaded, so it must not be trained.
+
+    Raises:
+        ValueError: a pattern is not one.
+    """
+
+    def __init__(self, exclude: Iterable[str] = (), keep_fn: KeepFn | None = None) -> None:
+        self._exclude, self._keep = Patterns(exclude, "exclude"), keep_fn
+
+    def __call__(
+        self, parts: Mapping[str, Any], kinds: Mapping[str, str] | None = None
+    ) -> tuple[dict[str, Any], dict[str, list[str]]]:
+        """The parts that are saved, and the names that are left out, by part; none for a whole part.
+
+        Args:
+            parts: states by name.
+            kinds: what each of them is, see :func:`form_of`; those that are not known are guessed.
+        """
+        if not self._active:
+            return dict(parts), {}
+        kept: dict[str, Any] = {}
+        left_out: dict[str, list[str]] = {}
+        for part, state in parts.items():
+            kind = (kinds or {}).get(part)
+            if self._exclude.has_part(part):
+                left_out[part] = []
+                continue
+            entries = named(state, kind) or {}
+            staying = {name: value for name, value in entries.items() if not self._exclude.has_name(part, name)}
+            if self._keep is not None:
+                staying = {name: value for name, value in staying.items() if self._keep(part, name, value)}
+            if len(staying) < len(entries):
+                state = with_entries(state, staying, kind)
+                left_out[part] = [name for name in entries if name not in staying]
+            kept[part] = state
+        return kept, left_out
+
+    def check(self, capture: Capture, kinds: Mapping[str, str] | None = None) -> None:
+        """Refuse a pattern that matches nothing in the parts that ``capture`` gives.
+
+        Raises:
+            StateMismatch: names the pattern.
+        """
+        if not self._exclude.texts:
+            return
+        parts, known = {part: state for group in capture() for part, state in group.items()}, kinds or {}
+        names = {part: named(state, known.get(part)) or () for part, state in parts.items()}
+        try:
+            self._exclude.check(names, "this run")
+        except ValueError as error:
+            raise StateMismatch(str(error)) from error
+
+    def reasons(self, capture: Capture, kinds: Mapping[str, str] | None = None) -> list[str]:
+        """What it leaves out of the parts that ``capture`` gives, as the reproducibility report says it."""
+        if not self._active:
+            return []
+        _, left_out = self({part: state for group in capture() for part, state in group.items()}, kinds)
+        return [
+            f"{part} is saved without {len(names)} names ({shortened(names)})" if names else f"{part} is not saved"
+            for part, names in left_out.items()
+        ]
+
+    @property
+    def _active(self) -> bool:
+        return self._keep is not None or bool(self._exclude.texts)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ignite_engine.checkpoint.manifest import Facts
+from ignite_engine.checkpoint.part_names import SaveFilter
 from ignite_engine.checkpoint.retention import Retention, mode_of
-from ignite_engine.checkpoint.save_filter import SaveFilter
 from ignite_engine.errors import check_type, is_whole
 
 

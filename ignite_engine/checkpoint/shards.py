@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ignite_engine.checkpoint.nested import Path, dotted, rebuilt_with_paths, replaced, walk
-from ignite_engine.checkpoint.plain_data import tensors_of
+from ignite_engine.checkpoint.nested import Path, dotted, rebuilt_with_paths, replaced, tensors_of, walk
 from ignite_engine.errors import CheckpointError
 
 Shape = tuple[int, ...]

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ignite_engine import devices
-from ignite_engine.checkpoint.made_of_tensors import is_made_of_tensors, rebuilt_of
-from ignite_engine.checkpoint.nested import rebuilt
-from ignite_engine.checkpoint.threads import in_threads
+from ignite_engine.checkpoint.filesystem import in_threads
+from ignite_engine.checkpoint.nested import is_made_of_tensors, rebuilt, rebuilt_of
 
 _PIECE_BYTES = 1 << 22
 """Bytes that a thread copies at a time."""

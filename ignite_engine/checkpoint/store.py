@@ -15,7 +15,7 @@ from ignite_engine.checkpoint import filesystem
 from ignite_engine.checkpoint import layout as names
 from ignite_engine.checkpoint.commit import Commit
 from ignite_engine.checkpoint.contents import Contents, contents_of, joined
-from ignite_engine.checkpoint.in_use import LOOKS, in_use, one_writer, unused
+from ignite_engine.checkpoint.lock import LOOKS, in_use, one_writer, unused
 from ignite_engine.checkpoint.manifest import MANIFEST_NAME, Facts, Manifest, plain_metrics, read_manifest
 from ignite_engine.checkpoint.pack import read_parts
 from ignite_engine.checkpoint.retention import CheckpointInfo, Retention, of_one_run, ranked

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ignite_engine.checkpoint.contents import check_whole
-from ignite_engine.checkpoint.filesystem import FileRecord, Signature, hash_file, open_regular, signature
+from ignite_engine.checkpoint.filesystem import FileRecord, Signature, hash_file, in_threads, open_regular, signature
 from ignite_engine.checkpoint.manifest import Manifest, read_manifest
 from ignite_engine.checkpoint.pack import map_pack, read_pack
-from ignite_engine.checkpoint.threads import in_threads
 from ignite_engine.errors import CheckpointError, one_line
 
 _Found = tuple[Signature, FileRecord, str | None]

@@ -7,27 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ignite_engine.checkpoint import (
-    CheckpointError,
-    CheckpointInfo,
-    CheckpointStore,
-    Manifest,
-    Retention,
-    Source,
-    find_directory,
-    find_source,
-    read_source,
-)
 from ignite_engine.checkpoint.comparison import compare
 from ignite_engine.checkpoint.export import Format, weights_of, write_weights
-from ignite_engine.checkpoint.in_use import in_use
 from ignite_engine.checkpoint.layout import named_iteration, scan
-from ignite_engine.checkpoint.manifest import MANIFEST_NAME
-from ignite_engine.checkpoint.naming import followed
-from ignite_engine.checkpoint.retention import of_one_run, ranked
-from ignite_engine.checkpoint.weights_source import read_named
+from ignite_engine.checkpoint.lock import in_use
+from ignite_engine.checkpoint.manifest import MANIFEST_NAME, Manifest
+from ignite_engine.checkpoint.retention import CheckpointInfo, Retention, of_one_run, ranked
+from ignite_engine.checkpoint.sources import Source, find_directory, find_source, followed, read_named, read_source
+from ignite_engine.checkpoint.store import CheckpointStore
 from ignite_engine.cli import mirrors
-from ignite_engine.errors import shortened
+from ignite_engine.errors import CheckpointError, shortened
 from ignite_engine.runs.run_directory import config_differences
 from ignite_engine.text import in_columns
 

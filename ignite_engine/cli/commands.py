@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from ignite_engine import devices
-from ignite_engine.checkpoint import CheckpointStore
-from ignite_engine.checkpoint.naming import followed
+from ignite_engine.checkpoint.sources import followed
+from ignite_engine.checkpoint.store import CheckpointStore
 from ignite_engine.cli import checkpoints, doctor, pages, time_travel
 from ignite_engine.cli import verify_resume as resume_verification
 from ignite_engine.cli.launch import on_ranks

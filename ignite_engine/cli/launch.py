@@ -10,8 +10,16 @@ from typing import Any
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from ignite_engine import devices
-from ignite_engine.checkpoint import CheckpointError, NotExact
-from ignite_engine.errors import LaunchError, NotFinite, PeerFailed, RanksDiffer, ReplayError, StateMismatch
+from ignite_engine.errors import (
+    CheckpointError,
+    LaunchError,
+    NotExact,
+    NotFinite,
+    PeerFailed,
+    RanksDiffer,
+    ReplayError,
+    StateMismatch,
+)
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.joining import is_launched
 from ignite_engine.ranks.launch import Parallel

@@ -6,13 +6,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ignite_engine.checkpoint import CheckpointError, find_source
 from ignite_engine.checkpoint.layout import named_iteration, scan
 from ignite_engine.checkpoint.manifest import read_manifest
-from ignite_engine.checkpoint.naming import RUNS_FOLDER
+from ignite_engine.checkpoint.sources import RUNS_FOLDER, find_source
 from ignite_engine.checkpoint.states.tiers import Unreachable
 from ignite_engine.checkpoint.verification import Verification
-from ignite_engine.errors import did_you_mean
+from ignite_engine.errors import CheckpointError, did_you_mean
 from ignite_engine.ext.mirror.fetch import fetch
 from ignite_engine.ext.mirror.remote import Remote, Torn, why
 from ignite_engine.ext.mirror.upload import upload

@@ -25,8 +25,7 @@ from collections.abc import Callable
 from ignite.engine import Engine, Events
 
 from ignite_engine import rng
-from ignite_engine.checkpoint.states.registry import Registry
-from ignite_engine.checkpoint.states.resume_state import ResumeState
+from ignite_engine.checkpoint.states.registry import Registry, ResumeState
 from ignite_engine.errors import RollBack
 from ignite_engine.events import TrainingEvents
 from ignite_engine.loop import bus

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from ignite_engine import rng
 from ignite_engine.checkpoint.states.model_and_optimizer import clean_name, unwrap
-from ignite_engine.checkpoint.states.registry import Stateful
-from ignite_engine.checkpoint.states.resume_state import ResumeState
+from ignite_engine.checkpoint.states.registry import ResumeState, Stateful
 from ignite_engine.loop.grouping import Grouping
 from ignite_engine.loop.progress import Progress
 from ignite_engine.state import COUNTERS, TOTALS

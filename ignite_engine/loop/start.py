@@ -16,8 +16,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from ignite_engine import rng
-from ignite_engine.checkpoint.states.registry import Registry
-from ignite_engine.checkpoint.states.resume_state import ResumeState
+from ignite_engine.checkpoint.states.registry import Registry, ResumeState
 from ignite_engine.data.place import Place
 from ignite_engine.data.source import DataSource, OwnSource
 from ignite_engine.errors import is_whole

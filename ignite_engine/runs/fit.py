@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
 from ignite_engine import devices
-from ignite_engine.checkpoint import CheckpointError
 from ignite_engine.errors import (
+    CheckpointError,
     Interrupted,
     LaunchError,
     NotExact,

@@ -11,13 +11,11 @@ import torch
 from torch import nn
 
 from ignite_engine import rng
-from ignite_engine.checkpoint import CheckpointError, LoadSource, Source
 from ignite_engine.checkpoint.load import prepare
-from ignite_engine.checkpoint.naming import Which
+from ignite_engine.checkpoint.sources import LoadSource, Source, Which, model_part, read_named
 from ignite_engine.checkpoint.states.loading import load_state
 from ignite_engine.checkpoint.states.model_and_optimizer import ModelState, clean_name, unwrap
-from ignite_engine.checkpoint.weights_source import model_part, read_named
-from ignite_engine.errors import StateMismatch, check_type
+from ignite_engine.errors import CheckpointError, StateMismatch, check_type
 from ignite_engine.runs.task import IN_PYTHON, Task, TaskError, build_task, find_task
 
 

@@ -19,9 +19,9 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ignite_engine import handlers
-from ignite_engine.checkpoint import CheckpointError, LoadSource
+from ignite_engine.checkpoint.sources import LoadSource
 from ignite_engine.data.source import OwnSource
-from ignite_engine.errors import check_type, one_line
+from ignite_engine.errors import CheckpointError, check_type, one_line
 from ignite_engine.ranks import agreement, attempt, mesh
 from ignite_engine.rng import seed_everything
 from ignite_engine.runs.components import (

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ignite_engine.checkpoint import BestCheckpoint, CheckpointStore, Loaded
-from ignite_engine.checkpoint.in_use import read_chosen
-from ignite_engine.checkpoint.naming import NAMES, find_source, followed, scored_by
+from ignite_engine.checkpoint.lock import read_chosen
+from ignite_engine.checkpoint.retention import BestCheckpoint
 from ignite_engine.checkpoint.shards import is_sharded
+from ignite_engine.checkpoint.sources import NAMES, find_source, followed, scored_by
 from ignite_engine.checkpoint.states.loading import load_evaluated
 from ignite_engine.checkpoint.states.model_and_optimizer import unwrap
+from ignite_engine.checkpoint.store import CheckpointStore, Loaded
 from ignite_engine.data.place import Place
 from ignite_engine.data.workers import note_dead_worker
 from ignite_engine.errors import Interrupted, NotExact, PeerFailed, StateMismatch

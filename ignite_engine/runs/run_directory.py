@@ -25,7 +25,8 @@ from torch import nn
 
 from ignite_engine.checkpoint.digests import tensor_bytes
 from ignite_engine.checkpoint.environment import environment_values
-from ignite_engine.checkpoint.filesystem import LOCK_NAME, DirectoryInUse, held, replace_file
+from ignite_engine.checkpoint.filesystem import replace_file
+from ignite_engine.checkpoint.lock import LOCK_NAME, DirectoryInUse, held
 from ignite_engine.checkpoint.nested import dotted, walk
 from ignite_engine.checkpoint.states.model_and_optimizer import clean_name, unwrap
 from ignite_engine.text import json_values

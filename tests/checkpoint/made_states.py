@@ -7,8 +7,11 @@ import torch
 from blake3 import blake3
 from ignite.engine import Events
 
+from ignite_engine.checkpoint.retention import Retention  # noqa: F401
+from ignite_engine.checkpoint.sources import LoadSource  # noqa: F401
+
 # the room's names for all tests of this folder; besides them they know the handler, the files and the command line
-from ignite_engine.checkpoint import CheckpointStore, LoadSource, Retention  # noqa: F401
+from ignite_engine.checkpoint.store import CheckpointStore
 from ignite_engine.handlers import Checkpoint
 from tests.kit.tiny import numbers_loader, trainer_of, weights
 

@@ -8,7 +8,8 @@ from ignite.engine import Events
 from torch import nn
 
 from ignite_engine import Trainer, Update
-from ignite_engine.checkpoint import CheckpointStore, SaveFilter
+from ignite_engine.checkpoint.part_names import SaveFilter
+from ignite_engine.checkpoint.store import CheckpointStore
 from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import EMA, Checkpoint
 from tests.kit.tiny import mse, numbers_loader, one

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from ignite_engine import Interrupted, create_evaluator, loader
-from ignite_engine.checkpoint import find_source, read_source
+from ignite_engine.checkpoint.sources import find_source, read_source
 from ignite_engine.handlers import (
     EMA,
     Checkpoint,

@@ -11,7 +11,8 @@ from ignite.engine import Events
 from ignite.metrics import Average
 
 from ignite_engine import Trainer, Update, create_evaluator
-from ignite_engine.checkpoint import CheckpointStore, LoadSource
+from ignite_engine.checkpoint.sources import LoadSource
+from ignite_engine.checkpoint.store import CheckpointStore
 from ignite_engine.errors import NotExact
 from ignite_engine.handlers import Checkpoint, Evaluation, ModelBank
 from tests.kit import saved

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import lr_scheduler as of_torch
 
 from ignite_engine import TrainingEvents, Windows, create_evaluator, handlers
-from ignite_engine.checkpoint import LoadSource
+from ignite_engine.checkpoint.sources import LoadSource
 from ignite_engine.handlers.limits import StopFile
 from ignite_engine.handlers.meters import Meter
 from ignite_engine.handlers.training_metrics import TrainingMetrics

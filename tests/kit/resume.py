@@ -10,8 +10,8 @@ import torch
 from ignite.engine import Events
 
 from ignite_engine import TrainingEvents, seed_everything
-from ignite_engine.checkpoint import read_source
-from ignite_engine.checkpoint.made_of_tensors import is_made_of_tensors, taken_apart
+from ignite_engine.checkpoint.nested import is_made_of_tensors, taken_apart
+from ignite_engine.checkpoint.sources import read_source
 from ignite_engine.handlers import Checkpoint
 from tests.kit.processes import ended
 from tests.kit.tiny import linear, numbers_loader, trainer_of

@@ -2,7 +2,7 @@
 
 import json
 
-from ignite_engine.checkpoint import read_source
+from ignite_engine.checkpoint.sources import read_source
 
 
 def iterations(folder):

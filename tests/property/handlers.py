@@ -17,7 +17,7 @@ from ignite.metrics import Accuracy, Average, RunningAverage
 from torch.optim.swa_utils import AveragedModel
 
 from ignite_engine import Phase, TrainingEvents
-from ignite_engine.checkpoint import LoadSource
+from ignite_engine.checkpoint.sources import LoadSource
 from ignite_engine.handlers import LRSchedule, ModelBank
 from ignite_engine.schedules import (
     constant,

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import create_evaluator, load_weights, loader, seed_everything
-from ignite_engine.checkpoint import LoadSource
+from ignite_engine.checkpoint.sources import LoadSource
 from ignite_engine.handlers import Checkpoint, Evaluation, ModelBank
 from tests.kit.processes import ranks
 from tests.kit.sharded import gathered, in_layout, net, trainer_in

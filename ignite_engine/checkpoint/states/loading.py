@@ -5,24 +5,137 @@ from __future__ import annotations
 import logging
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ignite_engine import rng
 from ignite_engine.checkpoint.environment import environment_values, inexact_reasons
 from ignite_engine.checkpoint.load import LoadReport, joined, prepare
-from ignite_engine.checkpoint.load_sources import Found, LoadSource
 from ignite_engine.checkpoint.part_names import filled
 from ignite_engine.checkpoint.retention import CheckpointInfo
-from ignite_engine.checkpoint.shards import has_sharded
-from ignite_engine.checkpoint.states.model_and_optimizer import OptimizerState
-from ignite_engine.checkpoint.states.registry import Registry, Stateful
-from ignite_engine.checkpoint.states.resume_state import Adapt
-from ignite_engine.checkpoint.states.sharding import fitted_state, layout_of_models
+from ignite_engine.checkpoint.shards import (
+    Sharded,
+    fitted,
+    fitted_tensor,
+    has_sharded,
+    is_sharded,
+    layout_of,
+    replicated,
+)
+from ignite_engine.checkpoint.sources import Found, LoadSource, Source
+from ignite_engine.checkpoint.states.model_and_optimizer import ModelState, OptimizerState, reshard, unwrap
+from ignite_engine.checkpoint.states.registry import Adapt, Registry, Stateful
 from ignite_engine.checkpoint.states.tiers import Fetched, Folder, Tier, newest
 from ignite_engine.checkpoint.store import CheckpointStore, Loaded
-from ignite_engine.checkpoint.weights_source import Source
-from ignite_engine.errors import CheckpointError, require_exact, shortened
+from ignite_engine.errors import CheckpointError, StateMismatch, did_you_mean, leave_out, require_exact, shortened
 from ignite_engine.ranks import agreement
+from ignite_engine.schedules import Schedule, set_lr
+
+if TYPE_CHECKING:
+    from ignite_engine.checkpoint.states.registry import Registry
+
+
+def layout_of_models(objects: Iterable[Any]) -> list[str]:
+    """How the models among registered objects are sharded, as text; empty: they are not."""
+    registered = [obj.model if isinstance(obj, ModelState) else obj for obj in objects]
+    models = [unwrap(model) for model in registered if isinstance(model, nn.Module)]
+    for model in models:
+        reshard(model)
+    return list(layout_of(parameter for model in models for parameter in model.parameters()))
+
+
+def fitted_state(obj: Any, state: Any, *, shared: bool) -> Any:
+    """A copy of a saved state with its tensors sharded as the object has them; no more is read than it holds.
+
+    Args:
+        obj: the object that will load the state.
+        state: tensors, whole or ``Sharded``.
+        shared: the object's state is the same on all ranks.
+
+    Raises:
+        CheckpointError: a file with a needed piece is damaged.
+    """
+    parameters = _parameters_by_key(obj, state)
+    if parameters is None:
+        return fitted(state, obj.state_dict() if shared or has_sharded(state) else None)
+    others = {name: value for name, value in state.items() if name != "state"}
+    laid_out = {key: _laid_out(values, parameters.get(key)) for key, values in state["state"].items()}
+    return {**fitted(others, None), "state": laid_out}
+
+
+def _parameters_by_key(obj: Any, state: Any) -> Mapping[Any, Tensor] | None:
+    """An optimizer's parameters by their keys in a saved state; None: it is no optimizer, or has a form of its own."""
+    if isinstance(obj, OptimizerState):
+        return obj.parameters()
+    if not isinstance(obj, Optimizer) or not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
+        return None
+    saved = [key for group in state["param_groups"] for key in group["params"]]
+    own = [parameter for group in obj.param_groups for parameter in group["params"]]
+    return dict(zip(saved, own, strict=False))  # the optimizer refuses another number itself
+
+
+def _laid_out(values: Any, parameter: Tensor | None) -> Any:
+    """A copy of a parameter's state, sharded as the parameter is; a step count is whole, as in torch's optimizers."""
+    if parameter is None:
+        return fitted(values, None)
+    fit = {name: fitted_tensor(value, None if name == "step" else parameter) for name, value in values.items()}
+    for name, value in values.items():  # of another shape than the parameter
+        if isinstance(value, Sharded) and is_sharded(parameter) and not is_sharded(fit[name]):
+            fit[name] = replicated(fit[name], parameter)
+    return fit
+
+
+Rates = float | Mapping[str, float]
+
+
+def set_rates(registry: Registry, rates: Rates) -> None:
+    """Replace the base of each schedule, which goes on from where it is; without one the optimizer's rate.
+
+    Args:
+        rates: of all parameter groups, or by the name of an optimizer or of a group.
+
+    Raises:
+        StateMismatch: a name is not known, or a schedule is not a :class:`Schedule`.
+    """
+    known = list[str]()
+    for part, obj in registry.objects.items():
+        optimizer = obj.optimizer if isinstance(obj, OptimizerState) else obj
+        if not isinstance(optimizer, Optimizer):
+            continue
+        schedules = {
+            name: scheduled.scheduler  # type: ignore[attr-defined]  # an LRSchedule
+            for name, scheduled in registry.objects.items()
+            if registry.kinds[name] == "schedule"
+        }
+        name, schedule = next(
+            ((name, found) for name, found in schedules.items() if found.optimizer is optimizer), ("", None)
+        )
+        for index, group in enumerate(optimizer.param_groups):
+            names = [part.removeprefix("optimizer/"), str(group.get("name", index))]
+            known += names
+            if isinstance(rates, Mapping):
+                rate = next((rates[key] for key in reversed(names) if key in rates), None)
+            else:
+                rate = rates
+            if rate is None:
+                continue
+            if isinstance(schedule, Schedule):
+                schedule.base_lrs[index] = rate
+            elif schedule is None:
+                set_lr(group, rate)
+            else:
+                raise StateMismatch(
+                    f"The rate of a resume is the base of a schedule of this package, and a {type(schedule).__name__} "
+                    f"keeps its own: build it with the new rate, and begin it again with {leave_out(name)}."
+                )
+        if isinstance(schedule, Schedule) and schedule.total is not None:
+            schedule.apply()
+    for key in rates if isinstance(rates, Mapping) else ():
+        if key not in known:
+            raise StateMismatch(f"No optimizer or parameter group is called {key!r}{did_you_mean(key, known)}")
+
 
 logger = logging.getLogger(__name__)
 

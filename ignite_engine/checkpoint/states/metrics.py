@@ -14,8 +14,7 @@ from ignite.engine import Engine
 from ignite.metrics import Frequency, Metric
 from torch import Tensor
 
-from ignite_engine.checkpoint.nested import TooDeep, rebuilt, walk
-from ignite_engine.checkpoint.plain_data import refuse_what_cannot_be_loaded
+from ignite_engine.checkpoint.nested import TooDeep, rebuilt, refuse_what_cannot_be_loaded, walk
 from ignite_engine.errors import CheckpointError
 
 _DEVICE, _TENSOR = "__device__", "__tensor__"

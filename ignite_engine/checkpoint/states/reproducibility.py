@@ -21,7 +21,7 @@ from ignite_engine.ranks.ddp_buckets import unsettled_buckets
 from ignite_engine.ranks.ddp_buffers import data_parallel, rescaled_weights
 
 if TYPE_CHECKING:
-    from ignite_engine.checkpoint import SaveFilter
+    from ignite_engine.checkpoint.part_names import SaveFilter
 
 _WITH_PARAMETERS = frozenset(("model", "parameters"))
 _WITHOUT_MEMORY = (type(None), int, float, str, ProcessGroup, ReferenceType)

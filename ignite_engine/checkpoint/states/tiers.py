@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ignite_engine.checkpoint import layout
-from ignite_engine.checkpoint.in_use import in_use
+from ignite_engine.checkpoint.lock import in_use
 from ignite_engine.checkpoint.retention import CheckpointInfo
 from ignite_engine.checkpoint.store import CheckpointStore, Loaded, said_to_be_skipped
 from ignite_engine.errors import CheckpointError, by_name
 from ignite_engine.ranks import agreement
 
 if TYPE_CHECKING:
-    from ignite_engine.checkpoint import SaveOptions
-    from ignite_engine.checkpoint.save_filter import SaveFilter
+    from ignite_engine.checkpoint.part_names import SaveFilter
+    from ignite_engine.checkpoint.save_options import SaveOptions
 
 logger = logging.getLogger(__name__)
 

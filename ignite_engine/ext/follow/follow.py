@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ignite_engine import rng
-from ignite_engine.checkpoint import CheckpointError, CheckpointInfo, CheckpointStore
-from ignite_engine.checkpoint.filesystem import DirectoryInUse, held, is_held
-from ignite_engine.checkpoint.in_use import in_use
-from ignite_engine.checkpoint.retention import of_one_run
+from ignite_engine.checkpoint.lock import DirectoryInUse, held, in_use, is_held
+from ignite_engine.checkpoint.retention import CheckpointInfo, of_one_run
 from ignite_engine.checkpoint.states.loading import load_evaluated
+from ignite_engine.checkpoint.store import CheckpointStore
 from ignite_engine.data.source import OwnSource
-from ignite_engine.errors import check_type, is_number
+from ignite_engine.errors import CheckpointError, check_type, is_number
 from ignite_engine.ext.follow.log import FollowedLog, identity_of
 from ignite_engine.ext.report import write_report
 from ignite_engine.ranks import agreement

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ignite_engine.checkpoint import CheckpointInfo
+from ignite_engine.checkpoint.retention import CheckpointInfo
 from ignite_engine.runs.run_directory import FOLLOWED_CHECKPOINT, lines_of, write_whole
 from ignite_engine.text import json_values
 

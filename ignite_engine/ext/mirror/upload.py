@@ -7,8 +7,8 @@ import threading
 import time
 from pathlib import Path
 
-from ignite_engine.checkpoint.in_use import in_use
 from ignite_engine.checkpoint.layout import scan
+from ignite_engine.checkpoint.lock import in_use
 from ignite_engine.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ignite_engine.checkpoint.retention import CheckpointInfo, Retention, of_one_run
 from ignite_engine.checkpoint.states.tiers import order

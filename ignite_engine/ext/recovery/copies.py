@@ -15,9 +15,9 @@ from blake3 import blake3
 
 import ignite_engine
 from ignite_engine import devices
-from ignite_engine.checkpoint import CheckpointInfo
 from ignite_engine.checkpoint.environment import environment_values
-from ignite_engine.checkpoint.states.sharding import layout_of_models
+from ignite_engine.checkpoint.retention import CheckpointInfo
+from ignite_engine.checkpoint.states.loading import layout_of_models
 from ignite_engine.checkpoint.states.tiers import Fetched, Folder, Offer, SavedRun, Tier, order
 from ignite_engine.errors import CheckpointError, Interrupted, PeerFailed, check_type, is_whole, one_line
 from ignite_engine.events import TrainingEvents

@@ -11,8 +11,8 @@ from typing import Any
 
 from ignite_engine.checkpoint.filesystem import FileRecord
 from ignite_engine.checkpoint.manifest import Manifest
+from ignite_engine.checkpoint.nested import tensors_of
 from ignite_engine.checkpoint.pack import Pack
-from ignite_engine.checkpoint.plain_data import tensors_of
 from ignite_engine.checkpoint.retention import CheckpointInfo
 from ignite_engine.checkpoint.shards import PIECES, add_pieces, is_placeholder, join, without_shards
 from ignite_engine.checkpoint.store import Loaded

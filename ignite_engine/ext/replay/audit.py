@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from ignite_engine.checkpoint import CheckpointInfo, CheckpointStore
+from ignite_engine.checkpoint.retention import CheckpointInfo
+from ignite_engine.checkpoint.store import CheckpointStore
 from ignite_engine.errors import ReplayError
 from ignite_engine.ext.replay.compare import Difference, first_difference
 from ignite_engine.ext.replay.rerun import Build, rerun

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ignite_engine.checkpoint import CheckpointInfo, CheckpointStore
 from ignite_engine.checkpoint.digests import digests
+from ignite_engine.checkpoint.retention import CheckpointInfo
+from ignite_engine.checkpoint.store import CheckpointStore
 from ignite_engine.errors import CheckpointError, ReplayError
 from ignite_engine.ext.replay.rerun import Build, iterations_of, rerun, start_of
 from ignite_engine.ext.replay.steps import STEPS, Steps, state_name

@@ -15,9 +15,9 @@ import yaml
 from ignite.engine import Events
 
 from ignite_engine import rng
-from ignite_engine.checkpoint import CheckpointStore
-from ignite_engine.checkpoint.in_use import in_use
 from ignite_engine.checkpoint.layout import named_iteration
+from ignite_engine.checkpoint.lock import in_use
+from ignite_engine.checkpoint.store import CheckpointStore
 from ignite_engine.data.workers import end_workers
 from ignite_engine.errors import CheckpointError, ReplayError
 from ignite_engine.events import Phase, TrainingEvents

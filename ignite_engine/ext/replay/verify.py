@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from ignite.engine import Events
 
-from ignite_engine.checkpoint import CheckpointStore
 from ignite_engine.checkpoint.layout import named_iteration
 from ignite_engine.checkpoint.states.model_and_optimizer import weights_of
+from ignite_engine.checkpoint.store import CheckpointStore
 from ignite_engine.ext.replay.compare import compare, first_difference
 from ignite_engine.ext.replay.rerun import checkpoints_of, end_at
 from ignite_engine.ext.replay.steps import STEPS, Steps

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from ignite.engine import Events
 
-from ignite_engine.checkpoint import LoadSource
+from ignite_engine.checkpoint.sources import LoadSource
 from ignite_engine.errors import did_you_mean, is_number
 from ignite_engine.events import TrainingEvents
 from ignite_engine.loop.intervals import Count, every

@@ -10,8 +10,8 @@ import pytest
 import torch
 from ignite.engine import Events
 
-from ignite_engine.checkpoint import CheckpointStore, read_manifest
-from ignite_engine.checkpoint.manifest import MANIFEST_NAME
+from ignite_engine.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from ignite_engine.checkpoint.store import CheckpointStore
 from ignite_engine.errors import ReplayError
 from ignite_engine.ext.replay import audit, compare_runs, first_difference, rerun
 from tests.ext.replay.runs import edit_lines, trained

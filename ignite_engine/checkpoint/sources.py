@@ -1,34 +1,278 @@
-"""A source to load from: where it is, which of its checkpoints, what is taken from it, and whether it must be there."""
+"""What weights come from: the checkpoint or file that a path or a name means, its reader, and what is taken of it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args
 
-from ignite_engine.checkpoint import layout as names
+import torch
+
+from ignite_engine.checkpoint import layout
 from ignite_engine.checkpoint.filesystem import Signature, hash_file, open_regular, signature
-from ignite_engine.checkpoint.manifest import Manifest, read_manifest
-from ignite_engine.checkpoint.naming import (
-    Which,
-    check_which,
-    find_directory,
-    find_source,
-    is_single,
-    is_there,
-    scored_by,
-    split_name,
-)
-from ignite_engine.checkpoint.patterns import Patterns
-from ignite_engine.checkpoint.retention import of_one_run, ranked
+from ignite_engine.checkpoint.lock import read_chosen
+from ignite_engine.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
+from ignite_engine.checkpoint.part_names import Patterns
+from ignite_engine.checkpoint.retention import CheckpointInfo, of_one_run, ranked
 from ignite_engine.checkpoint.store import CheckpointStore
-from ignite_engine.checkpoint.weights_source import Source, read_source
-from ignite_engine.errors import CheckpointError, check_type, one_line
+from ignite_engine.errors import CheckpointError, check_type, did_you_mean, one_line
+
+Which = Literal["last", "best", "newest"]
+"""The newest valid checkpoint of a folder, by either name, or the valid one with the best score."""
+NAMES: tuple[str, ...] = get_args(Which)
+RUNS_FOLDER = "checkpoints"
+
+
+def check_which(which: str) -> None:
+    """Refuse what is not a name.
+
+    Raises:
+        ValueError: one line.
+    """
+    if which not in NAMES:
+        raise ValueError(f"which must be 'best' or 'last', got {which!r}.")
+
+
+def split_name(path: str | Path, which: Which = "last") -> tuple[Path, Which]:
+    """``runs/x/best`` as ``runs/x`` and ``best``, unless something of that very path is there; other paths as they are.
+
+    Args:
+        which: of a path that does not end with a name.
+    """
+    path = Path(path)
+    if path.name in NAMES and not path.exists():
+        return path.parent, path.name  # type: ignore[return-value]  # it is one of them
+    return path, which
+
+
+def is_single(path: Path) -> bool:
+    """Whether a path is that of one checkpoint, or of a file of weights."""
+    return path.is_file() or (path / MANIFEST_NAME).exists() or (path.exists() and _is_named_as_one(path))
+
+
+def find_directory(path: str | Path) -> Path:
+    """The folder of checkpoints that a path means: itself, or that of a run.
+
+    Raises:
+        CheckpointError: one line; there is none.
+    """
+    path = Path(path)
+    if not path.exists():
+        near = did_you_mean(path.name, ["best", "last"])
+        hint = near if near.startswith("; did") else "."
+        raise CheckpointError(f"{path} does not exist; expected a run's folder or a folder of checkpoints{hint}")
+    for candidate in (path, path / RUNS_FOLDER):
+        if any(layout.scan(candidate)):
+            return candidate
+    raise CheckpointError(f"{path} holds no checkpoint; expected a run's folder or a folder of checkpoints.")
+
+
+def is_there(path: str | Path) -> bool:
+    """Whether there is anything that :func:`find_source` could mean, valid or not."""
+    path, _ = split_name(path)
+    if path.is_dir() and not (path / MANIFEST_NAME).exists() and not _is_named_as_one(path):
+        return any(map(any, map(layout.scan, (path, path / RUNS_FOLDER))))
+    return path.exists()
+
+
+def find_source(path: str | Path, which: Which = "last", *, metric: str | None = None, mode: str | None = None) -> Path:
+    """The checkpoint or file that a path means; of a folder of checkpoints, or a run's, the last or the best valid one.
+
+    Args:
+        path: a file of weights, a checkpoint, or a folder; a folder may be followed by a name: ``runs/x/best``.
+        which: of a folder without one.
+        metric, mode: by which it is the best; None: as the run that saved it says.
+
+    Raises:
+        CheckpointError: one line; there is none, or none that is valid, or nothing says which is the best.
+        ValueError: ``which`` is not a name, or only one of metric and mode is given.
+    """
+    check_which(which)
+    place, which = split_name(path, which)
+    if is_single(place):
+        if which == "best":
+            raise CheckpointError(f"{place} is one checkpoint: give the folder of its run to have the best of them.")
+        return place
+    store = CheckpointStore(find_directory(place))
+    if which == "best":
+        metric, mode = scored_by(store, metric, mode)
+        best = store.best(metric, mode)
+        if best is None:
+            raise CheckpointError(f"{place} holds no valid checkpoint with {metric}.")
+        return best.path
+    newest = store.latest()
+    if newest.checkpoint is None:
+        reasons = "; ".join(f"{path.name}: {reason.rstrip('.')}" for path, reason in newest.skipped)
+        raise CheckpointError(f"{place} holds no valid checkpoint ({reasons}).")
+    return newest.checkpoint.path
+
+
+def scored_by(store: CheckpointStore, metric: str | None = None, mode: str | None = None) -> tuple[str, str]:
+    """Metric and mode by which the best is chosen: those given, or those that the run of the newest one followed.
+
+    Raises:
+        CheckpointError: neither is there.
+        ValueError: only one is given.
+    """
+    if (metric is None) != (mode is None):
+        raise ValueError(f"metric and mode say together which one is the best, got metric={metric!r}, mode={mode!r}.")
+    if metric is not None and mode is not None:
+        return metric, mode
+    if (said := followed(store.checkpoints())) is None:
+        raise CheckpointError(
+            f"{store.directory}: no metric was followed, so none is the best; train with "
+            "Checkpoint(best='val/loss', mode='min'), in a config best and mode of handlers.Checkpoint, or give metric "
+            "and mode."
+        )
+    return said
+
+
+def followed(checkpoints: Sequence[CheckpointInfo]) -> tuple[str, str] | None:
+    """Metric and mode that the run of the newest checkpoint followed; None: it followed none."""
+    return next(
+        (rule for checkpoint in reversed(checkpoints) if (rule := rule_of(checkpoint.manifest)) is not None), None
+    )
+
+
+def rule_of(manifest: Manifest) -> tuple[str, str] | None:
+    """Metric and mode by which the run kept its best; None: by none."""
+    return None if manifest.best is None else (manifest.best["metric"], manifest.best["mode"])
+
+
+def _is_named_as_one(path: Path) -> bool:
+    return layout.named_iteration(path) is not None
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Verified parts on the CPU, from wherever they came."""
+
+    path: Path
+    parts: dict[str, Any]
+    """By name. A file of weights has one, ``model``."""
+    left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    manifest: Manifest | None = None
+    """None for a file of weights."""
+
+    @property
+    def kinds(self) -> Mapping[str, str]:
+        """What each part is, as far as it is known."""
+        return self.manifest.kinds if self.manifest else {"model": "model"}
+
+
+def read_source(path: Path, rank: int = 0, *, mmap: bool = False, whole: bool = True) -> Source:
+    """Read what :func:`find_source` found; each file of a checkpoint is verified first.
+
+    A rank that did not exist when a checkpoint was saved gets rank 0's own parts, but not its random numbers.
+
+    Args:
+        path: a checkpoint's directory, a file of ``safetensors``, or one of ``torch.save`` that holds a state_dict.
+        rank: whose parts.
+        mmap, whole: see :meth:`CheckpointStore.load`.
+
+    Raises:
+        CheckpointError: one line; missing, damaged, or not plain data (nothing was executed).
+    """
+    if path.is_file():
+        return Source(path, {"model": _read_weights(path)})
+    store = CheckpointStore(path.parent)
+    loaded = store.load(path, rank, mmap=mmap, whole=whole)
+    local = loaded.local
+    if not local and rank:
+        local = store.load(path, 0, mmap=mmap, whole=whole, shared=False).local
+        local = {name: part for name, part in local.items() if name != "rng"}
+    return Source(path, {**loaded.shared, **local}, loaded.manifest.left_out, loaded.manifest)
+
+
+def read_named(
+    path: str | Path,
+    which: Which = "last",
+    *,
+    metric: str | None = None,
+    mode: str | None = None,
+    weights: str | None = None,
+    use: Callable[[Source, str], T],
+) -> T:
+    """Read what :func:`find_source` finds, and choose its weights; no run that prunes deletes it meanwhile.
+
+    Args:
+        path, which, metric, mode: see :func:`find_source`.
+        weights: ``raw``, or the part of an average; None: of the best those that its metric was measured of, otherwise
+            ``raw``.
+        use: takes the source, sharded tensors without their values, and its weights in these words.
+
+    Returns:
+        What ``use`` returns.
+
+    Raises:
+        CheckpointError, ValueError: see :func:`find_source`.
+    """
+    is_best = split_name(path, which)[1] == "best"
+
+    def read(found: Path) -> T:
+        source, chosen = read_source(found, whole=False), weights
+        if chosen is None and is_best and source.manifest is not None:
+            rule = rule_of(source.manifest)
+            followed = metric or (rule and rule[0])
+            chosen = source.manifest.weights_of(followed) if followed else None
+        return use(source, chosen or "raw")
+
+    return read_chosen(lambda: find_source(path, which, metric=metric, mode=mode), read)
+
+
+def model_part(source: Source, part: str | None = None) -> str:
+    """The part that is meant by the model: the one of that name, ``model``, or the only one of a model.
+
+    Raises:
+        CheckpointError: one line; there is none, or several.
+    """
+    models = [name for name in source.parts if source.kinds.get(name) == "model"]
+    if part is None:
+        part = models[0] if len(models) == 1 else "model"
+    if part in source.parts:
+        return part
+    if models:
+        raise CheckpointError(f"{source.path} holds no {part}; its models: {', '.join(models)}: give part=.")
+    raise CheckpointError(f"{source.path} holds no {part}; its parts: {', '.join(sorted(source.parts)) or 'none'}.")
+
+
+def _read_weights(path: Path) -> dict[str, Any]:
+    if path.suffix == ".safetensors":
+        try:
+            from safetensors import safe_open
+            from safetensors.torch import load_file
+        except ImportError:
+            raise CheckpointError(f"To read {path} needs a package: pip install safetensors.") from None
+        try:
+            weights: dict[str, Any] = load_file(path)
+            with safe_open(path, "pt") as opened:
+                tied = opened.metadata() or {}
+            return weights | {name: weights[kept] for name, kept in tied.items() if kept in weights}
+        except Exception as error:  # of the Rust library
+            raise CheckpointError(f"{path} is not a safetensors file: {one_line(error)}.") from error
+    try:
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {one_line(error)}.") from error
+    except Exception as error:  # torch raises pickle, zip and runtime errors of many types here
+        named = re.search(r"(?:GLOBAL |Unsupported (?:global|class|operand)[: ]+)([\w.]+)", str(error))
+        reason = f"it refers to {named.group(1)}" if named else one_line(error)
+        raise CheckpointError(
+            f"{path} is not plain data ({reason}): it was not loaded and nothing in it was executed."
+        ) from error
+    if not isinstance(weights, dict) or not weights or not all(map(torch.is_tensor, weights.values())):
+        raise CheckpointError(f"{path} does not hold a plain state_dict: expected a mapping of names to tensors.")
+    return weights
+
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +467,7 @@ class SourceWatch:
         if not is_there(path):
             return
         store = CheckpointStore(find_directory(path))
-        readable = names.scan(store.directory)[0]
+        readable = layout.scan(store.directory)[0]
         if which != "best":
             for checkpoint in reversed(readable):
                 found = Found.of_checkpoint(checkpoint.path, checkpoint.manifest)
