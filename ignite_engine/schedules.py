@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from itertools import repeat
+from operator import mul
 from typing import Any
 
 import torch
@@ -88,8 +90,7 @@ class Schedule:
         """
         if self.total is None:
             raise ValueError(f"{self.description} has no length yet: attach it to a trainer, or give total.")
-        factor = self.factor(step, self.total)
-        return [base * factor for base in self.base_lrs]
+        return list(map(mul, self.base_lrs, repeat(self.factor(step, self.total))))
 
     def apply(self) -> None:
         """Set the LRs of the next update."""

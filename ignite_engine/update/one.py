@@ -29,7 +29,7 @@ from ignite_engine.update.accumulation import Accumulation, accumulation_of
 from ignite_engine.update.base import BaseUpdate
 from ignite_engine.update.device import device_of
 from ignite_engine.update.losses import LossFn
-from ignite_engine.update.micro_batches import WeightFn, group_of
+from ignite_engine.update.micro_batches import Group, WeightFn, group_of
 from ignite_engine.update.non_finite import FirstNonFinite, NonFinitePolicy
 from ignite_engine.update.parameters import Parameters, check_gradients, check_model, optimizers_by_name
 from ignite_engine.update.precision import Precision, check_precision, loss_scaler
@@ -158,7 +158,7 @@ class Update(BaseUpdate):
             if self.non_finite.leaves_out(state.iteration):
                 return self._skip(engine, {"loss": torch.full((), math.nan, device=self.device)})
             self.non_finite.keep(self.model.buffers())
-        group = group_of(engine, batch)
+        group = batch if isinstance(batch, Group) else group_of(engine, batch)
         scales = self.accumulation.scales(engine, group)
         if scales is None:
             self.parameters.clear_gradients()
