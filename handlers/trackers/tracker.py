@@ -79,7 +79,7 @@ class Tracker:
         Args:
             first: the iteration from which rows follow; what it holds from there on is out of date.
             kept: what was put here before, such as an id; it is kept in the run's folder.
-            run: ``command``, ``environment`` and ``config`` of the run.
+            run: ``command`` and ``environment`` of the run, among others.
         """
 
     def push(self, rows: Sequence[Row]) -> None:
