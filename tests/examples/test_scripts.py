@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize(
     ("example", "length", "cut", "whole"),
-    [(custom_handler, "batches", 60, 100), (gan, "iterations", 130, 400), (own_update, "epochs", 2, 3)],
+    [(custom_handler, "batches", 60, 100), (gan, "iterations", 30, 110), (own_update, "epochs", 2, 3)],
     ids=["custom_handler", "gan", "own_update"],
 )
 def test_a_script_started_again_continues(example, length, cut, whole, tmp_path):
