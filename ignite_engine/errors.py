@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import errno
 import importlib
+import importlib.util
 import shutil
 import signal as signals
 from collections.abc import Iterable, Mapping, Sequence
@@ -143,6 +144,14 @@ def by_name(what: str, name: str, table: Mapping[str, str]) -> Any:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         raise ValueError(f"{what} {name!r} needs {module}, which is not installed.") from None
+
+
+def is_there(entry: str) -> bool:
+    """Whether the module of a table's ``module:object`` is installed."""
+    try:
+        return importlib.util.find_spec(entry.partition(":")[0]) is not None
+    except ModuleNotFoundError:  # a package above it
+        return False
 
 
 def metric_meant(given: str, known: Sequence[str]) -> str:

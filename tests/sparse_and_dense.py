@@ -4,7 +4,12 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from ignite_engine.ext.sparse import RowwiseAdagrad
+from tests.kit.floors import has
+
+if has("sparse"):
+    from ignite_engine.ext.sparse import RowwiseAdagrad as OfTables
+else:
+    from torch.optim import SparseAdam as OfTables
 
 WORDS, ROWS = 20, 30
 
@@ -33,7 +38,7 @@ def loss_fn(model, batch):
 def optimizers_of(model):
     return {
         "sparse": torch.optim.SparseAdam(list(model.words.parameters()), lr=0.05),
-        "tables": RowwiseAdagrad(model.bags.parameters(), lr=0.1),
+        "tables": OfTables(model.bags.parameters(), lr=0.1),
         "dense": torch.optim.AdamW(model.head.parameters(), lr=0.01),
     }
 

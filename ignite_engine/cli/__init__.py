@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ignite_engine.cli.arguments import main
+from ignite_engine.cli.main import main
 
 __all__ = ["main"]

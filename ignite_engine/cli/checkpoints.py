@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from ignite_engine.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ignite_engine.checkpoint.retention import CheckpointInfo, Retention, of_one_run, ranked
 from ignite_engine.checkpoint.sources import Source, find_directory, find_source, followed, read_named, read_source
 from ignite_engine.checkpoint.store import CheckpointStore
-from ignite_engine.cli import mirrors
+from ignite_engine.cli.parsing import Parser, Table
 from ignite_engine.errors import CheckpointError, shortened
 from ignite_engine.runs.run_directory import config_differences
 from ignite_engine.text import in_columns
@@ -25,47 +24,66 @@ _WHERE = "a run's folder, or one of checkpoints"
 _ONE = f"a checkpoint, {_WHERE} (its last valid one), or RUN/best"
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its actions."""
-    text = "list, verify, compare, export and prune checkpoints; fetch them from a mirror, and upload them"
-    command = subparsers.add_parser("checkpoints", help=text, description=text, allow_abbrev=False)
-    command.set_defaults(overrides=[], traceback=False)
-    actions = command.add_subparsers(dest="action", required=True, metavar="action", parser_class=type(command))
+ACTIONS: Table = {
+    "list": ("ignite_engine.cli.checkpoints:list_all", "one line per checkpoint"),
+    "verify": (
+        "ignite_engine.cli.checkpoints:verify",
+        "read every byte; code 1 if anything is damaged, with the file's name",
+    ),
+    "pull": ("ignite_engine.ext.mirror.commands:pull", "fetch a checkpoint of a mirror into a folder"),
+    "push": ("ignite_engine.ext.mirror.commands:push", "upload a checkpoint to a mirror"),
+    "diff": (
+        "ignite_engine.cli.checkpoints:diff",
+        "what differs between two checkpoints; code 1 if anything does",
+    ),
+    "export": ("ignite_engine.cli.checkpoints:export", "write only the weights, for other programs"),
+    "prune": (
+        "ignite_engine.cli.checkpoints:prune",
+        "delete all but the newest ones and the best by the run's metric",
+    ),
+}
 
-    def action(name: str, text: str) -> Any:
-        return actions.add_parser(name, help=text, description=text, allow_abbrev=False)
 
-    listing = action("list", "one line per checkpoint")
-    listing.add_argument("where", type=Path, metavar="RUN_OR_DIR", help=_WHERE)
-    verify = action("verify", "read every byte; code 1 if anything is damaged, with the file's name")
-    verify.add_argument("where", type=Path, metavar="RUN_OR_DIR", help=f"{_WHERE}, or one checkpoint")
-    mirrors.add_actions(action)
-    diff = action("diff", "what differs between two checkpoints; code 1 if anything does")
+def checkpoints(command: Parser) -> None:
+    """The actions."""
+    command.add_commands(ACTIONS, "action")
+
+
+def list_all(action: Parser) -> None:
+    action.add_argument("where", type=Path, metavar="RUN_OR_DIR", help=_WHERE)
+    action.set_defaults(work=_list)
+
+
+def verify(action: Parser) -> None:
+    action.add_argument("where", type=Path, metavar="RUN_OR_DIR", help=f"{_WHERE}, or one checkpoint")
+    action.set_defaults(work=_verify)
+
+
+def diff(action: Parser) -> None:
     for name in ("first", "second"):
-        diff.add_argument(name, type=Path, metavar=name.upper(), help=_ONE)
-    export = action("export", "write only the weights, for other programs")
-    export.add_argument("where", type=Path, metavar="PATH", help=_ONE)
-    export.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="replaced if it is there")
-    export.add_argument(
+        action.add_argument(name, type=Path, metavar=name.upper(), help=_ONE)
+    action.set_defaults(work=_diff)
+
+
+def export(action: Parser) -> None:
+    action.add_argument("where", type=Path, metavar="PATH", help=_ONE)
+    action.add_argument("--output", "-o", type=Path, required=True, metavar="FILE", help="replaced if it is there")
+    action.add_argument(
         "--format", choices=["safetensors", "state_dict"], help="default: by the file's ending; else state_dict"
     )
-    export.add_argument(
+    action.add_argument(
         "--weights",
         metavar="raw|ema",
         help="the trained weights, or their average (the part's name); default: of RUN/best those that were evaluated",
     )
-    prune = action("prune", "delete all but the newest ones and the best by the run's metric")
-    prune.add_argument("where", type=Path, metavar="RUN_OR_DIR", help=_WHERE)
-    prune.add_argument("--keep-last", type=int, default=1, metavar="N", help="newest ones; default: 1")
-    prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    action.set_defaults(work=_export)
 
 
-def checkpoints(options: argparse.Namespace) -> int:
-    """Do one action; returns the exit code."""
-    try:
-        return _ACTIONS[options.action](options)
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or options.action}: {error.strerror or error}.") from error
+def prune(action: Parser) -> None:
+    action.add_argument("where", type=Path, metavar="RUN_OR_DIR", help=_WHERE)
+    action.add_argument("--keep-last", type=int, default=1, metavar="N", help="newest ones; default: 1")
+    action.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    action.set_defaults(work=_prune)
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -168,15 +186,3 @@ def _prune(options: argparse.Namespace) -> int:
 def _size(manifest: Manifest) -> str:
     kib = sum(file.bytes for file in manifest.files.values()) / 2**10
     return f"{kib:.1f} KiB" if kib < 1000 else f"{kib / 2**10:,.1f} MiB"
-
-
-_ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "list": _list,
-    "verify": _verify,
-    "diff": _diff,
-    "export": _export,
-    "prune": _prune,
-    "pull": mirrors.pull,
-    "push": mirrors.push,
-}
-COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {"checkpoints": checkpoints}

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import os
 import platform
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ignite_engine import __version__, devices
+from ignite_engine.cli.parsing import Parser
 from ignite_engine.text import in_columns
 
 _PACKAGES = ("pytorch-ignite", "numpy", "blake3", "clearml")
 _OPTIONAL = ("tensorboard", "wandb", "mlflow", "safetensors", "torchdata", "transformers")
 
 
-def add_parser(subparsers: Any) -> None:
-    text = "print versions, devices and backends, what a run here would use and why; paste it into an issue"
-    command = subparsers.add_parser("doctor", help=text, description=text, allow_abbrev=False)
-    command.set_defaults(overrides=[], traceback=False)
-
-
-def doctor(options: argparse.Namespace) -> None:
+def doctor(command: Parser) -> None:
     """Print the report."""
-    print("\n".join(report()))
+    command.set_defaults(work=lambda options: print("\n".join(report())))
 
 
 def report() -> list[str]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from ignite_engine import devices
+from ignite_engine.cli.parsing import USAGE_ERROR
 from ignite_engine.errors import (
     CheckpointError,
     LaunchError,
@@ -23,10 +26,12 @@ from ignite_engine.errors import (
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.joining import is_launched
 from ignite_engine.ranks.launch import Parallel
-from ignite_engine.runs.config import ConfigError
+from ignite_engine.runs import recipe
+from ignite_engine.runs.config import Config, ConfigError, load_config
 from ignite_engine.runs.run_directory import RunDirectoryInUse
+from ignite_engine.runs.task import TaskError, find_task
 
-FAILED, USAGE_ERROR = 1, 2
+FAILED = 1
 USER_ERRORS = (ConfigError, StateMismatch, NotExact, ReplayError, RunDirectoryInUse)
 """What a user can fix, whatever the command: one line and code 2."""
 RUN_ERRORS = (CheckpointError, LaunchError, NotFinite, RanksDiffer)
@@ -97,3 +102,60 @@ def _rank_main(local_rank: int, work: Work, options: argparse.Namespace) -> None
         code = error.code
     if code:
         sys.exit(code)
+
+
+def on_ranks_of_config(
+    options: argparse.Namespace,
+    work: Callable[[Config, argparse.Namespace], int | None],
+    note_failure: Callable[[Config, Any], object] | None = None,
+) -> int:
+    """Call ``work`` with the config, on as many ranks as it or the options say."""
+    launched, restarts = is_launched(), getattr(options, "restarts", None)
+    if restarts is not None:
+        devices.look_without_using()
+    try:
+        config = _checked(options, launched=launched)
+    except ConfigError as error:
+        if not launched:
+            raise
+        # the peers wait for this rank: it is said there, once
+        return on_ranks(options, partial(_configured, work, error), None, options.backend)
+    section = config.distributed
+    how: dict[str, Any] = {
+        "timeout": section.timeout,
+        "heartbeat_timeout": section.heartbeat_timeout,
+    }
+    if restarts is not None:
+        how["restarts"] = restarts
+        recipe.prepare_ranks()
+        with contextlib.suppress(TaskError):  # each rank says so
+            find_task(config.task, config.folder)  # imported once, here
+    failed = None if note_failure is None else partial(note_failure, config)
+    processes = options.nproc_per_node or section.nproc_per_node
+    return on_ranks(options, partial(_configured, work, config), processes, _backend(options, config), failed, **how)
+
+
+def _configured(
+    work: Callable[[Config, argparse.Namespace], int | None], loaded: Config | ConfigError, options: argparse.Namespace
+) -> int | None:
+    def config() -> Config:
+        if isinstance(loaded, ConfigError):
+            raise loaded
+        return loaded
+
+    return work(agreement.together(config), options)
+
+
+def _checked(options: argparse.Namespace, *, launched: bool) -> Config:
+    config = load_config(options.config, options.overrides)
+    if not devices.backend_is_usable(_backend(options, config)):
+        raise config.error("distributed.backend", "got 'nccl', but there is no CUDA device; expected gloo.")
+    if launched and options.nproc_per_node:
+        raise ConfigError("--nproc-per-node: the launcher that started this process sets how many; leave it out.")
+    if launched and getattr(options, "restarts", None) is not None:
+        raise ConfigError("--restarts: the launcher that started this process restarts its ranks itself; leave it out.")
+    return config
+
+
+def _backend(options: argparse.Namespace, config: Config) -> str:
+    return options.backend or config.distributed.backend or devices.default_backend()

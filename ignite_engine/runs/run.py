@@ -63,7 +63,7 @@ class Run:
         resume: arguments of ``checkpoint.resume``.
         first_iteration: at which ``train`` started, after the resume; None before.
         load: loads other weights where there is nothing to resume; None: the run starts fresh.
-        reports: whether a page is written when it ends.
+        write_report: writes the page of the run when it has ended, and says where; None: there is none.
         summary: what ``summary.json`` holds; empty before ``train``.
     """
 
@@ -80,7 +80,7 @@ class Run:
     resume: Mapping[str, Any] = field(default_factory=dict)
     first_iteration: int | None = None
     load: Callable[[], object] | None = None
-    reports: bool = False
+    write_report: Callable[[], Path] | None = None
     summary: Mapping[str, Any] = field(default_factory=dict)
     _metrics_before: Mapping[str, Any] = field(default_factory=dict)
     _differences: Sequence[str] = ()
@@ -344,12 +344,10 @@ class Run:
             logger.info("Report: %s.", self.directory.given / report.name)
 
     def _write_report(self) -> Path | None:
-        if agreement.rank() != 0 or not self.reports:
+        if agreement.rank() != 0 or self.write_report is None:
             return None
-        from ignite_engine.ext.report import write_report
-
         try:
-            return write_report(self.directory.path)
+            return self.write_report()
         except Exception as error:  # the outcome of the run does not depend on its report
             logger.warning("No report could be written: %s: %s.", type(error).__name__, error)
             return None
@@ -470,13 +468,3 @@ class Run:
                 # the error that failed the run is raised instead: often the same full disk
                 logger.error("%s could not be written: %s.", self.directory.summary, error)
         return summary
-
-
-class Report:
-    """Writes the page with the curves of a run into its folder when the run has ended."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-    def attach(self, trainer: Trainer) -> None:
-        self.run.reports = True

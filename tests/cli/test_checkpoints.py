@@ -271,7 +271,7 @@ CALLS = [
     ("option", of_a_run("prune", "run", "--keep-lst", "1"), "'--keep-lst' prune"),
     ("two folders", of_a_run("list", "run", "more"), "'more' list"),
     ("action", of_a_run("lst", "run"), "'lst'"),
-    ("no action", of_a_run(), "required action"),
+    ("no action", of_a_run(), "list --help"),
     ("half a file", damaged(pull_what_is_half_there), "not fetched rank_0.safetensors 4 bytes"),
     ("damaged", damaged(push_what_has_changed), "shared.safetensors"),
 ]

@@ -13,7 +13,9 @@ from torch.utils.data import (
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ignite_engine import Windows, loader
+import ignite_engine
+from ignite_engine import loader
+from tests.kit.floors import of
 from tests.kit.tiny import RewoundLoader
 
 
@@ -326,6 +328,11 @@ KINDS = {
     "torchdata over a stream": lambda: stateful(StreamOfSamples(), 1),
     "torchdata over a generator": lambda: stateful(Generated(), 1),
     "torchdata over an iterator": lambda: stateful(Counted(), 1),
-    "windows": lambda: Windows([1, 2], window),
-    "windows by epochs": lambda: Windows([1, 2, 3, 4], window, per_epoch=2),
+    **of(
+        "windows",
+        {
+            "windows": lambda: ignite_engine.Windows([1, 2], window),
+            "windows by epochs": lambda: ignite_engine.Windows([1, 2, 3, 4], window, per_epoch=2),
+        },
+    ),
 }

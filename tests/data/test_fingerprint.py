@@ -8,9 +8,11 @@ import torch
 from ignite.engine import Events
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from ignite_engine import Trainer, Windows, loader
+import ignite_engine
+from ignite_engine import Trainer, loader
 from ignite_engine.errors import NotExact
 from ignite_engine.handlers import Checkpoint
+from tests.kit.floors import of
 
 
 class Arrays(Dataset):
@@ -99,12 +101,12 @@ def test_the_same_data_is_not_named(case, tmp_path):
     assert resumed(tmp_path, over(SAME[case](1)), 2) == []
 
 
-@pytest.mark.parametrize("kind", ["loader", "sampler of one's own", "windows"])
+@pytest.mark.parametrize("kind", ["loader", "sampler of one's own", *of("windows", ["windows"])])
 def test_it_is_one_line_of_the_log_once_and_strict_refuses_it(tmp_path, caplog, kind):
     def data(shift):
         dataset = TensorDataset(values(shift))
         if kind == "windows":
-            return Windows([1, 2], lambda name: loader(dataset, 1))
+            return ignite_engine.Windows([1, 2], lambda name: loader(dataset, 1))
         return loader(dataset, 1) if kind == "loader" else DataLoader(dataset, 1, sampler=[*range(6)])
 
     resumed(tmp_path, data(0), 2)

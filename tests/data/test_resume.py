@@ -8,9 +8,11 @@ import pytest
 import torch
 from ignite.engine import Events
 
-from ignite_engine import Interrupted, TrainingEvents, Windows, loader
+import ignite_engine
+from ignite_engine import Interrupted, TrainingEvents, loader
 from ignite_engine.handlers import Checkpoint, GracefulStop
 from tests.data.kinds import KINDS, Samples, Stream, batch, stateful
+from tests.kit.floors import of
 from tests.kit.resume import EVERYWHERE, PLACES, assert_resumes, program
 from tests.kit.seen import Seen
 
@@ -163,7 +165,7 @@ ENDING = {
     "stream": EndingStream,
     "torchdata": lambda: stateful(EndingSamples(4), 1),
     "loader": lambda: loader(EndingSamples(4), 1, shuffle=True),
-    "windows": lambda: Windows([1, 2], ending_window),
+    **of("windows", {"windows": lambda: ignite_engine.Windows([1, 2], ending_window)}),
 }
 
 

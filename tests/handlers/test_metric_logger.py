@@ -17,6 +17,7 @@ from ignite_engine import Trainer, TrainingEvents, Update, loader
 from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, MetricLogger
 from ignite_engine.handlers.meters import Meter
 from ignite_engine.schedules import warmup_linear
+from tests.kit.floors import needs
 from tests.kit.processes import ranks
 from tests.kit.resume import leaves
 from tests.kit.tiny import Numbers, linear, mse, numbers_loader, trainer_of
@@ -307,6 +308,7 @@ def test_resumed_run_does_not_repeat_the_line_and_ends_with_its_own(tmp_path, ca
     assert "iteration 2 is nan" in first and "ended" in last and "iteration 2" in last
 
 
+@needs("rank_invariant")
 @pytest.mark.parametrize("logs", [True, False])
 def test_rank_0_says_it_of_any_rank_and_names_none_where_each_has_the_loss_of_all(logs):
     def work(rank):

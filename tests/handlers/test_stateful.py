@@ -12,11 +12,13 @@ from ignite.metrics.metric import SingleEpochRunningBatchWise
 from torch import nn
 from torch.optim import lr_scheduler as of_torch
 
-from ignite_engine import TrainingEvents, Windows, create_evaluator, handlers
+import ignite_engine
+from ignite_engine import TrainingEvents, create_evaluator, handlers
 from ignite_engine.checkpoint.sources import LoadSource
 from ignite_engine.handlers.limits import StopFile
 from ignite_engine.handlers.meters import Meter
 from ignite_engine.handlers.training_metrics import TrainingMetrics
+from tests.kit.floors import needs
 from tests.kit.processes import ranks
 from tests.kit.resume import assert_resumes, program
 from tests.kit.tiers import tiered
@@ -220,13 +222,14 @@ def test_a_mean_has_the_same_bits_wherever_its_interval_was_cut(tmp_path):
     assert_resumes(each, tmp_path, at=(63, 64, 65), how=("stop",))
 
 
+@needs("windows")
 def test_a_bank_that_loads_between_windows_resumes(tmp_path):
     """That iteration has a boundary already, at which it was saved without what is loaded now."""
 
     def load(trainer):
         bank()[0].attach(trainer, TrainingEvents.WINDOW_COMPLETED)
 
-    windows = lambda: Windows(range(2), lambda name: numbers_loader(8, 2))  # noqa: E731
+    windows = lambda: ignite_engine.Windows(range(2), lambda name: numbers_loader(8, 2))  # noqa: E731
     each = program([load], data=windows, limits={"max_epochs": 1}, parts=("model_bank",))
     assert_resumes(each, tmp_path, at=(4, 5), how=("stop", "raise"))
 

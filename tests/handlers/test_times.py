@@ -4,9 +4,11 @@ import pytest
 import torch
 from ignite.engine import Events
 
-from ignite_engine import Trainer, TrainingEvents, Update, Windows, create_evaluator, loader
+import ignite_engine
+from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader
 from ignite_engine.handlers import Evaluation, MetricLogger, StepTimes, Throughput
 from tests.kit.clock import still_clock
+from tests.kit.floors import of
 from tests.kit.processes import ranks
 from tests.kit.tiny import Numbers, linear, mse, trainer_of
 
@@ -91,7 +93,7 @@ def test_own_update_is_known_as_a_whole(clock):
     assert dict(trainer.state.metrics) == {"time/step_ms": pytest.approx(4.0, abs=1e-3)}
 
 
-@pytest.mark.parametrize("kind", ["a stream of unknown length", "windows"])
+@pytest.mark.parametrize("kind", ["a stream of unknown length", *of("windows", ["windows"])])
 def test_it_waits_for_data_to_their_end(kind, clock):
     def stream():
         for number in range(3):
@@ -103,7 +105,9 @@ def test_it_waits_for_data_to_their_end(kind, clock):
         def __iter__(self):
             return stream()
 
-    data = Windows(stream(), lambda _: loader(Numbers(2), batch_size=2)) if kind == "windows" else Stream()
+    data = Stream()
+    if kind == "windows":
+        data = ignite_engine.Windows(stream(), lambda _: loader(Numbers(2), batch_size=2))
     trainer = trainer_of()
     StepTimes().attach(trainer, Events.EPOCH_COMPLETED)
     state = trainer.run(data, max_epochs=1)

@@ -7,10 +7,12 @@ import torch
 from ignite.engine import Events
 from torch import nn
 
-from ignite_engine import Trainer, TrainingEvents, Update, Windows, loader
+import ignite_engine
+from ignite_engine import Trainer, TrainingEvents, Update, loader
 from ignite_engine.handlers import EMA, Checkpoint, LRSchedule, MetricLogger
 from ignite_engine.schedules import warmup_linear
 from tests.kit.fitting import fitted
+from tests.kit.floors import needs, of
 from tests.kit.tiny import mse, numbers_loader, trainer_of
 
 
@@ -39,14 +41,15 @@ def test_an_update_of_the_users_own_is_described(data, length):
     assert length in text
 
 
+@needs("windows")
 def test_windows_are_described_without_being_opened():
     opened = []
     trainer = trainer_of()
     MetricLogger(console=False).attach(trainer, TrainingEvents.WINDOW_COMPLETED)
-    assert "MetricLogger" in trainer.describe(Windows(["a", "b"], opened.append)) and opened == []
+    assert "MetricLogger" in trainer.describe(ignite_engine.Windows(["a", "b"], opened.append)) and opened == []
 
 
-@pytest.mark.parametrize("kind", ["windows", "loader", "dealt out"])
+@pytest.mark.parametrize("kind", [*of("windows", ["windows"]), "loader", "dealt out"])
 def test_describing_a_run_that_is_under_way_changes_nothing(kind):
     def iterations(described):
         seen = []
@@ -54,7 +57,7 @@ def test_describing_a_run_that_is_under_way_changes_nothing(kind):
         trainer = Trainer(lambda engine, batch: seen.append(str(batch)), **dealt_out)
         data = loader(list(range(12)), 2, shuffle=True, seed=3)
         if kind == "windows":
-            data = Windows(iter([[1], [2], [3]]), loader)
+            data = ignite_engine.Windows(iter([[1], [2], [3]]), loader)
         if described:
             trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: trainer.describe(data, max_epochs=9))
         trainer.run(data, max_epochs=1 if kind == "windows" else 3)

@@ -5,8 +5,10 @@ from ignite.engine import Events
 from ignite.metrics import Average
 from torch import nn
 
-from ignite_engine import Phase, Trainer, TrainingEvents, Windows, create_evaluator
+import ignite_engine
+from ignite_engine import Phase, Trainer, TrainingEvents, create_evaluator
 from ignite_engine.handlers import Checkpoint, Evaluation
+from tests.kit.floors import of
 from tests.kit.tiny import Passes, numbers_loader, trainer_of
 
 SHORT = {
@@ -78,8 +80,8 @@ def batches(count=2):
     return numbers_loader(2 * count, 2)
 
 
-def windows():
-    return Windows([1, 2], lambda name: batches(name))
+def windows(count=None, **options):
+    return ignite_engine.Windows([1, 2], lambda name: batches(count or name), **options)
 
 
 CASES = {
@@ -104,8 +106,13 @@ CASES = {
     "cut": (on(FIRST, Trainer.terminate_epoch), {}, batches, TWO_PASSES),
     "cut by a value": (cut_by_a_value, {}, batches, TWO_PASSES),
     "swallowed error": (swallowed, {}, batches, TWO_PASSES),
-    "windows": (None, {}, windows, {}),
-    "windows in two epochs": (None, {}, lambda: Windows([1, 2], lambda name: batches(1), per_epoch=1), TWO_PASSES),
+    **of(
+        "windows",
+        {
+            "windows": (None, {}, windows, {}),
+            "windows in two epochs": (None, {}, lambda: windows(1, per_epoch=1), TWO_PASSES),
+        },
+    ),
 }
 
 

@@ -17,8 +17,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from ignite_engine import Windows, loader
-from ignite_engine.ext.windows import Files
+import ignite_engine
+from ignite_engine import loader
 from tests.data.kinds import EpochSampler
 from tests.kit.tiny import RewoundLoader
 from tests.property.models import samples_of
@@ -265,6 +265,8 @@ EACH_ITS_OWN_LENGTH = ("list of batches", "unknown length, drawn", "iterable wit
 
 def windows_of(case, folder, options, read):
     """Windows of so many samples as ``case.windows`` says, some of them empty, numbered through."""
+    from ignite_engine.ext.windows import Files, Windows
+
     firsts = [sum(case.windows[:at]) for at in range(len(case.windows))]
     whole = Samples(sum(case.windows), case.augmentation, read=read)
 
@@ -300,5 +302,5 @@ def evaluation_data(case, training):
         "training": lambda: training if case.data != "endless" else loader(samples, 2, seed=5),
         "plain DataLoader": lambda: DataLoader(samples, 2, shuffle=True),
         "list": lambda: batches_of(Samples(7), 3),
-        "windows": lambda: Windows([3, 0, 4], lambda count: loader(Samples(count), 2)),
+        "windows": lambda: ignite_engine.Windows([3, 0, 4], lambda count: loader(Samples(count), 2)),
     }[case.evaluated]()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ignite_engine import Update
+from tests.kit.floors import needs
 from tests.property.by_hand import by_engine, by_hand, capture_difference, difference
 from tests.property.case import Case
 from tests.property.judging import MINUTES, check, judged
@@ -74,6 +75,7 @@ def test_any_update_has_the_bits_of_the_loop_written_by_hand(random_seed):
     judged(update, updates, seed=random_seed, minutes=0.2 * MINUTES)
 
 
+@needs("capture")
 @pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, which torch.compile calls")
 def test_captured_update_has_the_losses_of_the_loop_and_resumes_to_the_bit(random_seed):

@@ -15,6 +15,7 @@ from ignite_engine.errors import Interrupted
 from ignite_engine.handlers import Checkpoint, EarlyStopping, Evaluation, GracefulStop, WallClockLimit
 from ignite_engine.handlers.limits import StopFile
 from tests.kit.clock import still_clock
+from tests.kit.floors import needs
 from tests.kit.processes import ranks
 from tests.kit.tiers import tiered
 from tests.kit.tiny import Numbers, linear, one, trainer_of
@@ -228,6 +229,7 @@ def test_what_rank_0_alone_finishes_or_writes_reaches_both():
     assert place == [1, 2, "completed"] and other == [2, 4, "completed"]
 
 
+@needs("rank_invariant")
 @pytest.mark.parametrize("event", [Events.ITERATION_STARTED, Events.ITERATION_COMPLETED])
 def test_terminate_ends_a_rank_invariant_run_at_the_same_iteration_on_one_process_and_two(event):
     def work(rank, ending):

@@ -87,12 +87,12 @@ def test_several_optimizers_go_by_name_with_a_schedule_each(tmp_path):
     text = MINIMAL + (
         "schedule: {name: cosine}\n"
         "optimizers:\n"
-        "  tables: {name: RowwiseAdagrad, lr: 2e-2, schedule: {name: constant, warmup: 5}}\n"
+        "  tables: {name: SparseAdam, lr: 2e-2, schedule: {name: constant, warmup: 5}}\n"
         "  dense: {name: AdamW, weight_decay: 0.1}\n"
     )
     config = load_config(written(tmp_path, text), ["optimizers.dense.lr=0.5"])
     found = config.to_dict()["optimizers"]
-    assert (found["tables"]["name"], found["tables"]["lr"], found["dense"]["lr"]) == ("RowwiseAdagrad", 2e-2, 0.5)
+    assert (found["tables"]["name"], found["tables"]["lr"], found["dense"]["lr"]) == ("SparseAdam", 2e-2, 0.5)
     assert found["tables"]["schedule"]["warmup"] == 5
     assert config_from_dict(config.to_dict()) == config
 

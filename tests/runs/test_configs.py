@@ -8,6 +8,7 @@ import yaml
 
 from tests.kit import runs
 from tests.kit.fitting import QUIET
+from tests.kit.floors import of
 from tests.kit.processes import ranks
 from tests.kit.refusals import CommandRefused, command, refusals
 from tests.kit.tiers import tiered
@@ -192,8 +193,13 @@ CALLS = [
     ("ddp group", train(f"{DDP}.process_group=a"), "process_group"),
     ("ddp mapping", train(f"{DDP}=true"), "ddp_options got true mapping"),
     ("no plan", on_two(task_options={"parallel": False}, **NO_PLAN), "parallelize"),
-    ("sharded invariant", on_two(update=INVARIANT, **FSDP), "rank_invariant fsdp"),
-    ("invariant norm", on_two(update=INVARIANT, task_options={"norm": True}), "rank_invariant BatchNorm1d"),
+    *of(
+        "rank_invariant",
+        [
+            ("sharded invariant", on_two(update=INVARIANT, **FSDP), "rank_invariant fsdp"),
+            ("invariant norm", on_two(update=INVARIANT, task_options={"norm": True}), "rank_invariant BatchNorm1d"),
+        ],
+    ),
     ("sync_bn on CPU", on_two(distributed={"sync_bn": True}), "sync_bn cpu accelerators"),
     ("too few", on_two(update=TOO_FEW), "global_micro_batches 1 2 ranks"),
     ("groups by name", train(task_options={"by_name": True}), "parameter_groups matrices"),

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from ignite_engine import Trainer, Update, loader
+from tests.kit.floors import needs
 from tests.kit.refusals import refuses
 from tests.kit.resume import Program, assert_resumes
 from tests.kit.tiny import Numbers, linear, mse, one
@@ -68,6 +69,7 @@ def test_weights_have_the_bits_of_the_loop_written_by_hand(precision):
     assert state.output["loss/nearby"] > state.output["loss"] and state.optimizer_steps == 3 * EPOCHS
 
 
+@needs("rank_invariant")
 def test_two_passes_are_the_same_with_rank_invariant_sums():
     ends = []
     for options in ({"accumulate": "rank_invariant"}, {}):

@@ -11,7 +11,7 @@ import torch
 from ignite.engine import Events
 
 from ignite_engine.checkpoint.sources import LoadSource
-from ignite_engine.errors import did_you_mean, is_number
+from ignite_engine.errors import did_you_mean, is_number, is_there
 from ignite_engine.events import TrainingEvents
 from ignite_engine.loop.intervals import Count, every
 from ignite_engine.runs.config.named import (
@@ -49,7 +49,7 @@ HANDLERS: Table = {
     "GracefulStop": "ignite_engine.handlers:GracefulStop",
     "WallClockLimit": "ignite_engine.handlers:WallClockLimit",
     "StopFile": "ignite_engine.handlers.limits:StopFile",
-    "Report": "ignite_engine.runs.run:Report",
+    "Report": "ignite_engine.ext.report.handler:Report",
 }
 """The handlers that a run may have by name, in the order in which they are attached; then come those of the user."""
 
@@ -74,7 +74,7 @@ USUAL: Mapping[str, Mapping[str, Any]] = {
     "StopFile": {},
     "Report": {},
 }
-"""Those that a run has without being asked, with the settings that they have then."""
+"""Those that a run has without being asked, if they are installed, with the settings that they have then."""
 
 SCHEDULES: Table = {
     "constant": "ignite_engine.schedules:warmup_constant",
@@ -175,7 +175,7 @@ def load_entries(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def handler_entries(given: Mapping[str, Any]) -> dict[str, Any]:
     """The handlers of a run by label, with the usual ones; None: not this one."""
-    merged: dict[str, Any] = {label: {**entry} for label, entry in USUAL.items()}
+    merged: dict[str, Any] = {label: {**entry} for label, entry in USUAL.items() if is_there(HANDLERS[label])}
     for label, entry in given.items():
         if not isinstance(entry, Mapping | None):
             raise WrongType(entry, "a mapping of the handler's settings, or null").inside(label)

@@ -6,11 +6,12 @@ from ignite.engine import Events
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ignite_engine import Windows
+import ignite_engine
 from ignite_engine.errors import NotExact
 from ignite_engine.handlers import Checkpoint
 from ignite_engine.runs.config import ConfigError, config_from_dict
 from tests.kit import saved
+from tests.kit.floors import needs
 from tests.kit.processes import ranks
 from tests.kit.refusals import refusals, refuses
 from tests.kit.tiny import Numbers, linear, numbers_loader, trainer_of, weights
@@ -124,13 +125,14 @@ def test_what_a_model_keeps_beside_its_state_is_named(kind, tmp_path, caplog):
         run(strict=True)
 
 
+@needs("windows")
 def test_windows_without_a_state_are_known_when_the_first_one_opens(tmp_path):
     """Before, nobody knows what a window's data is; nothing is trained on it where strict refuses."""
 
     def run(strict):
         trainer = trainer_of(linear())
         Checkpoint(tmp_path / str(strict), strict=strict).attach(trainer)
-        trainer.run(Windows([1, 2, 3], lambda name: listed()), max_epochs=1)
+        trainer.run(ignite_engine.Windows([1, 2, 3], lambda name: listed()), max_epochs=1)
         return trainer
 
     refuses(lambda: run(strict=True), NotExact, LISTED)

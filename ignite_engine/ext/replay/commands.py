@@ -15,8 +15,10 @@ from typing import Any
 from ignite.engine import Events
 
 from ignite_engine.cli.launch import FAILED, on_ranks
+from ignite_engine.cli.parsing import Parser, takes_ranks, whole_number
 from ignite_engine.errors import ReplayError, shapes_of
-from ignite_engine.ext.replay import audit, compare_runs, rerun
+from ignite_engine.ext.replay import audit as audit_run
+from ignite_engine.ext.replay import compare_runs, rerun
 from ignite_engine.ext.replay.compare import compare as compare_folders
 from ignite_engine.ext.replay.rerun import start_of
 from ignite_engine.ext.replay.steps import rates_of, scalars_of
@@ -26,32 +28,35 @@ from ignite_engine.runs.task import TaskError, find_task
 from ignite_engine.trainer import Trainer
 
 
-def add_parsers(subparsers: Any, count: Callable[[str], int]) -> None:
-    """Add the commands; they take the directories of runs, not a config."""
-
-    def add(name: str, text: str, *runs: str) -> Any:
-        command = subparsers.add_parser(name, help=text, description=text, allow_abbrev=False)
-        command.set_defaults(overrides=[], traceback=False)
-        for run in runs:
-            command.add_argument(run, type=Path, metavar=run.upper(), help="the directory of a run")
-        text = "function(directory) builds a run that no config names: that of fit(), or of a script of one's own"
-        command.add_argument("--build", metavar="FILE:FUNCTION", help=text)
-        text = "processes to start; default: as the run had"
-        command.add_argument("--nproc-per-node", type=count, metavar="N", help=text)
-        return command
-
-    text = "bring a run to an iteration again, bit for bit, and say what that iteration was; its folder is only read"
-    option = add("replay", text, "run").add_argument
-    option("--at", type=count, required=True, metavar="N", help="the boundary after this iteration")
+def replay(command: Parser) -> None:
+    _takes_runs(command, "run")
+    option = command.add_argument
+    option("--at", type=whole_number, required=True, metavar="N", help="the boundary after this iteration")
     option("--call", metavar="FILE:FUNCTION", help="call function(trainer) there, everything in place")
     option("--debug", action="store_true", help="open the debugger before the update of iteration N")
     option("--save", type=Path, metavar="DIR", help="keep the replay, with its checkpoint, as this folder")
-    text = "the first difference of two runs that should be equal, named: a sample, a weight, a gradient; code 1 if any"
-    add("compare-runs", text, "run", "second")
-    text = "train segments of a run again, and compare them with its logs and checkpoints; code 1 if one is another"
-    option = add("audit", text, "run").add_argument
-    option("--segments", type=count, required=True, metavar="N", help="between checkpoints, drawn at random")
+    command.set_defaults(work=partial(_on_ranks, _replay))
+
+
+def compare(command: Parser) -> None:
+    _takes_runs(command, "run", "second")
+    command.set_defaults(work=partial(_on_ranks, _compare))
+
+
+def audit(command: Parser) -> None:
+    _takes_runs(command, "run")
+    option = command.add_argument
+    option("--segments", type=whole_number, required=True, metavar="N", help="between checkpoints, drawn at random")
     option("--seed", type=int, metavar="S", help="draws the same again; default: one that nobody knows")
+    command.set_defaults(work=partial(_on_ranks, _audit))
+
+
+def _takes_runs(command: Parser, *runs: str) -> None:
+    for run in runs:
+        command.add_argument(run, type=Path, metavar=run.upper(), help="the directory of a run")
+    text = "function(directory) builds a run that no config names: that of fit(), or of a script of one's own"
+    command.add_argument("--build", metavar="FILE:FUNCTION", help=text)
+    takes_ranks(command, "as the run had")
 
 
 def _replay(options: argparse.Namespace) -> int:
@@ -107,7 +112,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _audit(options: argparse.Namespace) -> int:
     """Print what was covered and found; code 1 where a segment is not what was saved and logged."""
-    result = audit(
+    result = audit_run(
         options.run, options.build and function_of(options.build), segments=options.segments, seed=options.seed
     )
     if agreement.rank() == 0:
@@ -131,10 +136,3 @@ def _on_ranks(work: Callable[[argparse.Namespace], int], options: argparse.Names
     """On as many ranks as the run had, if nothing else is asked for."""
     processes = options.nproc_per_node or start_of(options.run, getattr(options, "at", 1)).world_size
     return on_ranks(options, work, processes)
-
-
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "replay": partial(_on_ranks, _replay),
-    "compare-runs": partial(_on_ranks, _compare),
-    "audit": partial(_on_ranks, _audit),
-}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from ignite_engine.checkpoint.layout import named_iteration, scan
 from ignite_engine.checkpoint.manifest import read_manifest
 from ignite_engine.checkpoint.sources import RUNS_FOLDER, find_source
 from ignite_engine.checkpoint.states.tiers import Unreachable
 from ignite_engine.checkpoint.verification import Verification
+from ignite_engine.cli.parsing import Parser
 from ignite_engine.errors import CheckpointError, did_you_mean
 from ignite_engine.ext.mirror.fetch import fetch
 from ignite_engine.ext.mirror.remote import Remote, Torn, why
@@ -20,17 +20,19 @@ _PATH = "a checkpoint, a run's folder, or one of checkpoints (its last valid one
 _FROM = "a mirror: a URL such as s3://bucket/run, or a directory; its newest checkpoint, or one by its name behind it"
 
 
-def add_actions(action: Any) -> None:
-    """Add what only mirrors have."""
-    pull = action("pull", "fetch a checkpoint of a mirror into a folder")
-    pull.add_argument("where", metavar="MIRROR", help=_FROM)
-    pull.add_argument("to", type=Path, metavar="DIRECTORY", help="of checkpoints, or a run's; made if missing")
-    push = action("push", "upload a checkpoint to a mirror")
-    push.add_argument("where", type=Path, metavar="PATH", help=_PATH)
-    push.add_argument("to", metavar="MIRROR", help="a URL such as s3://bucket/run, or a directory")
+def pull(action: Parser) -> None:
+    action.add_argument("where", metavar="MIRROR", help=_FROM)
+    action.add_argument("to", type=Path, metavar="DIRECTORY", help="of checkpoints, or a run's; made if missing")
+    action.set_defaults(work=_pull)
 
 
-def pull(options: argparse.Namespace) -> int:
+def push(action: Parser) -> None:
+    action.add_argument("where", type=Path, metavar="PATH", help=_PATH)
+    action.add_argument("to", metavar="MIRROR", help="a URL such as s3://bucket/run, or a directory")
+    action.set_defaults(work=_push)
+
+
+def _pull(options: argparse.Namespace) -> int:
     """Fetch the newest, or one by its name."""
     before, _, last = options.where.rstrip("/").rpartition("/")
     is_one = bool(before) and named_iteration(Path(last)) is not None
@@ -60,7 +62,7 @@ def pull(options: argparse.Namespace) -> int:
     return 0
 
 
-def push(options: argparse.Namespace) -> int:
+def _push(options: argparse.Namespace) -> int:
     """Upload the newest valid one, or the one that was named."""
     remote, path = _remote(options.to), find_source(options.where)
     if problems := Verification().problems(path):

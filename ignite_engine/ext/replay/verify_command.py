@@ -8,36 +8,55 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import ignite_engine
-from ignite_engine.cli.launch import FAILED
-from ignite_engine.cli.time_travel import function_of
+from ignite_engine.cli.launch import FAILED, on_ranks, on_ranks_of_config
+from ignite_engine.cli.parsing import Parser, takes_backend, takes_config, takes_ranks, whole_number
+from ignite_engine.ext.replay.commands import function_of
 from ignite_engine.ext.replay.rerun import built, moved
 from ignite_engine.ext.replay.verify import NotProven, Phase
 from ignite_engine.ext.replay.verify import verify as compare_runs
 from ignite_engine.ranks import agreement
-from ignite_engine.runs.config import Config, ConfigError
+from ignite_engine.runs.config import Config, ConfigError, load_config
 from ignite_engine.runs.run_directory import RunDirectory
 from ignite_engine.runs.task import IN_PYTHON
 
 ITERATIONS = 20
 
 
-def add_arguments(command: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
-    """The options of this command alone."""
+def verify_resume(command: Parser) -> None:
+    takes_config(command, or_function=True)
+    takes_ranks(command)
+    takes_backend(command)
     command.add_argument(
-        "--iterations", type=count, default=ITERATIONS, metavar="N", help=f"compared updates, default {ITERATIONS}"
+        "--iterations",
+        type=whole_number,
+        default=ITERATIONS,
+        metavar="N",
+        help=f"compared updates, default {ITERATIONS}",
     )
     command.add_argument(
-        "--kill-at", type=count, metavar="K", help="the update in which it is killed; default: past the middle"
+        "--kill-at", type=whole_number, metavar="K", help="the update in which it is killed; default: past the middle"
     )
     # for the processes that this command starts
     command.add_argument("--phase", type=lambda text: Phase(**json.loads(text)), help=argparse.SUPPRESS)
+    command.set_defaults(work=_verify_resume)
 
 
-def is_built(options: argparse.Namespace) -> bool:
+def _verify_resume(options: argparse.Namespace) -> int:
+    is_built = _is_built(options)
+    if options.phase is None:
+        if not is_built:
+            load_config(options.config, options.overrides)  # a mistake is said once
+        return _verify(options)
+    if is_built:
+        return on_ranks(options, partial(_train_phase, None), options.nproc_per_node, options.backend)
+    return on_ranks_of_config(options, _train_phase)
+
+
+def _is_built(options: argparse.Namespace) -> bool:
     """Whether a function builds the run, and no config.
 
     Raises:
@@ -57,7 +76,7 @@ def is_built(options: argparse.Namespace) -> bool:
     return False
 
 
-def verify(options: argparse.Namespace) -> int:
+def _verify(options: argparse.Namespace) -> int:
     """Print the verdict; 1 if the resumed run is not equal, or did not complete.
 
     Raises:
@@ -76,7 +95,7 @@ def verify(options: argparse.Namespace) -> int:
     return 0
 
 
-def train_phase(config: Config | None, options: argparse.Namespace) -> None:
+def _train_phase(config: Config | None, options: argparse.Namespace) -> None:
     """One start of the run, on one rank, in the process that was started for it."""
     folder = Path(options.phase.directory)
     with RunDirectory(folder).logging_to(agreement.rank()):

@@ -1,0 +1,141 @@
+"""``train``, ``evaluate``, ``describe`` and ``track``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ignite_engine.checkpoint.lock import InUse
+from ignite_engine.checkpoint.sources import followed
+from ignite_engine.checkpoint.store import CheckpointStore
+from ignite_engine.cli.launch import on_ranks_of_config
+from ignite_engine.cli.parsing import Parser, seconds, takes_backend, takes_config, takes_ranks, whole_number
+from ignite_engine.errors import by_name
+from ignite_engine.ranks import agreement
+from ignite_engine.runs import recipe
+from ignite_engine.runs.config import Config, ConfigError, load_config
+from ignite_engine.runs.run_directory import RunDirectory
+from ignite_engine.text import json_values
+
+FOLLOWERS = {"--follow": "ignite_engine.ext.follow.follow:follow_with"}
+"""What evaluates a run beside its training, by the option that asks for it."""
+
+
+def train(command: Parser) -> None:
+    """Run to the end, resuming if there is something to resume."""
+    takes_config(command)
+    takes_ranks(command)
+    takes_backend(command)
+    command.add_argument(
+        "--restarts",
+        type=whole_number,
+        metavar="N",
+        help="start the ranks again when one was killed or hangs, at most N times in an hour; default: never",
+    )
+    command.set_defaults(work=partial(on_ranks_of_config, work=_train, note_failure=recipe.note_failure))
+
+
+def evaluate(command: Parser) -> None:
+    """Print the metrics of a checkpoint as one line of JSON; of a run that is followed a line for each checkpoint."""
+    takes_config(command)
+    takes_ranks(command)
+    takes_backend(command)
+    command.add_argument(
+        "--checkpoint",
+        metavar="PATH|best|last",
+        help="a checkpoint, RUN/best or RUN/last, or which of this run; default: the best, or else the last",
+    )
+    command.add_argument(
+        "--follow", action="store_true", help="each new checkpoint of the run, beside its training, to its end"
+    )
+    command.add_argument("--all", action="store_true", help="with --follow: the oldest first, and none is left out")
+    command.add_argument(
+        "--wait",
+        type=seconds,
+        metavar="SECONDS",
+        help="with --follow: for a run that has not begun, or was killed; default: 300",
+    )
+    command.set_defaults(work=_evaluate)
+
+
+def describe(command: Parser) -> None:
+    """Print the schedule, the learning rates and the bus."""
+    takes_config(command)
+    command.set_defaults(work=_describe)
+
+
+def track(command: Parser) -> None:
+    """Send what the trackers of a run lack."""
+    command.add_argument("run", type=Path, metavar="RUN_DIR", help="the directory of a run")
+    command.set_defaults(work=_track)
+
+
+def _train(config: Config, options: argparse.Namespace) -> None:
+    with recipe.logged(config):
+        recipe.build_run(config).train()
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    if options.follow and options.checkpoint is not None:
+        raise ConfigError("--checkpoint: --follow evaluates all that the run saves; leave one of them out.")
+    if not options.follow and (options.all or options.wait is not None):
+        raise ConfigError(f"--{'all' if options.all else 'wait'}: it belongs to --follow, which is not given.")
+    if not options.follow:
+        return on_ranks_of_config(options, _evaluate_one)
+    try:
+        follow_with = by_name("evaluate", "--follow", FOLLOWERS)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return on_ranks_of_config(options, partial(_follow, follow_with))
+
+
+def _describe(options: argparse.Namespace) -> None:
+    print(recipe.build_run(load_config(options.config, options.overrides)).describe())
+
+
+def _track(options: argparse.Namespace) -> int:
+    """1: some trackers still lack something, each in one line."""
+    from ignite_engine.handlers.trackers.following import follow
+
+    try:
+        problems = follow(options.run)
+    except InUse as holder:
+        problems = {str(options.run): f"{holder} sends it already"}
+    for name, problem in problems.items():
+        print(f"error: {name}: {problem}", file=sys.stderr)
+    return int(bool(problems))
+
+
+def _evaluate_one(config: Config, options: argparse.Namespace) -> None:
+    saved = RunDirectory(config.directory).checkpoints
+    if options.checkpoint == "best" and not (
+        config.handler("Checkpoint").get("best") or followed(CheckpointStore(saved).checkpoints())
+    ):
+        raise config.error(
+            "handlers.Checkpoint.best", "got nothing, so no checkpoint is the best; name a metric, such as val/loss."
+        )
+    result = recipe.build_run(config).evaluate(options.checkpoint)
+    if agreement.rank() == 0:
+        print(json.dumps(json_values(result)))
+
+
+def _follow(follow_with: Any, config: Config, options: argparse.Namespace) -> None:
+    run = recipe.build_run(config)
+    if run.load is not None and run.always_load:
+        run.load()
+    evaluations: list[Any] = list(run.evaluations)
+    during_the_run = [evaluation for evaluation in evaluations if evaluation.name in run.trainer.registry.objects]
+
+    settings: dict[str, Any] = {"every_checkpoint": options.all}
+    if options.wait is not None:
+        settings["wait_s"] = options.wait
+
+    def announce(values: Mapping[str, Any]) -> None:
+        print(json.dumps(json_values(values)), flush=True)
+
+    follow_with(config.directory, run.trainer, during_the_run, announce=announce, **settings)
