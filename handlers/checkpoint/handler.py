@@ -27,8 +27,7 @@ from ignite_engine.checkpoint.states.model_and_optimizer import ModelState, Opti
 from ignite_engine.checkpoint.states.tiers import TIERS, tiers_of
 from ignite_engine.checkpoint.store import CheckpointStore
 from ignite_engine.errors import CheckpointError, StateMismatch, check_type, did_you_mean, is_number, require_exact
-from ignite_engine.handlers.checkpoint.saver import Saver
-from ignite_engine.handlers.checkpoint.times import Times
+from ignite_engine.handlers.checkpoint.saver import Saver, Times
 from ignite_engine.handlers.followed_metric import FollowedMetric, improves
 from ignite_engine.ranks import agreement
 from ignite_engine.state import Start

@@ -9,14 +9,15 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ignite_engine import rng
-from ignite_engine.checkpoint.background import BackgroundSave
 from ignite_engine.checkpoint.lock import DirectoryInUse, held
-from ignite_engine.checkpoint.manifest import Facts
+from ignite_engine.checkpoint.manifest import Facts, Manifest
 from ignite_engine.checkpoint.retention import CheckpointInfo
 from ignite_engine.checkpoint.save_options import SaveOptions
 from ignite_engine.checkpoint.shards import Shards, without_shards
@@ -26,19 +27,70 @@ from ignite_engine.checkpoint.states.tiers import TIERS, Tier, marker
 from ignite_engine.checkpoint.store import CheckpointStore
 from ignite_engine.errors import CheckpointError, one_line, shortened
 from ignite_engine.events import TrainingEvents
-from ignite_engine.handlers.checkpoint.times import Times, Transfer
 from ignite_engine.ranks import agreement
 from ignite_engine.state import Start
+from ignite_engine.text import in_units
 
 if TYPE_CHECKING:
     from ignite_engine.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+_Saved = tuple[Path, float]
+"""A checkpoint, and the seconds from its step boundary to its commit."""
 _SHOWN_FROM_S = 1.0
 """A save that was shorter is in the log file alone."""
 
 _PEERS_TIMEOUT_S = 60.0
 _Captured = tuple[Mapping[str, Any], Mapping[str, Any], Shards | None, Facts]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A checkpoint written or read, by all ranks together: until the slowest of them had done its part."""
+
+    bytes: int
+    seconds: float
+
+    @classmethod
+    def of(cls, manifest: Manifest, seconds: float) -> Transfer:
+        """The transfer of all files of a checkpoint."""
+        return cls(sum(file.bytes for file in manifest.files.values()), seconds)
+
+    def __str__(self) -> str:
+        per_second = in_units(round(self.bytes / max(self.seconds, 1e-9)))
+        return f"{in_units(self.bytes)} in {self.seconds:.3g} s, {per_second}/s"
+
+
+@dataclass
+class Times:
+    """What one process spent on checkpoints. A transfer is the last one of its kind; None: there was none."""
+
+    saves: int = 0
+    """How many were committed."""
+    saved: Transfer | None = None
+    """From the step boundary to the commit."""
+    loaded: Transfer | None = None
+    """From the choice of the checkpoint, with its verification, to the states that are loaded."""
+    waited_s: float = 0.0
+    """Seconds for which training waited for saves, all together."""
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """What training waits for."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited_s += time.perf_counter() - began
+
+    def as_dict(self) -> dict[str, float]:
+        """For ``summary.json``."""
+        values: dict[str, float] = {"saves": self.saves, "waited_s": self.waited_s}
+        for name, transfer in (("save", self.saved), ("load", self.loaded)):
+            if transfer is not None:
+                values |= {f"{name}_s": transfer.seconds, f"{name}_bytes": transfer.bytes}
+                values[f"{name}_bytes_per_s"] = round(transfer.bytes / transfer.seconds)
+        return values
 
 
 class Saver:
@@ -68,7 +120,7 @@ class Saver:
         """The id of the run that is under way; None: there was no run."""
         self.has_run = False
         """A run was resumed or started: :attr:`run_id` is its own."""
-        self._saving: BackgroundSave[Path] | None = None
+        self._saving: Future[_Saved] | None = None
         self._snapshot = Snapshot()
         self._pruning: threading.Thread | None = None
         self._prune_failure = ""
@@ -76,7 +128,6 @@ class Saver:
         self._saved_at: tuple[int, int] | None = None
         self._saving_at = -1
         self._saved_evaluations = 0
-        self._captured_s = 0.0
 
     @property
     def busy(self) -> bool:
@@ -240,27 +291,21 @@ class Saver:
                 f"The checkpoint of iteration {state.iteration} was not saved: {one_line(error).rstrip('.')}."
             )
             failure.__cause__ = error
-            self._report(trainer, failure, lambda: 0.0)
+            self._failed(trainer, failure)
             return
         ((shared, local, shards, facts),) = captured
         facts |= {"metrics": metrics, "reproducibility": [*facts["reproducibility"], *reasons]}
-        write = partial(
-            self.store.save,
-            shared,
-            local,
-            iteration=state.iteration,
-            epoch=state.epoch,
-            shards=shards,
-            writers=self.options.writers,
-            weights=[name for name, kind in facts["kinds"].items() if kind == "model"],
-            wait=self._snapshot.wait,
-            **facts,
-        )
-        if not background:
-            self._report(trainer, write, lambda: time.perf_counter() - started)
-            return
-        self._captured_s = time.perf_counter() - started
-        self._saving = BackgroundSave(write, trainer.report_background_done)
+        save = partial(self.store.save, shared, local, iteration=state.iteration, epoch=state.epoch, shards=shards)
+        weights = [name for name, kind in facts["kinds"].items() if kind == "model"]
+
+        def write() -> _Saved:
+            path = save(writers=self.options.writers, weights=weights, wait=self._snapshot.wait, **facts)
+            return path, time.perf_counter() - started
+
+        if background:
+            self._saving = _in_thread(write, trainer.report_background_done)
+        else:
+            self._report(trainer, write)
 
     def _capture(self, trainer: Trainer, background: bool) -> _Captured:
         """What is saved: shared parts, this rank's own, what was taken out of both, and the manifest's facts.
@@ -294,20 +339,21 @@ class Saver:
     def has_written(self) -> bool:
         """Whether the save in the background has ended on some rank, and not something else; a collective."""
         assert self._saving is not None
-        return any(agreement.gather_objects(self._saving.ended))
+        return any(agreement.gather_objects(self._saving.done()))
 
     def finish(self, trainer: Trainer) -> None:
         """Wait for the save in the background and fire the event that says how it ended; a collective."""
         saving, self._saving = self._saving, None
         assert saving is not None
-        self._report(trainer, saving.result, lambda: self._captured_s + saving.seconds, ", beside training")
+        self._report(trainer, saving.result, ", beside training")
 
     def end(self, trainer: Trainer) -> None:
         """The run is over. What is still being written is waited for, but not by a run that is forced to end."""
         saving, self._saving = self._saving, None
         if saving is None or trainer.state.status != "failed":
             return
-        if not saving.wait(None if agreement.world_size() == 1 else _PEERS_TIMEOUT_S):  # a peer that died never answers
+        timeout_s = None if agreement.world_size() == 1 else _PEERS_TIMEOUT_S  # a peer that died never answers
+        if wait([saving], timeout_s).not_done:
             logger.warning("The checkpoint that was being written was given up: a peer does not answer.")
 
     def settle(self) -> None:
@@ -331,40 +377,54 @@ class Saver:
                 logger.warning("%s", error)
             self._prune_failure = str(error)
 
-    def _report(
-        self,
-        trainer: Trainer,
-        result: Callable[[], Path] | CheckpointError,
-        seconds: Callable[[], float],
-        how: str = "",
-    ) -> None:
+    def _report(self, trainer: Trainer, result: Callable[[], _Saved], how: str = "") -> None:
         state = trainer.state
         try:
-            if isinstance(result, CheckpointError):
-                raise result
             with self.times.waiting():
-                path = result()
+                path, seconds = result()
         except CheckpointError as error:
-            state.checkpoints -= 1
-            self.error, self._saved_at = error, None
-            tell(trainer, TrainingEvents.CHECKPOINT_FAILED)
-            if state.last and self._saving_at == state.iteration:
-                error.on_all_ranks = True
-                raise
-            logger.warning("%s", error)
+            self._failed(trainer, error)
             return
         self.error, self.parent = None, path.name
-        state.checkpoint_path, state.saved_iteration, state.save_seconds = path, self._saving_at, seconds()
+        state.checkpoint_path, state.saved_iteration, state.save_seconds = path, self._saving_at, seconds
         assert self.store.last_saved is not None
-        written = sum(file.bytes for file in self.store.last_saved.files.values())
-        self.times.saves, self.times.saved = self.times.saves + 1, Transfer(written, state.save_seconds)
+        self.times.saves, self.times.saved = self.times.saves + 1, Transfer.of(self.store.last_saved, seconds)
         if agreement.rank() == 0:
-            shown = state.save_seconds >= _SHOWN_FROM_S
-            logger.info("Saved %s: %s%s.", path, self.times.saved, how, extra={"console": shown})
+            logger.info("Saved %s: %s%s.", path, self.times.saved, how, extra={"console": seconds >= _SHOWN_FROM_S})
         self._prune()
         tell(trainer, TrainingEvents.CHECKPOINT_SAVED)
         for tier in self.tiers.values():
             tier.push(path)
+
+    def _failed(self, trainer: Trainer, error: CheckpointError) -> None:
+        state = trainer.state
+        state.checkpoints -= 1
+        self.error, self._saved_at = error, None
+        tell(trainer, TrainingEvents.CHECKPOINT_FAILED)
+        if state.last and self._saving_at == state.iteration:
+            error.on_all_ranks = True
+            raise error
+        logger.warning("%s", error)
+
+
+def _in_thread(work: Callable[[], _Saved], done: Callable[[], None]) -> Future[_Saved]:
+    """Call ``work``, then ``done``, in a thread.
+
+    It is a daemon: a process that is forced to end does not wait for it, and what it leaves on disk is a temporary
+    directory.
+    """
+    future: Future[_Saved] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+        finally:
+            done()
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
 
 
 def tell(trainer: Trainer, event: TrainingEvents) -> None:
