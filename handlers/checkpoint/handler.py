@@ -95,7 +95,8 @@ class Checkpoint:
         self.announces_best = True
         """Log the best one when a run has ended; False: whoever runs it does."""
         self._trainer: Trainer | None = None
-        self._due = self._must = False
+        self._asked = False
+        """A save was asked for since the last step boundary."""
         self._named: set[str] = set()
         self._found: CheckpointInfo | None = None
         """What was resumed and no run has started from yet."""
@@ -230,8 +231,8 @@ class Checkpoint:
         return self._saver.error
 
     def __call__(self, trainer: Trainer) -> None:
-        """Mark a save as due; it happens at the RESUME_POINT of this iteration."""
-        self._due = True
+        """Ask for a save; it happens at the RESUME_POINT of this iteration."""
+        self._asked = True
 
     def save(self) -> Path | None:
         """Save now, before or after a run; within one, at the step boundary that follows. A collective.
@@ -249,7 +250,7 @@ class Checkpoint:
         if trainer is None:
             raise RuntimeError("Checkpoint.save() needs a trainer: call attach(trainer, event) before.")
         if trainer.state.status == "running":
-            self._due = self._must = True
+            self._asked = True
             return None
         if trainer.resume_state.is_pending:
             raise CheckpointError(
@@ -320,7 +321,9 @@ class Checkpoint:
             on_disk = agreement.on_rank_0(lambda: [saved.iteration for saved in self._of_this_run()])
             disk = f" (disk has {on_disk[-1] if on_disk else 'none'})"
             if self._best is not None and self.options.background:
-                self._best = agreement.on_rank_0(self._best_on_disk)  # of a save that was under way nothing is left
+                self._best = agreement.on_rank_0(
+                    lambda: best.value if (best := self.best) else None
+                )  # of a save that was under way nothing is left
         place = fetched.place
         logger.log(level, "Resumed from %s at iteration %d%s: %s.", place, iteration, disk, self.times.loaded)
         self._lr = lr
@@ -330,10 +333,6 @@ class Checkpoint:
     def _set_rates(self, trainer: Trainer) -> None:
         if self._lr is not None:
             set_rates(trainer.registry, self._lr)
-
-    def _best_on_disk(self) -> float | None:
-        best = self.best
-        return None if best is None else best.value
 
     def _refuse_old(self) -> None:
         if self._must_be_new:
@@ -428,7 +427,7 @@ class Checkpoint:
         self._refuse_old()
         if trainer.state.start is Start.RESUMED:
             self._set_rates(trainer)  # of schedules that were attached after resume(), too
-        self._due = self._must = False
+        self._asked = False
         if self.options.on_exception and agreement.world_size() > 1:
             logger.warning("on_exception has no effect on several ranks: the others may be in another iteration.")
         if self._followed is not None:
@@ -492,7 +491,7 @@ class Checkpoint:
                 self._saver.finish(trainer)  # it is written, or was not saved
             saved = self._saver.has_saved(trainer)  # an evaluation made again after a resume, or at COMPLETED
             if improves(score, self._best, self.options.mode):
-                self._best, self._due, self._must = score, self._due or not saved, self._must or not saved
+                self._best, self._asked = score, self._asked or not saved
             if saved:
                 self._saver.add_metrics(values)
         (measured_at, before), iteration = self._measured, trainer.state.iteration
@@ -500,16 +499,17 @@ class Checkpoint:
 
     def _save_if_due(self, trainer: Trainer) -> None:
         state, saver = trainer.state, self._saver
-        if not (self._due or self._must or any(state.boundary)):
+        if not (self._asked or any(state.boundary)):
             return
+        asked, self._asked = self._asked, False
         at_end = state.last and (self.options.save_at_end or state.stopping)
-        must = self._must or at_end or state.save_requested
-        due = self._due or must
-        self._due = self._must = False
         if saver.busy and (state.last or (state.background_done and saver.has_written())):
             saver.finish(trainer)
-        # a stop in the run's last evaluation was saved before the end of that
-        if not due or (saver.has_saved(trainer) and not (at_end and saver.has_evaluated_since(trainer))):
+        if saver.has_saved(trainer):  # a stop in the run's last evaluation was saved before the end of that
+            due = at_end and saver.has_evaluated_since(trainer)
+        else:
+            due = asked or at_end or state.save_requested
+        if not due:
             return
         if saver.busy:
             saver.finish(trainer)
@@ -518,7 +518,7 @@ class Checkpoint:
 
     def _save_what_came_late(self, trainer: Trainer) -> None:
         """What a handler has asked for after the last step boundary was saved."""
-        if self._must and not self._saver.has_saved(trainer):
+        if self._asked and not self._saver.has_saved(trainer):
             self._save_now(trainer)
 
     def _end(self, trainer: Trainer) -> None:

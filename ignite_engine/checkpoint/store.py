@@ -195,8 +195,9 @@ class CheckpointStore:
             record = manifest.files[name]
             parts = None if mmap else self._verification.take_parts(path / name, record)
             if parts is None:
-                verified = self._verification.is_sound(path / name, record)
-                parts = read_parts(path / name, record, verified=verified, mapped=mmap)
+                known = self._verification.known(path / name, record)
+                is_sound = known is not None and known[2] is None
+                parts = read_parts(path / name, record, verified=is_sound, mapped=mmap)
             (local if name == names.rank_file(rank) else merged).update(parts)
 
         def problem(name: str) -> str | None:

@@ -51,7 +51,7 @@ class Verification:
 
     def problem(self, path: Path, record: FileRecord) -> str | None:
         """What is wrong with a file; one verified before and unchanged since is not read again."""
-        found = self._known(path, record)
+        found = self.known(path, record)
         return self._read(path, record) if found is None else found[2]
 
     def is_valid(self, checkpoint: Path, manifest: Manifest) -> bool:
@@ -62,20 +62,10 @@ class Verification:
         """Whether all files are there in their right size and none is known to be damaged. Reads nothing."""
         for name, record in manifest.files.items():
             path = checkpoint / name
-            status = signature(path)
-            if status is None or status[1] != record.bytes or self.known_problem(path, record):
+            status, known = signature(path), self.known(path, record)
+            if status is None or status[1] != record.bytes or (known is not None and known[2]):
                 return False
         return True
-
-    def is_sound(self, path: Path, record: FileRecord) -> bool:
-        """Whether this file was verified against this record, found right, and has not changed since."""
-        found = self._known(path, record)
-        return found is not None and found[2] is None
-
-    def known_problem(self, path: Path, record: FileRecord) -> str | None:
-        """What was wrong with it when it was verified; None also if it was not verified or has changed since."""
-        found = self._known(path, record)
-        return None if found is None else found[2]
 
     def remember_written(self, checkpoint: Path, manifest: Manifest) -> None:
         """The files of a checkpoint that was hashed while it was written."""
@@ -96,7 +86,8 @@ class Verification:
             return [one_line(error)]
         return []
 
-    def _known(self, path: Path, record: FileRecord) -> _Found | None:
+    def known(self, path: Path, record: FileRecord) -> _Found | None:
+        """What was found when a file was verified; None: it was not, or has changed since."""
         for memory in (self._found, _READ):
             found = memory.get(path.parent, {}).get(path.name)
             if found is not None and found[1] == record and found[0] == signature(path):
@@ -104,10 +95,7 @@ class Verification:
         return None
 
     def _read(self, path: Path, record: FileRecord, keep: bool = False) -> str | None:
-        read_at, status = (
-            time.time_ns(),
-            signature(path),
-        )  # taken first: a change while it is read must not count as verified
+        read_at, status = time.time_ns(), signature(path)  # a change from here on must not count as verified
         if status is None:
             return f"{path.name} is missing"
         try:

@@ -12,7 +12,6 @@ that was moved finds it; a copy does not.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import mmap
 import os
@@ -29,6 +28,7 @@ import torch
 from blake3 import blake3
 
 from ignite_engine.checkpoint import filesystem
+from ignite_engine.checkpoint.lock import lock
 from ignite_engine.checkpoint.pack import Pack, unpacked
 from ignite_engine.checkpoint.states.tiers import marker
 from ignite_engine.errors import CheckpointError, one_line
@@ -41,6 +41,7 @@ _ROW_BYTES = 512
 _FOLDER = re.compile(r"ignite-engine-[0-9a-f]{16}-[0-9a-f]+-[0-9a-f]+")
 _SLOT = re.compile(r"rank_(\d+)\.[01]")
 _DIRECTORY = "directory"
+_CLEARED_WITHIN_S = 5.0
 _KEPT_S = 86400.0
 """From the last copy on: a run that nobody has started again within a day is given up."""
 
@@ -202,8 +203,8 @@ def _checksum(content: memoryview) -> str:
 class Folder:
     """The slots of a run on this machine; it is held by every process that has opened it, until it is closed."""
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self.path, self._descriptor = path, descriptor
+    def __init__(self, path: Path, held: contextlib.ExitStack) -> None:
+        self.path, self._held = path, held
         self.slots: dict[int, tuple[Slot, Slot]] = {}
         """By rank."""
 
@@ -214,30 +215,26 @@ class Folder:
         Raises:
             OSError: it cannot be made.
         """
-        path = ROOT / name
+        path, held = ROOT / name, contextlib.ExitStack()
         while True:
-            if create:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(path, 0o700)
             try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                if create:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(path, 0o700)
+                if not _is_own(os.lstat(path)):
+                    raise PermissionError(f"{path} is another user's")
+                held.enter_context(lock(path, shared=True, wait_s=_CLEARED_WITHIN_S))
+            except FileNotFoundError:  # another process has cleared it meanwhile
+                if not create:
+                    return None
+                if not ROOT.is_dir():
+                    raise
             except OSError:
                 if create:
                     raise
                 return None
-            status = os.fstat(descriptor)
-            if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-                os.close(descriptor)
-                if create:
-                    raise PermissionError(f"{path} is another user's")
-                return None
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(status, os.lstat(path)):  # nobody has cleared it meanwhile
-                    return cls(path, descriptor)
-            os.close(descriptor)
-            if not create:
-                return None
+            else:
+                return cls(path, held)
 
     def of(self, rank: int) -> tuple[Slot, Slot]:
         """The two slots of a rank."""
@@ -285,7 +282,7 @@ class Folder:
             with contextlib.suppress(OSError):
                 if not self.ranks():
                     _remove(self.path)
-        os.close(self._descriptor)
+        self._held.close()
 
 
 def clear() -> list[str]:
@@ -297,21 +294,19 @@ def clear() -> list[str]:
         Their names.
     """
     removed = []
-    for entry in sorted(os.scandir(ROOT), key=lambda entry: entry.name):
-        if not _FOLDER.fullmatch(entry.name):
-            continue
+    for path in sorted(path for path in ROOT.iterdir() if _FOLDER.fullmatch(path.name)):
         with contextlib.suppress(OSError):
-            descriptor = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                path = Path(entry.path)
-                if os.fstat(descriptor).st_uid == os.geteuid():
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_own(os.lstat(path)):
+                with lock(path):
                     if not _may_go_on(path):
                         _remove(path)
-                        removed.append(entry.name)
-            finally:
-                os.close(descriptor)
+                        removed.append(path.name)
     return removed
+
+
+def _is_own(status: os.stat_result) -> bool:
+    """Whether it is a folder of this user alone."""
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
 
 
 def _remove(path: Path) -> None:
