@@ -151,45 +151,34 @@ class Memory:
         Returns:
             Why there will be no copies, as the rest of a sentence, the same on all ranks; None: there will be.
         """
-        problem = next(filter(None, agreement.gather_objects(slots.why_unusable())), None)
-        if problem is None:
-            name, problem = agreement.on_rank_0(self._name)
-        if problem is None:
+        self._number = self._resumed = resumed or 0
+        self._is_sharded = sharded
+        try:
+            agreement.agreed(slots.check_usable)
+            name = agreement.on_rank_0(lambda: slots.folder_name(self.directory, create=True))
             nodes = agreement.gather_objects(slots.node())
             self._writes_shared = nodes.index(nodes[agreement.rank()]) == agreement.rank()
             if sharded and len(set(nodes)) > 1:
-                problem = "the model is sharded over several machines"
-        if problem is None:
-            problem = next(filter(None, agreement.gather_objects(self._open(name, resumed))), None)
-        self._number = self._resumed = resumed or 0
-        self._is_sharded = sharded
-        if problem is not None:
+                raise OSError("the model is sharded over several machines")
+            agreement.agreed(lambda: self._open(name or "", resumed))
+        except OSError as error:
             self.end()
-        return problem
-
-    def _name(self) -> tuple[str, str | None]:
-        try:
-            return slots.folder_name(self.directory, create=True) or "", None
-        except OSError as error:
-            return "", one_line(error).rstrip(".")
-
-    def _open(self, name: str, resumed: int | None) -> str | None:
-        try:
-            if self._folder is None or self._folder.path.name != name:
-                self._folder = Folder.open(name, create=True)
-            assert self._folder is not None
-            if resumed is None:
-                self._folder.drop(agreement.rank())
-            else:
-                self._folder.forget_newer(agreement.rank(), resumed)
-            if self._writes_shared:
-                if resumed is None:
-                    self._drop_absent(self._folder)
-                slots.clear()
-                self._folder.note_owner(self.directory)
-        except OSError as error:
             return one_line(error).rstrip(".")
         return None
+
+    def _open(self, name: str, resumed: int | None) -> None:
+        if self._folder is None or self._folder.path.name != name:
+            self._folder = Folder.open(name, create=True)
+        assert self._folder is not None
+        if resumed is None:
+            self._folder.drop(agreement.rank())
+        else:
+            self._folder.forget_newer(agreement.rank(), resumed)
+        if self._writes_shared:
+            if resumed is None:
+                self._drop_absent(self._folder)
+            slots.clear()
+            self._folder.note_owner(self.directory)
 
     @staticmethod
     def _drop_absent(folder: Folder) -> None:
@@ -242,11 +231,8 @@ class Memory:
         )
         parts = {**shared, **local}
         tensors_of(parts, is_placeholder)  # which refuses what cannot be held
-        self._write(header, Pack([{**facts, "shared": list(shared)}, parts]))
-
-    def _write(self, header: Header, pack: Pack) -> None:
-        assert self._folder is not None
-        own = self._folder.of(header.rank)
+        pack = Pack([{**facts, "shared": list(shared)}, parts])
+        own = self._folder.of(rank)
         older, newer = own[header.number % 2], own[1 - header.number % 2]
         older.write(header, pack)
         if not newer.path.exists():  # that there is room for both is known from the first copy on

@@ -352,11 +352,12 @@ def folder_name(directory: Path, *, create: bool) -> str | None:
         filesystem.replace_file(path, lambda file: file.write(f"{secrets.token_hex(8)}\n".encode()))
 
 
-def why_unusable() -> str | None:
-    """Why there is no shared memory here, as the rest of a sentence; None: there is."""
+def check_usable() -> None:
+    """Refuse a machine without shared memory, by an OSError whose message is the rest of a sentence."""
     if not ROOT.is_dir():
-        return f"there is no {ROOT}"
-    return None if os.access(ROOT, os.W_OK | os.X_OK) else f"{ROOT} cannot be written to"
+        raise OSError(f"there is no {ROOT}")
+    if not os.access(ROOT, os.W_OK | os.X_OK):
+        raise OSError(f"{ROOT} cannot be written to")
 
 
 def node() -> str:
