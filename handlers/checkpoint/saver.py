@@ -371,7 +371,7 @@ class Saver:
 
     def _delete(self) -> None:
         try:
-            self.store.prune(self.options.retention)
+            self.store.prune(self.options)
         except CheckpointError as error:  # one too many is not a reason to stop
             if str(error) != self._prune_failure:
                 logger.warning("%s", error)

@@ -13,7 +13,7 @@ from ignite_engine.errors import check_type, is_whole
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveOptions:
+class SaveOptions(Retention):
     """What is saved, how, and what is kept.
 
     Args:
@@ -42,11 +42,7 @@ class SaveOptions:
         ValueError: a value is out of range, or two of them exclude each other.
     """
 
-    keep_last: int = 2
-    best: str | None = None
-    keep_best: int = 1
     mode: Literal["min", "max"] = None  # type: ignore[assignment]  # which the name of the metric replaces
-    keep_every: int | None = None
     config: Mapping[str, Any] | None = None
     labels: Iterable[str] = ()
     exclude: Iterable[str] = ()
@@ -81,18 +77,8 @@ class SaveOptions:
             if isinstance(given, str):
                 raise ValueError(f"{name} is a list, got {given!r}: write [{given!r}].")
             object.__setattr__(self, name, tuple(given))  # an iterator would be used up by the first save
-        _ = self.retention, self.filter  # check their settings
-
-    @property
-    def retention(self) -> Retention:
-        """Which checkpoints are kept."""
-        return Retention(
-            keep_last=self.keep_last,
-            keep_best=self.keep_best,
-            best=self.best,
-            mode=self.mode,
-            keep_every=self.keep_every,
-        )
+        super().__post_init__()
+        _ = self.filter  # check its settings
 
     @property
     def filter(self) -> SaveFilter:

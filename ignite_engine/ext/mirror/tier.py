@@ -44,7 +44,7 @@ class MirrorTier(Tier):
 
     def __init__(self, value: Any, run: SavedRun) -> None:
         check_type("mirror", value, isinstance(value, str | PathLike), "a directory or a URL")
-        self._directory, self._retention = run.store.directory, run.options.retention
+        self._directory, self._retention = run.store.directory, run.options
         self._remote = Remote(os.fspath(value))
         self._uploader = Uploader(self._remote, self._directory, self._retention)
         self._of_run: list[CheckpointInfo] = []
