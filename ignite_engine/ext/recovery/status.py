@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from typing import Any
 
@@ -11,16 +12,8 @@ from ignite_engine.events import Phase
 from ignite_engine.ranks import agreement, attempt, watch
 from ignite_engine.trainer import attached_to_each
 
-_FIELDS = ("begun", "updates", "hung")
-_ROW = 8 * len(_FIELDS)
 
-
-def _number(name: str) -> Any:
-    place = _FIELDS.index(name)
-    return property(lambda row: row._numbers[place], lambda row, value: row._numbers.__setitem__(place, value))
-
-
-class RankStatus:
+class RankStatus(ctypes.Structure):
     """What one rank writes and its supervisor reads.
 
     Attributes:
@@ -29,12 +22,10 @@ class RankStatus:
         hung: one more than the rank that hangs, as the watch says; 0: none does.
     """
 
-    begun = _number("begun")
-    updates = _number("updates")
-    hung = _number("hung")
-
-    def __init__(self, row: memoryview) -> None:
-        self._numbers = row.cast("q")
+    _fields_ = [("begun", ctypes.c_int64), ("updates", ctypes.c_int64), ("hung", ctypes.c_int64)]
+    begun: int
+    updates: int
+    hung: int
 
     @property
     def where(self) -> str:
@@ -42,14 +33,14 @@ class RankStatus:
         return f"in iteration {self.begun}" if self.begun else "before its first iteration"
 
     def clear(self) -> None:
-        for place in range(len(_FIELDS)):
-            self._numbers[place] = 0
+        self.begun = self.updates = self.hung = 0
 
 
 def shared_rows(ranks: int) -> list[RankStatus]:
     """A row for each rank, shared with the processes that are forked from this one, and gone with the last of them."""
-    memory = memoryview(mmap.mmap(-1, ranks * _ROW))
-    return [RankStatus(memory[rank * _ROW : (rank + 1) * _ROW]) for rank in range(ranks)]
+    size = ctypes.sizeof(RankStatus)
+    memory = mmap.mmap(-1, ranks * size)
+    return [RankStatus.from_buffer(memory, rank * size) for rank in range(ranks)]
 
 
 current: RankStatus | None = None
