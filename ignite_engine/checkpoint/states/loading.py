@@ -229,20 +229,17 @@ def _load_all(registry: Registry, loaded: Loaded, ignore: Iterable[str], adapt: 
             logger.warning("%s was saved without some of %s: they stay as they are.", source, what)
 
 
-def load_part(registry: Registry, name: str, loaded: Loaded) -> None:
-    """Load one registered object; names that were left out when its state was saved stay as they are."""
-    obj, state = registry.objects[name], loaded.shared[name]
-    if names := loaded.manifest.left_out.get(name):
-        state = filled(state, obj.state_dict(), names)
-    load_state(obj, state)
-
-
 def load_evaluated(registry: Registry, loaded: Loaded) -> None:
-    """Load what an evaluation of a checkpoint needs: the model, and averages that take its place."""
+    """Load what an evaluation of a checkpoint needs: the model, and averages that take its place.
+
+    Names that were left out when a state was saved stay as they are.
+    """
     for name, part in registry.objects.items():
         if name == "model" or getattr(part, "serves_evaluation", False):
             if name in loaded.shared:
-                load_part(registry, name, loaded)
+                names = loaded.manifest.left_out.get(name, ())
+                state = loaded.shared[name]
+                load_state(part, filled(state, part.state_dict(), names) if names else state)
             else:
                 logger.warning("%s holds no %s: the model's own weights are evaluated.", loaded.path, name)
 

@@ -152,7 +152,8 @@ class Registry:
         for other in [label for label, known in self.objects.items() if known is obj and label != name]:
             if other not in self._automatic:
                 raise ValueError(f"This {self.type_name(other, obj)} is registered as {other!r} already, got {name!r}.")
-            self._forget(other)
+            del self.objects[other], self.kinds[other]
+            self._automatic.discard(other)
         self.objects[name] = obj
         self.kinds[name] = kind or next(
             (kind_of_base for base, kind_of_base in _KINDS.items() if isinstance(obj, base)), "other"
@@ -305,10 +306,6 @@ class Registry:
 
     def _metrics(self) -> list[MetricState]:
         return [obj for obj in self.objects.values() if isinstance(obj, MetricState)]
-
-    def _forget(self, name: str) -> None:
-        del self.objects[name], self.kinds[name]
-        self._automatic.discard(name)
 
 
 _SCRIPT = ("__main__", "__mp_main__")

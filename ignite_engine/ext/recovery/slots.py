@@ -128,8 +128,8 @@ class Slot:
     @property
     def header(self) -> Header | None:
         """What it says that it holds; None: nothing. The content is not verified."""
-        with _opened(self.path) as room:
-            return None if room is None else Header.from_bytes(bytes(room[:_HEADER_BYTES]))
+        with _opened(self.path) as found:
+            return None if found is None else found[0]
 
     def read(self, *, in_place: bool = False) -> tuple[Header, dict[str, Any], dict[str, Any]]:
         """What it holds, with the facts and the parts of the state.
@@ -140,11 +140,10 @@ class Slot:
         Raises:
             CheckpointError: it holds none, or the content is not what was written.
         """
-        with _opened(self.path) as room:
-            header = None if room is None else Header.from_bytes(bytes(room[:_HEADER_BYTES]))
-            content = None if room is None or header is None else room[_HEADER_BYTES : _HEADER_BYTES + header.size]
-            if header is None or content is None or not _is_sound(content, header):
+        with _opened(self.path) as found:
+            if found is None or not _is_sound(*found):
                 raise CheckpointError(f"{self.path} is torn or damaged.")
+            header, content = found
             try:
                 facts, parts = unpacked(content, in_place=in_place)
             except Exception as error:  # of any type
@@ -168,8 +167,8 @@ def _mapped(path: Path, size: int) -> memoryview:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[memoryview | None]:
-    """The content of a slot; None: there is none, or it is not a file of this user's."""
+def _opened(path: Path) -> Iterator[tuple[Header, memoryview] | None]:
+    """Header and content of a slot; None: there is none, or it is not a file of this user's."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -178,7 +177,9 @@ def _opened(path: Path) -> Iterator[memoryview | None]:
     try:
         status = os.fstat(descriptor)
         own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_size >= _HEADER_BYTES
-        yield memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)) if own else None
+        room = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY) if own else b"")
+        header = Header.from_bytes(bytes(room[:_HEADER_BYTES]))
+        yield None if header is None else (header, room[_HEADER_BYTES : _HEADER_BYTES + header.size])
     finally:
         os.close(descriptor)
 
@@ -187,7 +188,7 @@ def _up_to_whole_rows(size: int) -> int:
     return -(-size // _ROW_BYTES) * _ROW_BYTES
 
 
-def _is_sound(content: memoryview, header: Header) -> bool:
+def _is_sound(header: Header, content: memoryview) -> bool:
     return 0 < len(content) == header.size == _up_to_whole_rows(header.size) and _checksum(content) == header.checksum
 
 
