@@ -46,11 +46,11 @@ class Checkpoint:
             made of an :class:`~ignite_engine.Update`. None: of such an engine the model and the optimizers to which its
             process function refers.
         must_be_new: refuse a directory that holds checkpoints when the run starts or resumes; nothing is changed.
-        options: the fields of :class:`~ignite_engine.checkpoint.SaveOptions`, and second places of the checkpoints:
-            ``memory``: after how many iterations the state is copied into shared memory, from where a run that was
-            killed goes on if the machine lives; ``"auto"``: as few as cost at most 1 % of the time. It holds two copies
-            of the state. ``mirror``: a directory or a URL of ``fsspec``, without credentials, which comes to hold what
-            the folder keeps, beside training. A resume takes the newest valid checkpoint of all places.
+        options: the fields of :class:`~ignite_engine.checkpoint.save_options.SaveOptions`, and second places of the
+            checkpoints: ``memory``: after how many iterations the state is copied into shared memory, from where a run
+            that was killed goes on if the machine lives; ``"auto"``: as few as cost at most 1 % of the time. It holds
+            two copies of the state. ``mirror``: a directory or a URL of ``fsspec``, without credentials, which comes to
+            hold what the folder keeps, beside training. A resume takes the newest valid checkpoint of all places.
 
     A save that fails fires ``CHECKPOINT_FAILED`` and training continues; the one at the end of the run raises. In the
     background both events come at the first step boundary after the save has ended, the same one on all ranks.
@@ -95,8 +95,8 @@ class Checkpoint:
         self.announces_best = True
         """Log the best one when a run has ended; False: whoever runs it does."""
         self._trainer: Trainer | None = None
-        self._asked = False
-        """A save was asked for since the last step boundary."""
+        self._asked = self._must = False
+        """A save was asked for since the last step boundary; it must be, even where no boundary follows."""
         self._named: set[str] = set()
         self._found: CheckpointInfo | None = None
         """What was resumed and no run has started from yet."""
@@ -250,7 +250,7 @@ class Checkpoint:
         if trainer is None:
             raise RuntimeError("Checkpoint.save() needs a trainer: call attach(trainer, event) before.")
         if trainer.state.status == "running":
-            self._asked = True
+            self._asked = self._must = True
             return None
         if trainer.resume_state.is_pending:
             raise CheckpointError(
@@ -427,7 +427,7 @@ class Checkpoint:
         self._refuse_old()
         if trainer.state.start is Start.RESUMED:
             self._set_rates(trainer)  # of schedules that were attached after resume(), too
-        self._asked = False
+        self._asked = self._must = False
         if self.options.on_exception and agreement.world_size() > 1:
             logger.warning("on_exception has no effect on several ranks: the others may be in another iteration.")
         if self._followed is not None:
@@ -491,7 +491,7 @@ class Checkpoint:
                 self._saver.finish(trainer)  # it is written, or was not saved
             saved = self._saver.has_saved(trainer)  # an evaluation made again after a resume, or at COMPLETED
             if improves(score, self._best, self.options.mode):
-                self._best, self._asked = score, self._asked or not saved
+                self._best, self._asked, self._must = score, self._asked or not saved, self._must or not saved
             if saved:
                 self._saver.add_metrics(values)
         (measured_at, before), iteration = self._measured, trainer.state.iteration
@@ -501,7 +501,8 @@ class Checkpoint:
         state, saver = trainer.state, self._saver
         if not (self._asked or any(state.boundary)):
             return
-        asked, self._asked = self._asked, False
+        asked = self._asked
+        self._asked = self._must = False
         at_end = state.last and (self.options.save_at_end or state.stopping)
         if saver.busy and (state.last or (state.background_done and saver.has_written())):
             saver.finish(trainer)
@@ -518,7 +519,7 @@ class Checkpoint:
 
     def _save_what_came_late(self, trainer: Trainer) -> None:
         """What a handler has asked for after the last step boundary was saved."""
-        if self._asked and not self._saver.has_saved(trainer):
+        if self._must and not self._saver.has_saved(trainer):
             self._save_now(trainer)
 
     def _end(self, trainer: Trainer) -> None:
