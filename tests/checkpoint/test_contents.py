@@ -26,6 +26,7 @@ from tests.checkpoint.made_states import (
 )
 from tests.checkpoint.test_retention import read_bytes
 from tests.kit.faults import FileOperations
+from tests.kit.floors import of
 from tests.kit.refusals import refuses
 from tests.kit.tiny import linear, mse, numbers_loader
 
@@ -116,7 +117,7 @@ class Described(torch.Tensor):
     """A plain tensor with something beside it, as MONAI's are."""
 
 
-@pytest.mark.parametrize("place", [{}, {"background": True}, {"memory": 1}], ids=["waited for", "background", "memory"])
+@pytest.mark.parametrize("place", [{}, {"background": True}, *of("recovery", [{"memory": 1}])], ids=str)
 def test_subclasses_of_tensors_come_back(tmp_path, place):
     class Kept:
         state = {

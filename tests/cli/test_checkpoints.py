@@ -13,6 +13,7 @@ from torch import nn
 from ignite_engine import Trainer, Update, load_weights
 from ignite_engine.cli import main
 from ignite_engine.handlers import EMA, Checkpoint
+from tests.kit.floors import needs, of
 from tests.kit.refusals import CommandRefused, command, refusals
 from tests.kit.saved import iterations, manifest, parts
 from tests.kit.tiny import linear, mse, numbers_loader, one
@@ -213,6 +214,7 @@ def test_a_symbolic_link_among_checkpoints_is_named_and_left(run, say, tmp_path)
     assert link.is_symlink() and iterations(tmp_path / "other" / "checkpoints") == [4, 8, 12]
 
 
+@needs("mirror")
 def test_what_is_pushed_is_pulled(run, tmp_path, say):
     url, here = f"memory://{tmp_path.name}/mirror", tmp_path / "here"
     assert say("push", run, url)[0] == 0 and say("push", path(run, 4), url)[0] == 0
@@ -272,8 +274,13 @@ CALLS = [
     ("two folders", of_a_run("list", "run", "more"), "'more' list"),
     ("action", of_a_run("lst", "run"), "'lst'"),
     ("no action", of_a_run(), "list --help"),
-    ("half a file", damaged(pull_what_is_half_there), "not fetched rank_0.safetensors 4 bytes"),
-    ("damaged", damaged(push_what_has_changed), "shared.safetensors"),
+    *of(
+        "mirror",
+        [
+            ("half a file", damaged(pull_what_is_half_there), "not fetched rank_0.safetensors 4 bytes"),
+            ("damaged", damaged(push_what_has_changed), "shared.safetensors"),
+        ],
+    ),
 ]
 test_refusals = refusals([(name, call, CommandRefused, words) for name, call, words in CALLS])
 

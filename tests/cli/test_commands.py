@@ -12,6 +12,7 @@ import ignite_engine
 from ignite_engine.cli import main
 from tests.kit import runs
 from tests.kit.fitting import fitted, manifest, points, read, saved
+from tests.kit.floors import needs, of
 from tests.kit.processes import wait_until
 from tests.kit.refusals import CommandRefused, command, refusals
 
@@ -122,16 +123,30 @@ CALLS = [
         "handlers.Checkpoint.best metric",
     ),
     ("no such checkpoint", in_folder("evaluate", "my_config.yaml", "--checkpoint", "x"), "x does not exist"),
-    ("no function", in_folder("verify-resume", "my_task.py"), "my_task.py FILE:FUNCTION"),
-    ("function's settings", in_folder("verify-resume", "my_task.py:build", "run.seed=1"), "'run.seed=1' function"),
-    ("config of fit", of_fit, "program model data"),
-    ("report of nothing", in_folder("report", "nowhere"), "nowhere not a directory"),
-    ("report of no run", in_folder("report", "."), "not the directory of a run metrics.jsonl"),
-    ("report of two", in_folder("report", "a", "b"), "'b' report --output"),
-    ("report's option", in_folder("report", "run", "--outptu", "x"), "'--outptu' report"),
-    ("compare nothing", in_folder("compare"), "required RUN"),
-    ("compare no run", in_folder("compare", "nowhere"), "nowhere not a directory"),
-    ("output", in_folder("compare", ".", "--output", "nowhere/x.html"), "--output 'nowhere/x.html' directory"),
+    *of(
+        "replay",
+        [
+            ("no function", in_folder("verify-resume", "my_task.py"), "my_task.py FILE:FUNCTION"),
+            (
+                "function's settings",
+                in_folder("verify-resume", "my_task.py:build", "run.seed=1"),
+                "'run.seed=1' function",
+            ),
+            ("config of fit", of_fit, "program model data"),
+        ],
+    ),
+    *of(
+        "report",
+        [
+            ("report of nothing", in_folder("report", "nowhere"), "nowhere not a directory"),
+            ("report of no run", in_folder("report", "."), "not the directory of a run metrics.jsonl"),
+            ("report of two", in_folder("report", "a", "b"), "'b' report --output"),
+            ("report's option", in_folder("report", "run", "--outptu", "x"), "'--outptu' report"),
+            ("compare nothing", in_folder("compare"), "required RUN"),
+            ("compare no run", in_folder("compare", "nowhere"), "nowhere not a directory"),
+            ("output", in_folder("compare", ".", "--output", "nowhere/x.html"), "--output 'nowhere/x.html' directory"),
+        ],
+    ),
     ("doctor's argument", in_folder("doctor", "config.yaml"), "config.yaml"),
 ]
 test_user_error_is_one_line_and_code_2 = refusals([(name, call, CommandRefused, words) for name, call, words in CALLS])
@@ -185,6 +200,7 @@ def test_describe_shows_the_curve_and_the_bus_and_runs_nothing(folder):
     assert not (folder / "run").exists()
 
 
+@needs("report")
 def test_report_and_compare_write_a_page_and_print_its_path(folder):
     command("train", "my_config.yaml", "handlers.Report=null")
     command("train", "my_config.yaml", "run.directory=other", "optimizer.lr=0.5")

@@ -19,7 +19,7 @@ from tests.kit.seen import Seen
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torchdata
 ONCE = {"loader that begins anew"}
 """Their iterators cannot be asked for again in the middle of a pass, as the same process would."""
-QUICK = ("loader", "stream", "unsized", "torchdata", "windows")
+QUICK = ("loader", "stream", "unsized", "torchdata", *of("windows", ("windows",)))
 """The kinds that every day resume without accumulation, too: one of each way in which a place is found again."""
 
 

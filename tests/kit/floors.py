@@ -20,3 +20,12 @@ def needs(package):
 def of(package, cases):
     """The cases, or none of them."""
     return cases if has(package) else type(cases)()
+
+
+WHOLE = all(
+    has(package)
+    for package in (
+        *("accumulation", "capture", "follow", "mirror", "rank_invariant"),
+        *("recovery", "replay", "report", "sparse", "windows"),
+    )
+)

@@ -8,7 +8,7 @@ from torch import nn
 import ignite_engine
 from ignite_engine import Phase, Trainer, TrainingEvents, create_evaluator
 from ignite_engine.handlers import Checkpoint, Evaluation
-from tests.kit.floors import of
+from tests.kit.floors import has, of
 from tests.kit.tiny import Passes, numbers_loader, trainer_of
 
 SHORT = {
@@ -260,7 +260,8 @@ def test_order_of_events(name, tmp_path):
 
 
 def test_every_case_has_its_order():
-    assert GOLDEN.keys() == CASES.keys()
+    of_windows = {name for name in GOLDEN if name.startswith("windows")}
+    assert GOLDEN.keys() == CASES.keys() | (set() if has("windows") else of_windows)
 
 
 def goes_on(folder, stop_at, how):

@@ -27,7 +27,15 @@ def test_defaults_fill_what_is_not_said(tmp_path):
     found = values(tmp_path)
     assert (found["run"]["name"], found["run"]["directory"], found["run"]["seed"]) == ("run", "runs/run", 0)
     assert (found["optimizer"]["name"], found["optimizer"]["lr"]) == ("AdamW", 1e-3)
-    usual = ["Checkpoint", "Evaluation", "GracefulStop", "MetricLogger", "Progress", "Report", "StopFile"]
+    usual = [
+        "Checkpoint",
+        "Evaluation",
+        "GracefulStop",
+        "MetricLogger",
+        "Progress",
+        *of("report", ["Report"]),
+        "StopFile",
+    ]
     assert sorted(found["handlers"]) == usual
     assert found["handlers"]["Checkpoint"] == found["handlers"]["Evaluation"] == {"every": {"epochs": 1}}
 

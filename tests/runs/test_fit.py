@@ -31,6 +31,7 @@ from tests.kit.fitting import (
     net,
     points,
 )
+from tests.kit.floors import has
 from tests.kit.processes import ranks
 
 ROOT = Path(ignite_engine.__file__).parents[1]
@@ -51,7 +52,7 @@ def test_the_readmes_run_trains_and_the_same_script_again_only_evaluates(tmp_pat
     run, folder = first["run"], tmp_path / "runs" / "first"
 
     assert run.summary["status"] == "completed" and "val/accuracy" in run.metrics
-    assert (folder / "report.html").exists() and points(folder)
+    assert (folder / "report.html").exists() == has("report") and points(folder)
     assert "only evaluated" in caplog.text and digest(again["run"]) == digest(run)
     assert Path(run.evaluate()["checkpoint"]).parent == folder / "checkpoints"
 

@@ -18,6 +18,7 @@ from ignite_engine.errors import StateMismatch
 from ignite_engine.runs.config import ConfigError
 from tests.kit import runs
 from tests.kit.fitting import VAL, at, digest, fitted, log, loss_fn, manifest, points, read, saved, stop
+from tests.kit.floors import needs
 from tests.kit.processes import ranks
 
 FULL = {"Progress": None, "Report": {}, "MemoryLogger": {}, "Throughput": {}, "StepTimes": {}}
@@ -199,6 +200,7 @@ def test_points_of_a_run_without_a_checkpoint_do_not_stand_twice(tmp_path):
     assert points(tmp_path) == [6, 12, 18] and (tmp_path / "metrics.jsonl.old").exists()
 
 
+@needs("report")
 @pytest.mark.parametrize("end", ["completed", "interrupted", "failed"])
 def test_the_report_is_made_however_the_run_ends(end, tmp_path):
     handlers = {"completed": [], "interrupted": [at(5, stop)], "failed": [at(3, fail)]}[end]
@@ -209,6 +211,7 @@ def test_the_report_is_made_however_the_run_ends(end, tmp_path):
     assert f"<b>{end}</b>" in (tmp_path / "report.html").read_text()
 
 
+@needs("report")
 def test_a_report_that_cannot_be_written_fails_no_run(tmp_path, caplog):
     (tmp_path / "report.html").mkdir()
     assert fitted(tmp_path, max_epochs=1, **FULL).summary["status"] == "completed"

@@ -17,6 +17,7 @@ from ignite_engine.errors import CheckpointError, StateMismatch
 from ignite_engine.handlers import EarlyStopping
 from ignite_engine.runs.config import ConfigError
 from tests.kit.fitting import INPUTS, TARGETS, TRAIN, VAL, at, digest, fitted, loss_fn, net, stop
+from tests.kit.floors import of
 from tests.kit.processes import start, wait_until
 from tests.kit.refusals import refusals
 
@@ -165,7 +166,10 @@ test_arguments = refusals(
             ConfigError,
             "handlers.Checkpoint.keep_lst got 3 'keep_last'?",
         ),
-        ("several forms", given(Checkpoint={"memory": 0}), ConfigError, "handlers.Checkpoint.memory got 0 auto"),
+        *of(
+            "recovery",
+            [("several forms", given(Checkpoint={"memory": 0}), ConfigError, "handlers.Checkpoint.memory got 0 auto")],
+        ),
         ("no folder", given(directory=None), TypeError, "directory path None"),
         ("number as folder", given(directory=5), TypeError, "directory path 5"),
         ("no length", given(max_epochs=...), ConfigError, "max_iterations max_epochs"),
