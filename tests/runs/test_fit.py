@@ -47,11 +47,11 @@ def test_the_readmes_run_trains_and_the_same_script_again_only_evaluates(tmp_pat
     )
     monkeypatch.chdir(tmp_path)
     first, again = {}, {}
-    exec(script, first)
-    exec(script, again)
+    for names in (first, again):
+        exec(script.replace("\nfit(", "\nrun = fit("), names)
     run, folder = first["run"], tmp_path / "runs" / "first"
 
-    assert run.summary["status"] == "completed" and "val/accuracy" in run.metrics
+    assert run.summary["status"] == "completed" and run.metrics["loss"] < 0.5
     assert (folder / "report.html").exists() == has("report") and points(folder)
     assert "only evaluated" in caplog.text and digest(again["run"]) == digest(run)
     assert Path(run.evaluate()["checkpoint"]).parent == folder / "checkpoints"
