@@ -58,7 +58,7 @@ def load_splits(split_seed: int) -> tuple[TensorDataset, ...]:
     pixels, digits = map(torch.from_numpy, load_digits(return_X_y=True))
     images, targets = pixels.float().reshape(-1, 1, 8, 8) / 16, digits.long()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(split_seed))
-    return tuple(TensorDataset(images[part], targets[part]) for part in order.split([359, 359, 1079]))
+    return tuple(TensorDataset(images[part], targets[part]) for part in torch.split(order, [359, 359, 1079]))
 
 
 def build(options: Mapping[str, Any]) -> Task:
