@@ -5,6 +5,10 @@ CONFIG ?= configs/byte_gpt.yaml
 ARGS ?=
 PYTEST_ARGS ?=
 MINUTES ?= 20
+# Of tests that are about packages of ext/: words of their names, and folders.
+UPPER_FLOOR := ext docs examples property windows invariant report memory mirror pull verify
+empty :=
+space := $(empty) $(empty)
 
 SHELL := /bin/bash
 BIN := $(VENV)/bin
@@ -17,7 +21,7 @@ unexport PYTHONPATH PYTHONHOME
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test nightly device ignite check lint types imports format bench goodput docs house clean
+.PHONY: help install train test floors nightly device ignite check lint types imports format bench goodput docs house clean
 
 help:  ## print the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -39,6 +43,10 @@ train: $(STAMP)  ## train CONFIG (default: the byte GPT, two minutes on one core
 
 test: $(STAMP)  ## run the tests, but the nightly ones: 4 minutes on 2 cores; PYTEST_ARGS="-k schedule"
 	$(PYTEST) -n 4 --dist loadfile -m "not nightly and not cuda and not accelerator" $(PYTEST_ARGS)
+
+floors: $(STAMP)  ## run the tests of a copy without ignite_engine/ext and tests/ext, then those that are about ext/
+	$(BIN)/python -m tests.floors $(PYTEST_ARGS)
+	$(MAKE) test PYTEST_ARGS="-k '$(subst $(space), or ,$(UPPER_FLOOR))' $(PYTEST_ARGS)"
 
 nightly: $(STAMP)  ## run all tests in new ranks each, the judge for MINUTES=20, those of devices, and all of Ignite's
 	TEST_FRESH_WORLDS=1 TEST_JUDGE_MINUTES=$(MINUTES) $(PYTEST) -n 2 --dist loadfile -m "not cuda and not accelerator" $(PYTEST_ARGS)
