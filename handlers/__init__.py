@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ignite_engine.handlers.trackers.tensorboard import TensorBoard as TensorBoard
     from ignite_engine.handlers.trackers.wandb import WandB as WandB
     from ignite_engine.schedules import warmup_cosine as warmup_cosine
+    from ignite_engine.schedules import warmup_linear as warmup_linear
 
 _HOMES = {
     "Checkpoint": "checkpoint",
@@ -49,7 +50,7 @@ _HOMES = {
     "WandB": "trackers.wandb",
 }
 _MODULES = {name: f"ignite_engine.handlers.{home}" for name, home in _HOMES.items()}
-_MODULES["warmup_cosine"] = "ignite_engine.schedules"
+_MODULES |= dict.fromkeys(("warmup_cosine", "warmup_linear"), "ignite_engine.schedules")
 __all__ = sorted(_MODULES)  # each is imported when it is asked for: a run uses some of them
 
 

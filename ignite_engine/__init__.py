@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ignite_engine.data.loader import loader
-    from ignite_engine.errors import Interrupted, StopRequested
+    from ignite_engine.errors import Interrupted
     from ignite_engine.evaluator import create_evaluator
     from ignite_engine.events import Phase, TrainingEvents
     from ignite_engine.ext.follow.follow import follow
@@ -16,31 +16,23 @@ if TYPE_CHECKING:
     from ignite_engine.runs.fit import fit
     from ignite_engine.runs.load_model import load_model, load_weights
     from ignite_engine.runs.task import Task
-    from ignite_engine.state import Start, TrainingState
     from ignite_engine.trainer import Trainer
     from ignite_engine.update import Update, Updates
-    from ignite_engine.update.micro_batches import Group, accumulation_steps_for, gradient_sync
 
 __all__ = [
-    "Group",
     "Interrupted",
     "Parallel",
     "Phase",
-    "Start",
-    "StopRequested",
     "Task",
     "Trainer",
     "TrainingEvents",
-    "TrainingState",
     "Update",
     "Updates",
     "Windows",
-    "accumulation_steps_for",
     "create_evaluator",
     "every",
     "fit",
     "follow",
-    "gradient_sync",
     "load_model",
     "load_weights",
     "loader",
@@ -52,7 +44,7 @@ _HOMES = {
     "data.loader": ("loader",),
     "ext.windows.windows": ("Windows",),
     "loop.intervals": ("every",),
-    "errors": ("Interrupted", "StopRequested"),
+    "errors": ("Interrupted",),
     "evaluator": ("create_evaluator",),
     "events": ("Phase", "TrainingEvents"),
     "ext.follow.follow": ("follow",),
@@ -60,8 +52,6 @@ _HOMES = {
     "rng": ("seed_everything",),
     "runs.fit": ("fit",),
     "runs.load_model": ("load_model", "load_weights"),
-    "state": ("Start", "TrainingState"),
-    "update.micro_batches": ("Group", "accumulation_steps_for", "gradient_sync"),
     "runs.task": ("Task",),
     "trainer": ("Trainer",),
     "update": ("Update", "Updates"),

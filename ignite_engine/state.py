@@ -134,8 +134,8 @@ class TrainingState(State):
     tokens: int | None
     """Tokens, likewise. Writer: Trainer."""
     group: Any
-    """The :class:`~ignite_engine.Group` of this iteration's micro-batches, grouped or not, None without data: how many
-    it has over all ranks, and how many repeat one with weight zero. Writer: Trainer."""
+    """The :class:`~ignite_engine.update.micro_batches.Group` of this iteration's micro-batches, grouped or not, None
+    without data: how many it has over all ranks, and how many repeat one with weight zero. Writer: Trainer."""
     status: str
     """``created``, ``running``, ``completed``, ``interrupted`` or ``failed``. Writer: Trainer."""
     start: Start

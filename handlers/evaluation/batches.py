@@ -12,12 +12,13 @@ from ignite.metrics import Metric
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ignite_engine import StopRequested, Trainer
+from ignite_engine import Trainer
 from ignite_engine.data.loader import resumable
 from ignite_engine.data.place import Place
 from ignite_engine.data.readers import length_of
 from ignite_engine.data.source import DataSource
 from ignite_engine.data.workers import begin_pass, end_workers, with_own_iterator
+from ignite_engine.errors import StopRequested
 from ignite_engine.handlers.evaluation.progress import EvaluationProgress
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.mesh import waits_for_peers

@@ -5,9 +5,10 @@ import torch
 from ignite.engine import Events
 from ignite.metrics import Average
 
-from ignite_engine import Interrupted, Start, Trainer, TrainingEvents, create_evaluator
+from ignite_engine import Interrupted, Trainer, TrainingEvents, create_evaluator
 from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import Checkpoint, EarlyStopping, Evaluation
+from ignite_engine.state import Start
 from tests.kit.processes import ranks
 from tests.kit.refusals import refusals, refuses
 from tests.kit.seen import Seen

@@ -13,8 +13,9 @@ import torch
 from ignite.engine import Engine, Events
 from torch import nn
 
-from ignite_engine import Group, Trainer, TrainingEvents, Update, seed_everything
+from ignite_engine import Trainer, TrainingEvents, Update, seed_everything
 from ignite_engine.handlers import Checkpoint
+from ignite_engine.update.micro_batches import Group
 from tests.kit.resume import leaves, same_bits
 from tests.property.case import WRITING
 from tests.property.models import LossFn, Net, optimizers_of, samples_of, weight_fn_of

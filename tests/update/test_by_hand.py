@@ -11,7 +11,8 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.profiler import ProfilerActivity, profile
 
-from ignite_engine import Trainer, Update, accumulation_steps_for, every
+from ignite_engine import Trainer, Update, every
+from ignite_engine.update.micro_batches import accumulation_steps_for
 from tests.kit.refusals import refusals
 from tests.kit.tiny import Numbers, linear, mse, one
 from tests.property.by_hand import by_engine, by_hand, difference

@@ -12,7 +12,8 @@ from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from ignite_engine import Group, Trainer, Update, create_evaluator
+from ignite_engine import Trainer, Update, create_evaluator
+from ignite_engine.update.micro_batches import Group
 from tests.kit.tiny import linear
 
 META = torch.device("meta")

@@ -15,9 +15,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from ignite_engine import Trainer, TrainingEvents, Update, gradient_sync, loader
+from ignite_engine import Trainer, TrainingEvents, Update, loader
 from ignite_engine.errors import NotFinite
 from ignite_engine.schedules import warmup_linear
+from ignite_engine.update.micro_batches import gradient_sync
 from tests.kit.collectives import Collectives
 from tests.kit.processes import ranks
 from tests.kit.tiny import Numbers, linear, mse, one

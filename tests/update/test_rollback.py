@@ -10,10 +10,11 @@ import torch
 from ignite.engine import Events
 from torch.utils.data import Subset
 
-from ignite_engine import Start, Trainer, TrainingEvents, Update, loader, seed_everything
+from ignite_engine import Trainer, TrainingEvents, Update, loader, seed_everything
 from ignite_engine.errors import NotFinite
 from ignite_engine.handlers import EMA, Checkpoint, GracefulStop, LRSchedule, MetricLogger
 from ignite_engine.schedules import warmup_linear
+from ignite_engine.state import Start
 from tests.kit.refusals import refusals
 from tests.kit.tiny import Numbers, linear, mse, one
 from tests.update.test_non_finite import journal

@@ -6,8 +6,9 @@ from ignite.engine import Engine, Events
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_engine import Group, Trainer, TrainingEvents, Update
+from ignite_engine import Trainer, TrainingEvents, Update
 from ignite_engine.handlers import Checkpoint
+from ignite_engine.update.micro_batches import Group
 from tests.kit.collectives import Collectives
 from tests.kit.processes import ranks
 from tests.sparse_and_dense import Net, Sized, batches, by_hand, loss_fn, optimizers_of, values
