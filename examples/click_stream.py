@@ -37,7 +37,7 @@ class Network(nn.Module):
         return logits
 
 
-def make_window(number: int, samples: int) -> Any:
+def make_window(number: int, samples: int) -> TensorDataset:
     """A function of its number: a click is likely where the effects of a sample's ids are large."""
     effects = torch.randn(COLUMNS, IDS, generator=torch.Generator().manual_seed(0))
     draws = torch.Generator().manual_seed(1 + number)

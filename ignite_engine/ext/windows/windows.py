@@ -10,7 +10,7 @@ from contextlib import suppress
 from copy import copy
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from ignite_engine.data.loader import resumable, seed_of_order
 from ignite_engine.data.sampler import ResumableSampler
@@ -34,7 +34,8 @@ class Windows(OwnSource):
             which a resumed run reads again from its beginning. A sequence begins again in the next epoch; the others
             go on.
         open: makes the loader of a window: ``open(name)`` returns a ``loader()``, another loader, or any iterable of
-            batches, on several ranks of this rank's share. Nothing, or no batch, is an empty window, which is skipped.
+            batches, on several ranks of this rank's share; in ``fit`` and a config also a dataset. Nothing, or no
+            batch, is an empty window, which is skipped.
         per_epoch: windows of an epoch; None: it lasts until the stream has no more.
         max_updates: of one window, the rest of which is left out; None: a window is trained on to its end.
         wait_s: how long to wait for a window that has not come yet, in seconds; then the stream is at its end.
@@ -51,7 +52,7 @@ class Windows(OwnSource):
     def __init__(
         self,
         stream: Iterable[Any] | WindowStream,
-        open: Callable[[Any], Iterable[Any] | None],
+        open: Callable[[Any], Iterable[Any] | Dataset[Any] | None],
         *,
         per_epoch: int | None = None,
         max_updates: int | None = None,
