@@ -151,6 +151,8 @@ class Trainer(Engine):
             engine._event_handlers[event] = sorted(
                 [*handlers, *engine._event_handlers[event]], key=lambda entry: bus.phase_of(entry[0])
             )
+            for handler, args, _ in handlers:
+                engine._register_attached(handler, args)
         return engine
 
     # -- what users call ------------------------------------------------------------------------------------------
@@ -483,10 +485,14 @@ class Trainer(Engine):
                 raise
         if not isinstance(event_name, EventsList):  # of a list Ignite calls this for each event
             bus.sort_in_last(self, event_name)
+        self._register_attached(handler, args)
+        return handle
+
+    def _register_attached(self, handler: Any, args: tuple[Any, ...]) -> None:
+        handler = getattr(handler, "_parent", lambda: handler)()  # behind a filter of Ignite's
         owner = handler if isinstance(handler, Stateful) else getattr(handler, "__self__", None)
         if isinstance(owner, Stateful) and not isinstance(owner, Engine):
             self.registry.register_attached(owner, args)
-        return handle
 
     def fire_event(self, event_name: Any) -> None:
         """Run the handlers of an event; one of your own must have been registered by ``register_events``."""

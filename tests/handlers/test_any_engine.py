@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from ignite.engine import Engine, Events, create_supervised_trainer
 from ignite.handlers import ProgressBar
+from ignite.handlers.param_scheduler import LRScheduler
 from ignite.metrics import MeanSquaredError
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -178,6 +179,26 @@ def test_an_engine_that_is_stopped_after_any_iteration_is_resumed_to_the_same_bi
         assert resumed.checkpoint(folder).resume() is not None
         resumed.run()
         assert torch.equal(one(resumed.model), one(whole.model)), stop_at
+
+
+@pytest.mark.parametrize("event", [Events.ITERATION_COMPLETED, Events.ITERATION_COMPLETED(every=2)], ids=["each", "2nd"])
+def test_what_ignite_has_attached_before_is_saved_and_resumed(event, tmp_path):
+    def begun(name):
+        setup = Setup()
+        scheduler = LRScheduler(torch.optim.lr_scheduler.StepLR(setup.optimizer, 4, gamma=0.5))
+        setup.engine.add_event_handler(event, scheduler)
+        torch.manual_seed(5)
+        return setup, setup.checkpoint(tmp_path / name, Events.COMPLETED)
+
+    whole, _ = begun("whole")
+    whole.run()
+    stopped, _ = begun("stopped")
+    stopped.engine.add_event_handler(Events.ITERATION_COMPLETED(once=7), ask_for_a_stop)
+    stopped.run()
+    resumed, checkpoint = begun("stopped")
+    assert checkpoint.resume() is not None
+    resumed.run()
+    assert torch.equal(one(resumed.model), one(whole.model))
 
 
 def stopped_by_a_signal(rank, folder):
