@@ -181,7 +181,9 @@ def test_an_engine_that_is_stopped_after_any_iteration_is_resumed_to_the_same_bi
         assert torch.equal(one(resumed.model), one(whole.model)), stop_at
 
 
-@pytest.mark.parametrize("event", [Events.ITERATION_COMPLETED, Events.ITERATION_COMPLETED(every=2)], ids=["each", "2nd"])
+@pytest.mark.parametrize(
+    "event", [Events.ITERATION_COMPLETED, Events.ITERATION_COMPLETED(every=2)], ids=["each", "2nd"]
+)
 def test_what_ignite_has_attached_before_is_saved_and_resumed(event, tmp_path):
     def begun(name):
         setup = Setup()
