@@ -39,7 +39,8 @@ def full(work: Workload, handlers: int = 0, *, real: bool = False) -> None:
 
     def record() -> None:
         """What the hand-written loops record."""
-        work.log.append(trainer.state.metrics["loss"])
+        if "loss" in trainer.state.metrics.fresh:
+            work.log.append(trainer.state.metrics["loss"])
 
     update = Update(work.model, work.optimizer, loss_fn, precision="bf16", clip_norm=CLIP_NORM)
     trainer = Trainer(update, accumulation_steps=ACCUMULATION)
