@@ -145,11 +145,9 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def buffers_kept(*owners: Any) -> Iterator[None]:
-    """Put back the buffers of modules, or of those with these methods, whose forward changes or replaces some."""
-    roots = [getattr(owner, "__self__", owner) for owner in owners]
-    modules = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
-    held = [(module, *named) for module in modules for named in module.named_buffers(recurse=False)]
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Put back the buffers of ``model``, whose forward may change or replace some."""
+    held = [(module, *named) for module in model.modules() for named in module.named_buffers(recurse=False)]
     before = [buffer.detach().clone() for _, _, buffer in held]
     try:
         yield

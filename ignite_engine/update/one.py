@@ -20,6 +20,7 @@ from ignite_engine.checkpoint.states.model_and_optimizer import (
     ParametersState,
     sharded_modules,
     unwrap,
+    with_modes,
 )
 from ignite_engine.checkpoint.states.outside import Outside
 from ignite_engine.errors import check_type, is_number, shortened
@@ -219,9 +220,8 @@ class Update(BaseUpdate):
         """A run starts; a collective."""
         self.stepping = self._has_gradients = False
         self._outside = None
-        for optimizer in self.optimizers.values():
-            if hasattr(optimizer, "train"):
-                optimizer.train()
+        for optimizer in with_modes(self.optimizers.values()):
+            optimizer.train()
         self._losses = FirstNonFinite()
         self.accumulation.run_started()
 

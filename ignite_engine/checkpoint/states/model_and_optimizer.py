@@ -105,6 +105,11 @@ class ModelState:
             ) from error
 
 
+def with_modes(optimizers: Iterable[Any]) -> list[Any]:
+    """Those that have ``train()`` and ``eval()``, as of Schedule-Free."""
+    return [each for each in optimizers if hasattr(each, "train") and hasattr(each, "eval")]
+
+
 class EvaluatedWeights:
     """The weights with which an optimizer that has ``train()`` and ``eval()`` wants to be evaluated; an average.
 
@@ -116,7 +121,7 @@ class EvaluatedWeights:
 
     def __init__(self, model: nn.Module, optimizers: Iterable[Any]) -> None:
         self.model = model
-        self.optimizers = [each for each in optimizers if hasattr(each, "train") and hasattr(each, "eval")]
+        self.optimizers = with_modes(optimizers)
 
     def state_dict(self) -> dict[str, Any]:
         trained = [(parameter, parameter.detach().clone()) for _, parameter in named_parameters(self.model)]
