@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from benchmarks.machine import installed
 from benchmarks.turns import Times
 from benchmarks.workload import Training, tensors_of
-from ignite_engine import Phase, Trainer, TrainingEvents, Update
+from ignite_engine import Trainer, TrainingEvents, Update
 from ignite_engine.checkpoint.store import CheckpointStore
+from ignite_engine.events import Phase
 from ignite_engine.handlers import Checkpoint
 
 QUIET_ITERATIONS = 3  # at least, with each save

@@ -30,7 +30,8 @@ from benchmarks.goals import Goal, print_goals
 from benchmarks.machine import machine
 from benchmarks.ratios import ratio_of_medians
 from benchmarks.turns import take_turns
-from ignite_engine import Trainer, Update, create_evaluator, follow, loader
+from ignite_engine import Trainer, Update, create_evaluator, loader
+from ignite_engine.ext.follow import follow
 from ignite_engine.handlers import Evaluation
 from ignite_engine.runs.run_directory import lines_of
 

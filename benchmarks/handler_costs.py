@@ -27,8 +27,9 @@ from benchmarks.goals import Goal, print_goals
 from benchmarks.machine import machine
 from benchmarks.turns import Times, cpu_us, take_turns
 from ignite_engine import Trainer, TrainingEvents, every
-from ignite_engine.handlers import MemoryLogger, MetricLogger, Profiler, Progress, StepTimes, Throughput
+from ignite_engine.handlers import MemoryLogger, MetricLogger, Progress, StepTimes, Throughput
 from ignite_engine.handlers.meters import Meter, Stopwatch
+from ignite_engine.handlers.profiler import Profiler
 from ignite_engine.update.base import FunctionUpdate
 
 UPDATE_EVENTS = (

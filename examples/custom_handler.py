@@ -16,7 +16,8 @@ from ignite.engine import Events
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ignite_engine import Phase, Trainer, TrainingEvents, Update, loader, seed_everything
+from ignite_engine import Trainer, TrainingEvents, Update, loader, seed_everything
+from ignite_engine.events import Phase
 from ignite_engine.handlers import Checkpoint, MetricLogger
 
 SPOILED = (23, 50, 71)  # batches of 16 samples, whose targets are a hundred times too large

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ignite_engine.handlers.lr_schedule import LRSchedule as LRSchedule
     from ignite_engine.handlers.memory import MemoryLogger as MemoryLogger
     from ignite_engine.handlers.metric_logger import MetricLogger as MetricLogger
-    from ignite_engine.handlers.model_bank import ModelBank as ModelBank
-    from ignite_engine.handlers.profiler import Profiler as Profiler
     from ignite_engine.handlers.progress import Progress as Progress
     from ignite_engine.handlers.step_times import StepTimes as StepTimes
     from ignite_engine.handlers.throughput import Throughput as Throughput
@@ -39,8 +37,6 @@ _HOMES = {
     "LRSchedule": "lr_schedule",
     "MemoryLogger": "memory",
     "MetricLogger": "metric_logger",
-    "ModelBank": "model_bank",
-    "Profiler": "profiler",
     "Progress": "progress",
     "StepTimes": "step_times",
     "Throughput": "throughput",

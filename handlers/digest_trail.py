@@ -9,11 +9,12 @@ from typing import Any
 from ignite.engine import Engine
 from torch import Tensor
 
-from ignite_engine import Phase, Trainer, TrainingEvents
+from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.checkpoint.digests import HASH, hashes
 from ignite_engine.checkpoint.states.model_and_optimizer import weights_of
 from ignite_engine.checkpoint.states.rank_digests import different_names
 from ignite_engine.errors import RanksDiffer, is_whole
+from ignite_engine.events import Phase
 from ignite_engine.handlers.log import Log
 from ignite_engine.ranks import agreement
 

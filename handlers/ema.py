@@ -10,9 +10,10 @@ import torch
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
 
-from ignite_engine import Phase, Trainer, TrainingEvents, Updates
+from ignite_engine import Trainer, TrainingEvents, Updates
 from ignite_engine.checkpoint.states.model_and_optimizer import ModelState, clean_name, reshard, unwrap
 from ignite_engine.errors import StateMismatch, check_type, is_number, leave_out
+from ignite_engine.events import Phase
 
 
 class EMA:

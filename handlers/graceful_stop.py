@@ -14,8 +14,9 @@ from typing import Any
 
 from ignite.engine import Engine, Events
 
-from ignite_engine import Interrupted, Phase, Trainer, TrainingEvents
+from ignite_engine import Interrupted, Trainer, TrainingEvents
 from ignite_engine.errors import StopRequested
+from ignite_engine.events import Phase
 from ignite_engine.ranks import agreement, signals
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,8 @@ from typing import Any
 
 from ignite.engine import Engine, Events
 
-from ignite_engine import Phase, Trainer, TrainingEvents
+from ignite_engine import Trainer, TrainingEvents
+from ignite_engine.events import Phase
 from ignite_engine.ranks import agreement
 
 logger = logging.getLogger(__name__)

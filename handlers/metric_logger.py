@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from ignite.engine import Engine, Events
 
-from ignite_engine import Phase, Trainer, TrainingEvents
+from ignite_engine import Trainer, TrainingEvents
+from ignite_engine.events import Phase
 from ignite_engine.handlers.console import Stream, shown
 from ignite_engine.handlers.log import Log
 from ignite_engine.handlers.meters import Meter

@@ -10,7 +10,7 @@ from typing import Any
 
 from ignite.engine import Engine, Events
 
-from ignite_engine import Phase, Trainer
+from ignite_engine import Trainer
 from ignite_engine.checkpoint.load import LoadReport
 from ignite_engine.checkpoint.sources import Found, LoadSource, Source, SourceWatch, load_sources
 from ignite_engine.checkpoint.states import loading
@@ -18,6 +18,7 @@ from ignite_engine.checkpoint.states.model_and_optimizer import OptimizerState
 from ignite_engine.checkpoint.states.registry import Registry
 from ignite_engine.checkpoint.store import CheckpointStore
 from ignite_engine.errors import CheckpointError, one_line
+from ignite_engine.events import Phase
 from ignite_engine.ranks import agreement
 from ignite_engine.state import Start
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from ignite.engine import Engine, Events
 
-from ignite_engine import Phase, Trainer, TrainingEvents, devices
+from ignite_engine import Trainer, TrainingEvents, devices
+from ignite_engine.events import Phase
 from ignite_engine.ranks import agreement
 
 STEP = ("data_wait", "forward", "backward", "optimizer", "update")

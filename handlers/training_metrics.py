@@ -11,8 +11,9 @@ from ignite.metrics import Metric
 from ignite.utils import apply_to_tensor
 from torch import Tensor
 
-from ignite_engine import Phase, Trainer, TrainingEvents, Update, Updates
+from ignite_engine import Trainer, TrainingEvents, Update, Updates
 from ignite_engine.errors import check_type
+from ignite_engine.events import Phase
 from ignite_engine.handlers.metric_values import publish
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.mesh import metrics_reduce

@@ -7,14 +7,13 @@ if TYPE_CHECKING:
     from ignite_engine.data.loader import loader
     from ignite_engine.errors import Interrupted
     from ignite_engine.evaluator import create_evaluator
-    from ignite_engine.events import Phase, TrainingEvents
-    from ignite_engine.ext.follow.follow import follow
+    from ignite_engine.events import TrainingEvents
     from ignite_engine.ext.windows.windows import Windows
     from ignite_engine.loop.intervals import every
     from ignite_engine.ranks.launch import Parallel
     from ignite_engine.rng import seed_everything
     from ignite_engine.runs.fit import fit
-    from ignite_engine.runs.load_model import load_model, load_weights
+    from ignite_engine.runs.load_model import load_weights
     from ignite_engine.runs.task import Task
     from ignite_engine.trainer import Trainer
     from ignite_engine.update import Update, Updates
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Interrupted",
     "Parallel",
-    "Phase",
     "Task",
     "Trainer",
     "TrainingEvents",
@@ -32,8 +30,6 @@ __all__ = [
     "create_evaluator",
     "every",
     "fit",
-    "follow",
-    "load_model",
     "load_weights",
     "loader",
     "seed_everything",
@@ -46,12 +42,11 @@ _HOMES = {
     "loop.intervals": ("every",),
     "errors": ("Interrupted",),
     "evaluator": ("create_evaluator",),
-    "events": ("Phase", "TrainingEvents"),
-    "ext.follow.follow": ("follow",),
+    "events": ("TrainingEvents",),
     "ranks.launch": ("Parallel",),
     "rng": ("seed_everything",),
     "runs.fit": ("fit",),
-    "runs.load_model": ("load_model", "load_weights"),
+    "runs.load_model": ("load_weights",),
     "runs.task": ("Task",),
     "trainer": ("Trainer",),
     "update": ("Update", "Updates"),

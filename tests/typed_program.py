@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
-from ignite_engine import Parallel, Phase, Trainer, TrainingEvents, Update, create_evaluator, fit, load_model, loader
+from ignite_engine import Parallel, Trainer, TrainingEvents, Update, create_evaluator, fit, loader
+from ignite_engine.events import Phase
 from ignite_engine.handlers import (
     EMA,
     Checkpoint,
@@ -24,6 +25,7 @@ from ignite_engine.handlers import (
     Throughput,
     warmup_cosine,
 )
+from ignite_engine.runs.load_model import load_model
 
 
 class Net(nn.Module):

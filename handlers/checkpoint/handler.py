@@ -15,7 +15,7 @@ from ignite.engine import Engine, Events
 from torch import nn
 from torch.optim import Optimizer
 
-from ignite_engine import Phase, Trainer, TrainingEvents
+from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.checkpoint.load import LoadReport
 from ignite_engine.checkpoint.manifest import read_manifest
 from ignite_engine.checkpoint.retention import BestCheckpoint, CheckpointInfo, of_one_run, ranked
@@ -27,6 +27,7 @@ from ignite_engine.checkpoint.states.model_and_optimizer import ModelState, Opti
 from ignite_engine.checkpoint.states.tiers import TIERS, tiers_of
 from ignite_engine.checkpoint.store import CheckpointStore
 from ignite_engine.errors import CheckpointError, StateMismatch, check_type, did_you_mean, is_number, require_exact
+from ignite_engine.events import Phase
 from ignite_engine.handlers.checkpoint.saver import Saver, Times
 from ignite_engine.handlers.followed_metric import FollowedMetric, improves
 from ignite_engine.ranks import agreement

@@ -346,7 +346,8 @@ class LoadSource:
         metric, mode: by which it is the best, and whether ``min`` or ``max`` is good; None: as the run that saved them
             says.
         required: False: it may be missing; one that is there must be valid.
-        dynamic: a :class:`~ignite_engine.handlers.ModelBank` loads it again while training, when there is a newer one.
+        dynamic: a :class:`~ignite_engine.handlers.model_bank.ModelBank` loads it again while training, when there is a
+            newer one.
 
     An optimizer's options (its learning rate, its betas) come along with the counters only, and with all of its
     parameters: a run that starts counting from 0 keeps its own.

@@ -1,7 +1,7 @@
 """How an event reaches its handlers.
 
 Ignite keeps the handlers of each event in a list, and that list is the bus: it is in the order in which they run, first
-by :class:`~ignite_engine.Phase`, then by attachment. :func:`fire` walks it and asks each handler's filter.
+by :class:`~ignite_engine.events.Phase`, then by attachment. :func:`fire` walks it and asks each handler's filter.
 """
 
 from __future__ import annotations

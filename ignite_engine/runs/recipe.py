@@ -22,6 +22,7 @@ from ignite_engine import handlers
 from ignite_engine.checkpoint.sources import LoadSource
 from ignite_engine.data.source import OwnSource
 from ignite_engine.errors import CheckpointError, check_type, one_line
+from ignite_engine.handlers.model_bank import ModelBank
 from ignite_engine.ranks import agreement, attempt, mesh
 from ignite_engine.rng import seed_everything
 from ignite_engine.runs.components import (
@@ -367,7 +368,7 @@ def _takes(function: Callable[..., Any], *arguments: Any) -> bool:
     return True
 
 
-def _loading(run: Run, sources: Sequence[LoadSource], bank: handlers.ModelBank | None) -> Callable[[], object]:
+def _loading(run: Run, sources: Sequence[LoadSource], bank: ModelBank | None) -> Callable[[], object]:
     """Loads what a run begins from; errors say where the sources are written."""
 
     def load() -> object:

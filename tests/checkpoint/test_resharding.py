@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ignite_engine import Task, load_model
+from ignite_engine import Task
 from ignite_engine.cli import main
 from ignite_engine.errors import CheckpointError
+from ignite_engine.runs.load_model import load_model
 from tests.checkpoint.made_states import CheckpointStore, file_of, forge, manifest_of, record_of
 from tests.kit.faults import DAMAGES, can_mount, mount_small_file_system
 from tests.kit.processes import ranks, start_ranks

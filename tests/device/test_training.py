@@ -11,7 +11,8 @@ import torch
 from ignite.engine import Events
 
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator
-from ignite_engine.handlers import Checkpoint, Evaluation, MemoryLogger, MetricLogger, Profiler, StepTimes
+from ignite_engine.handlers import Checkpoint, Evaluation, MemoryLogger, MetricLogger, StepTimes
+from ignite_engine.handlers.profiler import Profiler
 from tests.device import fake
 from tests.device.training import DEVICE, SECOND, Split, bits, data, net, run_saved, same, trainer_of
 from tests.kit.processes import child, ended

@@ -14,7 +14,8 @@ from contextlib import contextmanager, redirect_stderr
 import pytest
 from ignite.engine import Events
 
-from ignite_engine import Phase, Trainer, TrainingEvents
+from ignite_engine import Trainer, TrainingEvents
+from ignite_engine.events import Phase
 from ignite_engine.handlers import Checkpoint, MetricLogger, Progress
 from tests.kit.processes import ranks
 

@@ -5,7 +5,8 @@ import torch
 from ignite.engine import Events
 from torch import nn
 
-from ignite_engine import Phase, Trainer, TrainingEvents, Update, create_evaluator
+from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator
+from ignite_engine.events import Phase
 from ignite_engine.handlers import EMA, Checkpoint, Evaluation, LRSchedule
 from ignite_engine.schedules import constant
 from ignite_engine.update import BaseUpdate

@@ -14,7 +14,8 @@ from ignite_engine import Trainer, Update, create_evaluator
 from ignite_engine.checkpoint.sources import LoadSource
 from ignite_engine.checkpoint.store import CheckpointStore
 from ignite_engine.errors import NotExact
-from ignite_engine.handlers import Checkpoint, Evaluation, ModelBank
+from ignite_engine.handlers import Checkpoint, Evaluation
+from ignite_engine.handlers.model_bank import ModelBank
 from tests.kit import saved
 from tests.kit.refusals import refuses
 from tests.kit.tiny import linear, mse, numbers_loader, one, weights

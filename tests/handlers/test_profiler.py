@@ -8,7 +8,8 @@ import torch
 from ignite.engine import Events
 
 from ignite_engine import create_evaluator, loader
-from ignite_engine.handlers import Checkpoint, Evaluation, Profiler
+from ignite_engine.handlers import Checkpoint, Evaluation
+from ignite_engine.handlers.profiler import Profiler
 from tests.kit.processes import ranks
 from tests.kit.refusals import refusals
 from tests.kit.tiny import Numbers, linear, numbers_loader, trainer_of, weights

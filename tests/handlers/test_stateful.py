@@ -17,6 +17,8 @@ from ignite_engine import TrainingEvents, create_evaluator, handlers
 from ignite_engine.checkpoint.sources import LoadSource
 from ignite_engine.handlers.limits import StopFile
 from ignite_engine.handlers.meters import Meter
+from ignite_engine.handlers.model_bank import ModelBank
+from ignite_engine.handlers.profiler import Profiler
 from ignite_engine.handlers.training_metrics import TrainingMetrics
 from tests.kit.floors import needs
 from tests.kit.processes import ranks
@@ -146,7 +148,7 @@ def source(monkeypatch, tmp_path_factory):
 def bank():
     """It loads them when it looks for the first time."""
     source = LoadSource(os.environ["TEST_SOURCE"], rename={"2.": "3."}, dynamic=True)
-    return handlers.ModelBank([source]), Events.ITERATION_COMPLETED(every=2)
+    return ModelBank([source]), Events.ITERATION_COMPLETED(every=2)
 
 
 def metrics_of_ignite(trainer):
@@ -179,7 +181,7 @@ STATEFUL = {
     ),
     "what looks on": of(
         lambda: (handlers.MemoryLogger(), EVERY_3),
-        lambda: handlers.Profiler(tempfile.mkdtemp(), wait=1, warmup=1, active=1),
+        lambda: Profiler(tempfile.mkdtemp(), wait=1, warmup=1, active=1),
         lambda: (handlers.Export(tempfile.mkdtemp()), EVERY_3),
         measured=("memory/host_rss_mib",),
     ),

@@ -6,7 +6,8 @@ import pytest
 import torch
 from ignite.engine import Engine, Events
 
-from ignite_engine import Phase, Trainer, TrainingEvents
+from ignite_engine import Trainer, TrainingEvents
+from ignite_engine.events import Phase
 from tests.kit.tiny import numbers_loader, trainer_of, weights, without_address
 from tests.loop.test_ignite import FILTERS
 

@@ -6,7 +6,8 @@ from ignite.metrics import Average
 from torch import nn
 
 import ignite_engine
-from ignite_engine import Phase, Trainer, TrainingEvents, create_evaluator
+from ignite_engine import Trainer, TrainingEvents, create_evaluator
+from ignite_engine.events import Phase
 from ignite_engine.handlers import Checkpoint, Evaluation
 from tests.kit.floors import has, of
 from tests.kit.tiny import Passes, numbers_loader, trainer_of

@@ -16,9 +16,11 @@ from ignite.handlers.state_param_scheduler import ExpStateScheduler
 from ignite.metrics import Accuracy, Average, RunningAverage
 from torch.optim.swa_utils import AveragedModel
 
-from ignite_engine import Phase, TrainingEvents
+from ignite_engine import TrainingEvents
 from ignite_engine.checkpoint.sources import LoadSource
-from ignite_engine.handlers import LRSchedule, ModelBank
+from ignite_engine.events import Phase
+from ignite_engine.handlers import LRSchedule
+from ignite_engine.handlers.model_bank import ModelBank
 from ignite_engine.schedules import (
     constant,
     warmup_cosine,

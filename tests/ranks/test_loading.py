@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_engine import create_evaluator, load_weights, loader, seed_everything
 from ignite_engine.checkpoint.sources import LoadSource
-from ignite_engine.handlers import Checkpoint, Evaluation, ModelBank
+from ignite_engine.handlers import Checkpoint, Evaluation
+from ignite_engine.handlers.model_bank import ModelBank
 from tests.kit.processes import ranks
 from tests.kit.sharded import gathered, in_layout, net, trainer_in
 from tests.kit.tiny import Numbers, linear, numbers_loader, one, trainer_of

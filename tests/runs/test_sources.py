@@ -7,10 +7,11 @@ import torch
 from ignite.engine import Events
 from torch import nn
 
-from ignite_engine import Task, Trainer, load_model, load_weights
+from ignite_engine import Task, Trainer, load_weights
 from ignite_engine.cli import main
 from ignite_engine.errors import CheckpointError, StateMismatch
 from ignite_engine.handlers import EMA, Checkpoint
+from ignite_engine.runs.load_model import load_model
 from tests.kit.fitting import at, digest, fitted, log, manifest, net, stop
 from tests.kit.refusals import refusals, refuses
 from tests.kit.tiny import linear, numbers_loader, one, trainer_of

@@ -10,7 +10,8 @@ import torch
 from ignite.engine import Events
 from ignite.metrics import Average
 
-from ignite_engine import create_evaluator, follow, seed_everything
+from ignite_engine import create_evaluator, seed_everything
+from ignite_engine.ext.follow import follow
 from ignite_engine.ext.report import read_run
 from ignite_engine.handlers import EMA, Checkpoint, Evaluation, MetricLogger
 from tests.kit import runs
