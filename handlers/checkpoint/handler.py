@@ -69,7 +69,7 @@ class Checkpoint:
         check_type("directory", directory, bool(directory) and isinstance(directory, str | PathLike), "a path")
         check_type("to_save", to_save, to_save is None or isinstance(to_save, Mapping), "objects by name or None")
         check_type("must_be_new", must_be_new, isinstance(must_be_new, bool), "True or False")
-        known = inspect.signature(type(self)).parameters
+        known = dict.fromkeys((*inspect.signature(type(self)).parameters, *TIERS))  # one's own are added later
         if unknown := [key for key in options if key not in known]:
             raise TypeError(f"{type(self).__name__}() has no option {unknown[0]!r}{did_you_mean(unknown[0], known)}")
         tiers = {key: options.pop(key) for key in TIERS.keys() & options.keys()}
