@@ -49,5 +49,6 @@ def test_ranks_train_as_one_process_and_resume(seed):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(60 * MINUTES + 600)
 def test_any_ranks_train_as_one_process_and_resume(random_seed):
     judged(on_ranks, ranked, seed=random_seed, minutes=0.3 * MINUTES)

@@ -50,5 +50,6 @@ def test_run_resumes_to_the_bit(seed):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(60 * MINUTES + 600)
 def test_any_run_resumes_to_the_bit(random_seed):
     judged(resume, resumes, seed=random_seed, minutes=0.4 * MINUTES)

@@ -71,12 +71,14 @@ def test_update_has_the_bits_of_the_loop_written_by_hand(seed):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(60 * MINUTES + 600)
 def test_any_update_has_the_bits_of_the_loop_written_by_hand(random_seed):
     judged(update, updates, seed=random_seed, minutes=0.2 * MINUTES)
 
 
 @needs("capture")
 @pytest.mark.nightly
+@pytest.mark.timeout(60 * MINUTES + 600)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, which torch.compile calls")
 def test_captured_update_has_the_losses_of_the_loop_and_resumes_to_the_bit(random_seed):
     judged(captured_update, captured, seed=random_seed, minutes=0.1 * MINUTES)
