@@ -15,10 +15,9 @@ from ignite_engine.checkpoint.states.registry import Registry, ResumeState, Stat
 from ignite_engine.errors import Interrupted, NotFinite, RollBack, check_type, is_whole
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
 from ignite_engine.loop import bus, saved_progress, start
-from ignite_engine.loop.grouping import Grouping
 from ignite_engine.loop.intervals import Interval, Intervals
 from ignite_engine.loop.loop import Loop
-from ignite_engine.loop.position import EpochIs, Plan, last_iteration
+from ignite_engine.loop.position import EpochIs, Grouping, Plan, last_iteration
 from ignite_engine.loop.progress import Progress
 from ignite_engine.loop.requests import COLLECT, END, SAVE, Requests
 from ignite_engine.ranks import agreement

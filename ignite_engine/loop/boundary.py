@@ -65,7 +65,7 @@ class StepBoundary:
         if self._update.between_steps and not last:
             self.publish()
             return
-        agreed = self._agree()
+        agreed = self.agree()
         if STOP in agreed:
             terminate(engine)
         last = last or STOP in agreed or END in agreed
@@ -92,7 +92,7 @@ class StepBoundary:
 
     def do_what_came_late(self) -> None:
         """What is asked for after the exchange of a boundary at which ``interrupt()`` stops the run."""
-        if self._agree():
+        if self.agree():
             self.at(last=True)
 
     def publish(self) -> None:
@@ -104,9 +104,9 @@ class StepBoundary:
 
     def collect_stop(self) -> None:
         """After COMPLETED: a stop that was requested after the last boundary, in an evaluation for instance."""
-        self._state.boundary = Boundary(last=self._state.boundary.last, stopping=STOP in self._agree())
+        self._state.boundary = Boundary(last=self._state.boundary.last, stopping=STOP in self.agree())
 
-    def _agree(self) -> set[str]:
+    def agree(self) -> set[str]:
         """What all ranks do here of what any has asked for; why the run ends is noted in the state."""
         state, requests, engine = self._state, self._requests, self._engine
         if engine.should_terminate and state.status == "running":  # perhaps on this rank alone
@@ -127,11 +127,6 @@ class StepBoundary:
         metrics = self._state.metrics
         for written in agreement.gather_objects(dict(metrics.fresh)):
             metrics.update({name: value for name, value in written.items() if name not in metrics.fresh})
-
-    def agree_to_end(self) -> None:
-        """After STARTED: all ranks learn of a rank on which a handler has called ``terminate()``."""
-        if not self._requests.single_process:
-            self._agree()
 
     def check(self) -> None:
         """Do what a handler has asked for by ``terminate()`` or ``terminate_epoch()``.

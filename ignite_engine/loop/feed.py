@@ -12,8 +12,7 @@ from ignite.engine import Engine, Events
 
 from ignite_engine.errors import StopRequested
 from ignite_engine.loop.boundary import RunEnds, StepBoundary
-from ignite_engine.loop.grouping import Grouping
-from ignite_engine.loop.position import EpochIs, is_done
+from ignite_engine.loop.position import EpochIs, Grouping, limit_reached
 from ignite_engine.loop.progress import Progress
 from ignite_engine.ranks import agreement
 from ignite_engine.state import TrainingState
@@ -60,7 +59,8 @@ class Feed:
 
     def give_up_pass(self) -> None:
         """The epoch was ended before its time: the next one begins with a new pass."""
-        self._progress.give_up_epoch()
+        self._progress.group, self._progress.updating = None, False  # one that was fetched is given up, too
+        self._progress.end_pass()
         self._engine._dataloader_iter = self._progress.open_pass()
 
     def _fetch(self) -> Group | None:
@@ -134,7 +134,7 @@ class Feed:
 
     def _data_is_exhausted(self) -> None:
         state = self._state
-        if is_done(replace(self._progress.counted, epochs=state.epoch), self._progress.plan):
+        if limit_reached(replace(self._progress.counted, epochs=state.epoch), self._progress.plan):
             return
         if state.iteration == self._began_at:
             raise ValueError(

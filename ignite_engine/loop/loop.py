@@ -31,7 +31,7 @@ from ignite_engine.events import TrainingEvents
 from ignite_engine.loop import bus
 from ignite_engine.loop.boundary import EpochEnds, RunEnds, RunPauses, StepBoundary
 from ignite_engine.loop.feed import Feed
-from ignite_engine.loop.position import is_within_epoch
+from ignite_engine.loop.position import limit_reached
 from ignite_engine.loop.progress import Progress
 from ignite_engine.loop.requests import Requests
 from ignite_engine.state import Boundary, Start, TrainingState
@@ -64,7 +64,7 @@ class Loop:
         try:
             try:
                 self._start()
-                if self._within_epoch():
+                if self.progress.is_within_epoch():
                     self._epoch(begun=True)
                 while not self.progress.is_done() and not engine.should_terminate:
                     self.state.epoch += 1
@@ -94,9 +94,10 @@ class Loop:
         state.times[Events.EPOCH_COMPLETED.name] = state.times[Events.COMPLETED.name] = 0.0
         self._fire(Events.STARTED)
         self.registry.check_all_claimed()
-        self.boundary.agree_to_end()
+        if not self.requests.single_process:
+            self.boundary.agree()  # a handler may have called terminate() on one rank
         self.resume.restore_metrics()
-        within = self._within_epoch()
+        within = self.progress.is_within_epoch()
         if within and self.progress.epoch_ends:
             engine.should_terminate_single_epoch = self.progress.epoch_ends
         # an evaluation that is done again here publishes and ends what it would have in the uninterrupted run
@@ -104,7 +105,8 @@ class Loop:
         measured = not at_end_of_epoch and bool(state.metrics.fresh)
         if not at_end_of_epoch:  # which does it
             self.boundary.publish()
-        self._restore_rng()  # handlers of STARTED may have drawn
+        if self.resume.rng is not None:
+            rng.restore(self.resume.rng)  # handlers of STARTED may have drawn
         if measured and bus.handlers_of(engine, TrainingEvents.RESUME_POINT):
             state.boundary = Boundary(last=self.progress.is_done())
             self._fire(TrainingEvents.RESUME_POINT)  # what was measured is that of these weights, not of later ones
@@ -119,7 +121,7 @@ class Loop:
         engine, state, progress, boundary, started = self.engine, self.state, self.progress, self.boundary, time.time()
         feed, update, fire = self.feed, self.update, self._fire
         if not begun:
-            progress.epoch_begins()
+            progress.before_epoch = rng.snapshot()
             fire(Events.EPOCH_STARTED)
         self.resume.clear()
         if not begun:
@@ -171,23 +173,14 @@ class Loop:
         else:
             self.boundary.check_or_pause()
 
-    # -- the start ------------------------------------------------------------------------------------------------
-
-    def _restore_rng(self) -> None:
-        if self.resume.rng is not None:
-            rng.restore(self.resume.rng)
-
-    def _within_epoch(self) -> bool:
-        """Whether the run begins within an epoch, which it completes first, if only by its EPOCH_COMPLETED."""
-        return is_within_epoch(self.progress.counted, self.progress.plan)
-
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _complete(self, duration: float) -> None:
         state = self.state
         if state.status == "running":
             state.status = "completed"
-            state.reason = state.reason or self.progress.reason_of_end()
+            reached = limit_reached(self.progress.counted, self.progress.plan)
+            state.reason = state.reason or reached or "terminate"
         state.times[Events.COMPLETED.name] = duration
         if self.engine.should_terminate != "skip_completed":
             started = time.time()

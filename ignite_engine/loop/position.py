@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -17,6 +17,17 @@ class EpochIs(Enum):
     """One pass over data whose length is known when the pass starts."""
     MEASURED = "a pass of unknown length"
     """One pass over data that does not say how long it is, or the windows of an epoch: measured each time anew."""
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """What an iteration is made of: so many batches of each rank, or of all ranks; neither: one batch."""
+
+    accumulation_steps: int | None = None
+    global_micro_batches: int | None = None
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={size}" for name, size in vars(self).items() if size) or "no grouping"
 
 
 @dataclass(frozen=True)
@@ -55,23 +66,6 @@ class Position:
         return self.epochs + int(self.epoch_iteration > 0)
 
 
-def is_within_epoch(position: Position, plan: Plan) -> bool:
-    """Whether a run that begins there completes an epoch first, if only by its EPOCH_COMPLETED."""
-    begun = position.epoch_iteration
-    return begun > 0 and (is_full(begun, plan) or not is_done(position, plan))
-
-
-def is_full(epoch_iteration: int, plan: Plan) -> bool:
-    """Whether an epoch has all its iterations; a measured one ends with its data."""
-    length = None if plan.epoch_is is EpochIs.MEASURED else plan.epoch_length
-    return length is not None and epoch_iteration >= length
-
-
-def is_done(position: Position, plan: Plan) -> bool:
-    """Whether a limit is reached."""
-    return limit_reached(position, plan) is not None
-
-
 def limit_reached(position: Position, plan: Plan) -> str | None:
     """The limit that ends the run, None if none does; not by iterations per epoch, as passes differ in length."""
     if plan.max_iters is not None and position.iteration >= plan.max_iters:
@@ -88,19 +82,3 @@ def last_iteration(position: Position, plan: Plan) -> int | None:
     left = (plan.max_epochs - position.epochs) * plan.epoch_length - position.epoch_iteration
     by_epochs = position.iteration + max(left, 0)
     return by_epochs if plan.max_iters is None else min(by_epochs, plan.max_iters)
-
-
-def regrouped(position: Position, plan: Plan, batches: int, batch: int, steps: int) -> Position:
-    """``position``, where iterations have another size than the one it was saved with: the data says what is left.
-
-    Args:
-        batches: of the pass.
-        batch: the next one of it; ``batches`` at the end of the pass.
-        steps: batches of an iteration.
-    """
-    if plan.epoch_is is not EpochIs.A_PASS or plan.epoch_length is None:
-        return position
-    left = -(-(batches - batch) // steps)
-    if left == 0 and position.epoch_iteration == 0:  # the end of an epoch that has been reported
-        return position
-    return replace(position, epoch_iteration=plan.epoch_length - left)

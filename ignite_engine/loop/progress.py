@@ -14,8 +14,7 @@ from ignite_engine import rng
 from ignite_engine.data.loader import resumable
 from ignite_engine.data.read_errors import ReadErrors
 from ignite_engine.data.source import DataSource, EndsEpochs, OwnSource, Waiting
-from ignite_engine.loop.grouping import Grouping
-from ignite_engine.loop.position import EpochIs, Plan, Position, is_done, limit_reached
+from ignite_engine.loop.position import EpochIs, Grouping, Plan, Position, limit_reached
 from ignite_engine.ranks import mesh
 from ignite_engine.state import TrainingState
 from ignite_engine.update.base import BaseUpdate
@@ -62,7 +61,7 @@ class Progress:
         """What is fetched and not consumed."""
         self.updating = False
         """An update of it has begun."""
-        self._before_epoch: Any = None
+        self.before_epoch: Any = None
         """The random numbers before EPOCH_STARTED."""
         self.steps_before = 0
         """Optimizer steps before it."""
@@ -100,7 +99,7 @@ class Progress:
         self.source, self.user_data, self.failed = source, data, False
         self.epoch_is = plan.epoch_is
         self.epochs_completed, self.epoch_iteration = position.epochs, position.epoch_iteration
-        self._before_epoch = None
+        self.before_epoch = None
         self.epoch_ends = position.epoch_ends
         state.max_epochs, state.max_iters = plan.max_epochs, plan.max_iters
         state.epoch_length, state.dataloader = plan.epoch_length, data
@@ -170,10 +169,6 @@ class Progress:
         self.state.group = self.group = None
         self.updating = False
 
-    def epoch_begins(self) -> None:
-        """EPOCH_STARTED comes."""
-        self._before_epoch = rng.snapshot()
-
     def put_back(self) -> None:
         """Undo the fetch of a group that no update has begun with: it comes again where the run goes on.
 
@@ -183,8 +178,8 @@ class Progress:
         if self.source is not None and self.group is not None:
             self.source.put_back()
         is_open = self.source is not None and "loader" in self.source.place.held
-        if not self.epoch_iteration and self._before_epoch is not None and not is_open:
-            rng.restore_snapshot(self._before_epoch)
+        if not self.epoch_iteration and self.before_epoch is not None and not is_open:
+            rng.restore_snapshot(self.before_epoch)
         self._forget_group()
 
     def leave(self, *, goes_on: bool) -> None:
@@ -215,9 +210,13 @@ class Progress:
         length = self.state.epoch_length
         return length is not None and self.epoch_iteration >= length and self.epoch_is is not EpochIs.MEASURED
 
+    def is_within_epoch(self) -> bool:
+        """Whether an epoch is under way, which a run that begins here completes first."""
+        return self.epoch_iteration > 0 and (self.epoch_is_full() or not self.is_done())
+
     def is_done(self) -> bool:
         """Whether the run has reached a limit."""
-        return is_done(self.counted, self.plan)
+        return limit_reached(self.counted, self.plan) is not None
 
     def samples_of_group(self) -> list[int] | None:
         """Dataset indices of this rank's group in hand, or of the next one; None if not of a ``loader()``'s data."""
@@ -235,11 +234,6 @@ class Progress:
         group, self.group, self.updating = self.group, None, False
         if group is not None and self.source is not None:
             self.source.consumed(group)
-
-    def give_up_epoch(self) -> None:
-        """``terminate_epoch()``: a group that was fetched is given up with the rest of the pass."""
-        self.group, self.updating = None, False
-        self.end_pass()
 
     def end_pass(self) -> None:
         """The present pass or window is over."""
@@ -267,7 +261,3 @@ class Progress:
             yield not self.updating or not stepped
         finally:
             state.iteration += undone
-
-    def reason_of_end(self) -> str:
-        """Why a run that nobody stopped is over."""
-        return limit_reached(self.counted, self.plan) or "terminate"

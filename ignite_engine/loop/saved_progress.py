@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ignite_engine import rng
 from ignite_engine.checkpoint.states.model_and_optimizer import clean_name, unwrap
 from ignite_engine.checkpoint.states.registry import ResumeState, Stateful
-from ignite_engine.loop.grouping import Grouping
+from ignite_engine.loop.position import Grouping
 from ignite_engine.loop.progress import Progress
 from ignite_engine.state import COUNTERS, TOTALS
 from ignite_engine.update.base import BaseUpdate
@@ -24,24 +24,15 @@ def parts(progress: Progress, resume: ResumeState, update: BaseUpdate) -> dict[s
         update: what the run calls.
     """
 
-    def data() -> dict[str, Any]:
-        return {} if progress.source is None else progress.source.state_dict()
-
     def set_counters(saved: dict[str, Any]) -> None:
         _set_counters(progress, saved)
         resume.in_eval_mode = saved["in_eval_mode"]
         resume.saved_grouping = Grouping(saved["accumulation_steps"], saved["global_micro_batches"])
 
-    def set_data(saved: dict[str, Any]) -> None:
-        resume.data = saved
-
-    def set_rng(saved: dict[str, Any]) -> None:
-        resume.rng = saved
-
     return {
         "trainer": _Part(lambda: counters(progress) | {"in_eval_mode": in_eval_mode(update)}, set_counters),
-        "data": _Part(data, set_data),
-        "rng": _Part(rng.capture, set_rng),
+        "data": _Part(lambda: progress.position.data, lambda saved: setattr(resume, "data", saved)),
+        "rng": _Part(rng.capture, lambda saved: setattr(resume, "rng", saved)),
     }
 
 

@@ -20,7 +20,7 @@ from ignite_engine.checkpoint.states.registry import Registry, ResumeState
 from ignite_engine.data.place import Place
 from ignite_engine.data.source import DataSource, OwnSource
 from ignite_engine.errors import is_whole
-from ignite_engine.loop.position import EpochIs, Plan, Position, regrouped
+from ignite_engine.loop.position import EpochIs, Plan, Position, limit_reached
 from ignite_engine.loop.progress import Progress
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.state import COUNTERS, Start, TrainingState
@@ -150,9 +150,7 @@ def _decide(
     _check_against_state(arguments, state, stopped=stopped)
     max_epochs = given[0] if given[0] is not None else state.max_epochs
     max_iters = given[1] if given[1] is not None else state.max_iters
-    done = (max_epochs is not None and state.epoch >= max_epochs) or (
-        max_iters is not None and state.iteration >= max_iters
-    )
+    done = limit_reached(Position(state.iteration, state.epoch), Plan(max_epochs, max_iters))
     if done and not stopped:
         return Start.FRESH, Position(), *default
     goes_on = left is not None and left.data is not None and (stopped or _is_as_left(state, progress))
@@ -167,12 +165,14 @@ def _is_as_left(state: TrainingState, progress: Progress) -> bool:
 
 
 def _regrouped(position: Position, plan: Plan, source: DataSource) -> Position:
-    """Where iterations have another size, or other ranks consumed some of the pass."""
-    if plan.epoch_is is not EpochIs.A_PASS:
+    """Where iterations have another size, or other ranks consumed some of the pass: its data says what is left."""
+    if plan.epoch_is is not EpochIs.A_PASS or plan.epoch_length is None:
         return position
     assert source.batches is not None
-    batch = source.batches if source.place.ended else source.place.batch
-    return regrouped(position, plan, source.batches, batch, source.steps)
+    left = 0 if source.place.ended else -(-(source.batches - source.place.batch) // source.steps)
+    if left == 0 and position.epoch_iteration == 0:  # the end of an epoch that has been reported
+        return position
+    return replace(position, epoch_iteration=plan.epoch_length - left)
 
 
 def _say_what_is_read_whole(data: Any) -> None:
