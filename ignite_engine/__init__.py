@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ignite_engine.data.loader import loader
     from ignite_engine.errors import Interrupted
-    from ignite_engine.evaluator import create_evaluator
     from ignite_engine.events import TrainingEvents
-    from ignite_engine.ext.windows.windows import Windows
+    from ignite_engine.loop.evaluator import create_evaluator
     from ignite_engine.loop.intervals import every
     from ignite_engine.ranks.launch import Parallel
     from ignite_engine.rng import seed_everything
@@ -41,7 +40,7 @@ _HOMES = {
     "ext.windows.windows": ("Windows",),
     "loop.intervals": ("every",),
     "errors": ("Interrupted",),
-    "evaluator": ("create_evaluator",),
+    "loop.evaluator": ("create_evaluator",),
     "events": ("TrainingEvents",),
     "ranks.launch": ("Parallel",),
     "rng": ("seed_everything",),

@@ -18,8 +18,8 @@ from ignite_engine.checkpoint.states.generators import undrawn
 from ignite_engine.checkpoint.states.metrics import metrics_of
 from ignite_engine.data.workers import begin_pass, end_workers
 from ignite_engine.errors import one_line, shapes_of
-from ignite_engine.evaluator import eval_mode, whole_pass
 from ignite_engine.handlers.evaluation.handler import Evaluation
+from ignite_engine.loop.evaluator import eval_mode, whole_pass
 from ignite_engine.ranks import agreement
 
 logger = logging.getLogger(__name__)

@@ -15,12 +15,12 @@ from ignite_engine.checkpoint.states.generators import undrawn
 from ignite_engine.checkpoint.states.model_and_optimizer import EvaluatedWeights
 from ignite_engine.data.source import OwnSource
 from ignite_engine.errors import check_type, is_whole
-from ignite_engine.evaluator import eval_mode, whole_pass
 from ignite_engine.events import Phase
 from ignite_engine.handlers.evaluation.batches import EvaluationBatches, check_loader, loader_of
 from ignite_engine.handlers.evaluation.invariant import InvariantSums, dealing_of, unsummed
 from ignite_engine.handlers.evaluation.progress import unsupported_reason
 from ignite_engine.handlers.metric_values import publish
+from ignite_engine.loop.evaluator import eval_mode, whole_pass
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp_buffers import share_buffers
 from ignite_engine.ranks.mesh import metrics_reduce

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence, Set
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from ignite_engine.loop.bus import (
     name_of,
 )
 from ignite_engine.loop.position import Plan, Position, last_iteration
-from ignite_engine.schedules import Schedule
 from ignite_engine.text import in_columns, in_units, short
 
 ROWS = 12
@@ -80,12 +79,12 @@ def _rates(engine: Engine, plan: Plan) -> list[str]:
     lines: list[str] = []
     for event, handler, owner in _schedules(engine):
         scheduler = owner.scheduler
-        what = repr(scheduler) if isinstance(scheduler, Schedule) else type(scheduler).__name__
+        what = repr(scheduler) if isinstance(scheduler, Curve) else type(scheduler).__name__
         lines.append(f"Schedule {getattr(owner, 'name', '')}: {what}")
         by_epoch = event in (Events.EPOCH_STARTED, Events.EPOCH_COMPLETED)
         total = _epochs(plan) if by_epoch else last_iteration(Position(), plan)
         steps = None if type(handler) is Filtered else total
-        if isinstance(scheduler, Schedule) and steps:
+        if isinstance(scheduler, Curve) and steps:
             if scheduler.total is None:
                 scheduler = copy.copy(scheduler)
                 scheduler.set_total(steps)
@@ -101,7 +100,7 @@ def _schedules(engine: Engine) -> Iterator[tuple[Any, Any, Any]]:
     for event in events_with_handlers(engine):
         for handler, _, _ in handlers_of(engine, event):
             owner = getattr(handler.handler if type(handler) is Filtered else handler, "__self__", handler)
-            is_schedule = isinstance(getattr(owner, "scheduler", None), Schedule | LRScheduler | ReduceLROnPlateau)
+            is_schedule = isinstance(getattr(owner, "scheduler", None), Curve | LRScheduler | ReduceLROnPlateau)
             if is_schedule and not name_of(handler).rpartition(".")[2].startswith("_"):  # its bookkeeping
                 yield event, handler, owner
 
@@ -125,8 +124,13 @@ def _bus(engine: Engine) -> list[str]:
     return lines
 
 
+@runtime_checkable
 class Curve(Protocol):
-    """A schedule that can be asked for the LR of each parameter group at any step."""
+    """A schedule that can be asked for the LR of each parameter group at any step, as those of ``schedules.py``."""
+
+    total: float | None
+
+    def set_total(self, total: float) -> None: ...
 
     def lrs_at(self, step: int) -> list[float]: ...
 

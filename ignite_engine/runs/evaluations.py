@@ -9,10 +9,10 @@ from ignite.engine import Engine, Events
 
 from ignite_engine.data.source import OwnSource
 from ignite_engine.errors import did_you_mean
-from ignite_engine.evaluator import create_evaluator
 from ignite_engine.events import Phase, TrainingEvents
 from ignite_engine.handlers.evaluation import Evaluation
 from ignite_engine.handlers.evaluation.dry_run import dry_run
+from ignite_engine.loop.evaluator import create_evaluator
 from ignite_engine.runs.config.named import Fault
 from ignite_engine.runs.config.sections import Count, CountFrom0
 from ignite_engine.runs.loaders import data_loader

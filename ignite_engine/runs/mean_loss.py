@@ -11,7 +11,7 @@ from ignite.metrics import Average, Metric
 from torch import nn
 
 from ignite_engine.devices import widest_float
-from ignite_engine.evaluator import eval_mode
+from ignite_engine.loop.evaluator import eval_mode
 from ignite_engine.update.losses import LossFn, parts
 from ignite_engine.update.micro_batches import check_weight, first_dimension
 

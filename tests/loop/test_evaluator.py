@@ -164,7 +164,8 @@ def test_an_engine_runs_again_after_an_error():
 
 def run_by_hand(rank):
     lines, seen = [], []
-    logging.getLogger("ignite_engine.evaluator").addFilter(lambda record: lines.append(record.getMessage()) or False)
+    logger = logging.getLogger("ignite_engine.loop.evaluator")
+    logger.addFilter(lambda record: lines.append(record.getMessage()) or False)
     for data in (DataLoader(Numbers(6), 2), loader(Numbers(6), 2)):
         evaluator = create_evaluator(linear(), lambda model, batch: (model(batch[0]), batch[1]))
         seen.append(sum(evaluator.run(data).iteration for _ in range(2)))
