@@ -22,7 +22,7 @@ from ignite_engine.handlers.log import Log
 from ignite_engine.handlers.meters import Meter
 from ignite_engine.ranks import agreement, attempt
 from ignite_engine.state import Start
-from ignite_engine.text import json_values, plain_metric
+from ignite_engine.text import METRICS, STARTS, json_values, plain_metric
 from ignite_engine.update import Update, Updates
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class MetricLogger:
     ) -> None:
         self.name, self.console, self.config = name, console, config
         self.directory = None if directory is None else Path(directory).absolute()
-        self._log = None if self.directory is None else Log(self.directory / "metrics.jsonl")
+        self._log = None if self.directory is None else Log(self.directory / METRICS)
         self._stdout = Stream("stdout")
         self._means: dict[str, Meter] = {}
         self._meters: dict[str, Meter] = {}
@@ -238,7 +238,7 @@ class MetricLogger:
         values = {"what": what, "iteration": trainer.state.iteration, "reason": reason, "at": now, **more}
         with contextlib.suppress(OSError):  # the log says that the folder cannot be written
             self.directory.mkdir(parents=True, exist_ok=True)
-            with (self.directory / "starts.jsonl").open("a", encoding="utf-8") as file:
+            with (self.directory / STARTS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(json_values(values), default=str) + "\n")
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import NoneType
 from typing import Any, SupportsFloat
 
-from torch.utils._pytree import tree_map
+METRICS, STARTS = "metrics.jsonl", "starts.jsonl"
+"""In a run's folder, its log, and when it was started and ended: lines of JSON, each with its iteration."""
+_NOT_FINITE = {text: float(text) for text in ("nan", "inf", "-inf")}
 
 
 def in_columns(rows: Iterable[Sequence[str]]) -> list[str]:
@@ -72,6 +76,8 @@ def plain_metric(name: str, value: Any) -> Any:
 
 def in_lists(value: Any) -> Any:
     """A metric's value with its tensors and arrays as numbers, or lists of them."""
+    from torch.utils._pytree import tree_map  # the trackers' processes have no torch
+
     return tree_map(lambda leaf: leaf.tolist() if hasattr(leaf, "tolist") else leaf, value)
 
 
@@ -87,3 +93,43 @@ def json_values(value: Any) -> Any:
 def json_number(value: float) -> float | str:
     """``value``, or ``"nan"``, ``"inf"``, ``"-inf"``: JSON has no such numbers, and ``float()`` reads these back."""
     return value if value - value == 0 else str(value)
+
+
+def from_json(value: Any) -> Any:
+    """What :func:`json_number` was given; any other value as it is."""
+    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+def objects_in(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
+    """The JSON objects with an iteration among lines of a log; what is torn, or not of a log, is left out."""
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            values = json.loads(line)
+            if isinstance(values, dict) and isinstance(values.get("iteration"), int):
+                yield values
+
+
+def lines_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a log, one at a time; none where it cannot be read."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        yield from objects_in(file)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where there is none, or it cannot be read."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested mappings as one mapping with dotted keys; an empty one is a value."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found |= {f"{key}.{below}": leaf for below, leaf in flat(value).items()}
+        else:
+            found[str(key)] = value
+    return found

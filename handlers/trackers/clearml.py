@@ -12,12 +12,8 @@ from typing import Any
 
 import yaml
 
-from ignite_engine.handlers.trackers.tracker import Row, Tracker, numbers, read
-
-_FRAMEWORKS = (
-    "matplotlib", "tensorflow", "tensorboard", "pytorch", "xgboost", "scikit", "fastai", "lightgbm", "hydra",
-    "tfdefines", "joblib", "megengine", "catboost", "gradio", "jsonargparse",
-)  # fmt: skip
+from ignite_engine.handlers.trackers.tracker import Row, Tracker, numbers
+from ignite_engine.text import read_object
 
 
 class ClearML(Tracker):
@@ -50,25 +46,23 @@ class ClearML(Tracker):
         super().__init__(directory, name=name)
         self.project, self.task, self.config, self.tags, self.offline = project, task, config, list(tags), offline
         self._task: Any = None
-        self._registered: Path | None = None
 
     def begin(self, first: int, kept: dict[str, Any], run: Mapping[str, Any]) -> None:
         """Continue the task that is ``kept``; an offline session drops its points from ``first`` on."""
         offline = not _has_server() if self.offline is None else self.offline
-        before = kept.get("id")
-        continued = before if before and before.startswith("offline-") == offline else None
-        folder = self.directory / "clearml"
+        folder, known = self.directory / "clearml", kept.get("id", "")
+        if known.startswith("offline-") != offline:  # a session cannot be continued on a server, nor a task offline
+            known = ""
         if self._task is not None:
             self._task.flush(wait_for_uploads=True)
-        if continued and offline:
-            _drop_points(folder / "offline" / continued / "metrics.jsonl", first)
+        if known and offline:
+            _drop_points(folder / "offline" / known / "metrics.jsonl", first)
         if self._task is None:
-            self._task = _task(self, folder, continued, offline, run["command"])
+            self._task = self._begun(folder, known, offline, run["command"])
             kept["id"] = self._task.id
-            if before and not continued:
-                self._task.set_user_properties(continues=before)
             self._task.connect_configuration(run["environment"], name="environment")
-            if config := self.config or _stored(self.directory):
+            stored = self.directory / "config.yaml"
+            if config := self.config or (yaml.safe_load(stored.read_text("utf-8")) if stored.exists() else None):
                 self._task.connect_configuration(config, name="config")
                 self._task.set_parameters_as_dict(config)
             self._task.set_user_properties(status="running", reason="")
@@ -82,8 +76,6 @@ class ClearML(Tracker):
                     logger.report_scalar(title, series or title, number, row["iteration"])
                 else:  # ClearML would plot it as 0
                     logger.report_text(f"iteration {row['iteration']}: {name} is {number}", print_console=False)
-        if not self._task.id.startswith("offline-"):  # on import each one becomes a model: there only the last
-            self._register_model()
 
     def end(self, outcome: Mapping[str, Any]) -> None:
         """Send report and best checkpoint, by path, and close the task: completed, stopped or failed."""
@@ -91,7 +83,7 @@ class ClearML(Tracker):
         offline, status, reason = task.id.startswith("offline-"), outcome["status"], outcome["reason"] or ""
         if (report := self.directory / "report.html").exists():
             task.upload_artifact("report", report, wait_on_upload=True)
-        self._register_model()
+        self._register_model(offline)
         self._task = None
         task.set_user_properties(status=status, reason=reason)
         task.flush(wait_for_uploads=True)
@@ -103,65 +95,54 @@ class ClearML(Tracker):
         else:
             task.stopped(status_reason=reason, force=True)
 
-    def _register_model(self) -> None:
-        """The best checkpoint is the task's output model, by path; its files are not uploaded."""
-        checkpoint = _best_checkpoint(self.directory)
-        if checkpoint is None or checkpoint == self._registered:
-            return
+    def _begun(self, folder: Path, known: str, offline: bool, command: list[str]) -> Any:
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ.pop("CLEARML_OFFLINE_MODE", None)
+        if offline:
+            os.environ |= {"CLEARML_OFFLINE_MODE": "1", "CLEARML_CACHE_DIR": str(folder)}
+        sys.argv = command
+
+        from clearml import Task
+        from clearml.backend_interface.task.task import Task as BackendTask
+        from clearml.config.cache import SessionCache
+
+        tasks: Any = Task
+        reporting: Any = BackendTask
+        # with the subprocess a report blocks for seconds and close() takes up to two minutes
+        reporting._report_subprocess_enabled = False
+        if offline:
+            SessionCache.SESSION_CACHE_FOLDER = str(folder)  # else a file in the user's home
+        task = tasks.init(
+            project_name=self.project,
+            task_name=self.task or self.directory.name,
+            tags=self.tags,
+            reuse_last_task_id=False,
+            continue_last_task=known or False,
+            auto_connect_arg_parser=False,
+            auto_connect_frameworks={"detect_repository": not offline},
+            auto_resource_monitoring=False,
+            auto_connect_streams=False,
+        )
+        if known:
+            task.set_initial_iteration(0)  # the log's iterations already continue
+        return task
+
+    def _register_model(self, offline: bool) -> None:
+        """The best checkpoint, or else the newest, is the task's output model, by path; no file is uploaded."""
         from clearml import OutputModel
 
+        manifests = self.directory.glob("checkpoints/iteration_*/manifest.json")
+        checkpoint = max((path.parent for path in manifests), default=None)
+        if best := read_object(self.directory / "summary.json").get("best"):
+            checkpoint = self.directory / "checkpoints" / best["checkpoint"]
+        if checkpoint is None:
+            return
         output = OutputModel(task=self._task, name="checkpoint", framework="PyTorch")
-        if self._task.id.startswith("offline-"):
+        if offline:
             model: Any = output._get_base_model()
             model.locked = False  # clearml 2.1.12 reads it without setting it
-        iteration = read(checkpoint / "manifest.json").get("iteration", 0)
+        iteration = read_object(checkpoint / "manifest.json").get("iteration", 0)
         output.update_weights(register_uri=checkpoint.as_uri(), iteration=iteration, update_comment=False)
-        self._registered = checkpoint
-
-
-def _task(settings: ClearML, folder: Path, continued: str | None, offline: bool, command: list[str]) -> Any:
-    folder.mkdir(parents=True, exist_ok=True)
-    os.environ.pop("CLEARML_OFFLINE_MODE", None)
-    if offline:
-        os.environ |= {"CLEARML_OFFLINE_MODE": "1", "CLEARML_CACHE_DIR": str(folder)}
-    sys.argv = command
-
-    from clearml import Task
-    from clearml.backend_interface.task.task import Task as BackendTask
-    from clearml.config.cache import SessionCache
-
-    tasks: Any = Task
-    reporting: Any = BackendTask
-    # with the subprocess a report blocks for seconds and close() takes up to two minutes
-    reporting._report_subprocess_enabled = False
-    if offline:
-        SessionCache.SESSION_CACHE_FOLDER = str(folder)  # else a file in the user's home
-    task = tasks.init(
-        project_name=settings.project,
-        task_name=settings.task or settings.directory.name,
-        tags=settings.tags,
-        reuse_last_task_id=False,
-        continue_last_task=continued or False,
-        auto_connect_arg_parser=False,
-        auto_connect_frameworks={**dict.fromkeys(_FRAMEWORKS, False), "detect_repository": not offline},
-        auto_resource_monitoring=False,
-        auto_connect_streams=False,
-    )
-    if continued:
-        task.set_initial_iteration(0)  # the log's iterations already continue
-    return task
-
-
-def _best_checkpoint(directory: Path) -> Path | None:
-    """The best checkpoint of the run, or else the newest."""
-    if best := read(directory / "summary.json").get("best"):
-        return directory / "checkpoints" / str(best["checkpoint"])
-    return max((path.parent for path in directory.glob("checkpoints/iteration_*/manifest.json")), default=None)
-
-
-def _stored(directory: Path) -> Mapping[str, Any] | None:
-    path = directory / "config.yaml"
-    return yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def _drop_points(path: Path, first: int) -> None:

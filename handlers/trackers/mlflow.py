@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ignite_engine.handlers.trackers.tracker import Row, Tracker, flat, numbers
+from ignite_engine.handlers.trackers.tracker import Row, Tracker, hyperparameters, numbers
 
 _STATUS = {"completed": "FINISHED", "interrupted": "KILLED"}
 
@@ -57,7 +57,7 @@ class MLflow(Tracker):
         experiment = self._client.create_experiment(self.experiment) if found is None else found.experiment_id
         self._id = self._client.create_run(experiment, run_name=self.run_name or self.directory.name).info.run_id
         kept["id"] = self._id
-        for key, value in flat(self.config or {}).items():
+        for key, value in hyperparameters(self.config or {}).items():
             self._client.log_param(self._id, key, value)
 
     def push(self, rows: Sequence[Row]) -> None:

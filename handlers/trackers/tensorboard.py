@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from ignite_engine.handlers.trackers.tracker import Row, Tracker, flat, numbers
+from ignite_engine.handlers.trackers.tracker import Row, Tracker, hyperparameters, numbers
 
 
 class TensorBoard(Tracker):
@@ -41,7 +41,7 @@ class TensorBoard(Tracker):
         if self.config:
             text = yaml.safe_dump(dict(self.config), sort_keys=False, allow_unicode=True)
             self._writer.add_text("config", "".join(f"    {line}\n" for line in text.splitlines()), first)
-            for summary in hparams(flat(self.config), {}):
+            for summary in hparams(hyperparameters(self.config), {}):
                 self._writer.file_writer.add_summary(summary)
 
     def push(self, rows: Sequence[Row]) -> None:

@@ -100,10 +100,10 @@ def _describe(options: argparse.Namespace) -> None:
 
 def _track(options: argparse.Namespace) -> int:
     """1: some trackers still lack something, each in one line."""
-    from ignite_engine.handlers.trackers.following import follow
+    from ignite_engine.handlers.trackers.following import track
 
     try:
-        problems = follow(options.run)
+        problems = track(options.run)
     except InUse as holder:
         problems = {str(options.run): f"{holder} sends it already"}
     for name, problem in problems.items():

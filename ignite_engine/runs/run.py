@@ -30,7 +30,6 @@ from ignite_engine.ranks.watch import cause_of, known_failure, on_failure, reaso
 from ignite_engine.runs.code import commit_of_code
 from ignite_engine.runs.config.load import Config
 from ignite_engine.runs.config.named import parameters_of
-from ignite_engine.runs.history import Records, read_records
 from ignite_engine.runs.run_directory import PhaseTimes, RunDirectory, weights_sha256
 from ignite_engine.runs.task import Task
 from ignite_engine.schedules import Schedule
@@ -114,9 +113,9 @@ class Run:
         return metrics
 
     @property
-    def history(self) -> Records:
-        """What was logged at each log point, and by a follower; ``to_pandas()`` makes a table of it."""
-        return read_records(self.directory)
+    def history(self) -> list[dict[str, Any]]:
+        """What was logged at each log point, and by a follower: ``pandas.DataFrame(run.history)`` is a table of it."""
+        return list(self.directory.logged())
 
     def __repr__(self) -> str:
         if not self.summary:

@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -27,9 +27,8 @@ from ignite_engine.checkpoint.digests import tensor_bytes
 from ignite_engine.checkpoint.environment import environment_values
 from ignite_engine.checkpoint.filesystem import replace_file
 from ignite_engine.checkpoint.lock import LOCK_NAME, DirectoryInUse, held
-from ignite_engine.checkpoint.nested import dotted, walk
 from ignite_engine.checkpoint.states.model_and_optimizer import clean_name, unwrap
-from ignite_engine.text import json_values
+from ignite_engine.text import METRICS, STARTS, flat, from_json, json_values, lines_of, read_object
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +66,11 @@ class RunDirectory:
         self.path = self.given.absolute()  # the run may change its working directory
         self.config = self.path / "config.yaml"
         self.environment = self.path / "environment.json"
-        self.metrics = self.path / "metrics.jsonl"
+        self.metrics = self.path / METRICS
         self.summary = self.path / "summary.json"
         self.checkpoints = self.path / "checkpoints"
-        self.starts = self.path / "starts.jsonl"
-        self.followed = self.path / "follow" / "metrics.jsonl"
+        self.starts = self.path / STARTS
+        self.followed = self.path / "follow" / METRICS
         self.logs = self.path / "logs"
 
     def files_of_a_run(self) -> list[str]:
@@ -138,40 +137,44 @@ class RunDirectory:
 
     def differences(self, values: Mapping[str, Any]) -> list[str]:
         """``key: before -> now`` for each key that differs from the stored config; empty if there is none."""
-        before = self._stored_config()
-        return [] if before is None else config_differences(before, values)
+        try:
+            before = read_yaml(self.config.read_text(encoding="utf-8")) if self.config.exists() else None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            why = " ".join(str(error).split())
+            logger.warning("%s cannot be compared with this run's config: %s", self.config, why)
+            return []
+        return config_differences(before, values) if isinstance(before, dict) else []
 
     def write_environment(self, world_size: int, code: Mapping[str, Any] | None = None) -> None:
         """Store versions, machine, devices and command line, and the commit of the user's code."""
-        values = {
-            **environment_values(world_size),
-            "packages": installed_packages(),
-            **(code or {}),
-        }
+        values = {**environment_values(world_size), "packages": installed_packages(), **(code or {})}
         write_whole(self.environment, json.dumps(values, indent=1) + "\n")
 
     def read_history(self) -> list[dict[str, Any]]:
         """The lines of ``starts.jsonl`` since the run was last started afresh; one that cannot be read is left out."""
         history: list[dict[str, Any]] = []
         for line in lines_of(self.starts):
-            if isinstance(line.get("iteration"), int) and "what" in line:
+            if "what" in line:
                 history = [line] if line["what"] == "started" else [*history, line]
         return history
 
     def logged(self) -> Iterator[dict[str, Any]]:
-        """The lines of the log, joined with what a follower has measured beside the run at the same iterations."""
-        followed = [line for line in lines_of(self.followed) if isinstance(line.get("iteration"), int)]
-        lines = {line["iteration"]: line for line in followed}
-        waiting = sorted(lines, reverse=True)
+        """The lines of the log, joined with what a follower has measured beside the run at the same iterations.
+
+        Numbers that are not finite are numbers again.
+        """
+        followed = {line["iteration"]: line for line in lines_of(self.followed)}
+        waiting = sorted(followed, reverse=True)
 
         def take() -> dict[str, Any]:
-            return {name: value for name, value in lines[waiting.pop()].items() if name != FOLLOWED_CHECKPOINT}
+            line = followed[waiting.pop()]
+            return {name: from_json(value) for name, value in line.items() if name != FOLLOWED_CHECKPOINT}
 
         for line in lines_of(self.metrics):
-            iteration = line.get("iteration")
-            while isinstance(iteration, int) and waiting and waiting[-1] < iteration:
+            line = {name: from_json(value) for name, value in line.items()}
+            while waiting and waiting[-1] < line["iteration"]:
                 yield take()
-            yield {**take(), **line} if waiting and waiting[-1] == iteration else line
+            yield {**take(), **line} if waiting and waiting[-1] == line["iteration"] else line
         while waiting:
             yield take()
 
@@ -198,11 +201,7 @@ class RunDirectory:
 
     def read_summary(self) -> dict[str, Any]:
         """The summary stored last; empty if there is none, or it cannot be read."""
-        try:
-            values = json.loads(self.summary.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError, RecursionError):
-            return {}
-        return values if isinstance(values, dict) else {}
+        return read_object(self.summary)
 
     @contextmanager
     def logging_to(self, rank: int, *, console: bool = True) -> Iterator[None]:
@@ -232,18 +231,6 @@ class RunDirectory:
             for handler in handlers:
                 root.removeHandler(handler)
                 handler.close()
-
-    def _stored_config(self) -> dict[str, Any] | None:
-        try:
-            values = read_yaml(self.config.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            logger.warning(
-                "%s cannot be compared with this run's config: %s", self.config, " ".join(str(error).split())
-            )
-            return None
-        return values if isinstance(values, dict) else None
 
 
 def _for_the_console(record: logging.LogRecord) -> bool:
@@ -341,24 +328,3 @@ def weights_sha256(model: nn.Module) -> str:
         digest.update(name.encode() + b"\0")
         digest.update(tensor_bytes(whole).numpy().data)
     return digest.hexdigest()
-
-
-def lines_of(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file of lines, one at a time; none where it cannot be read, and no line that is torn."""
-    with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
-        yield from objects_in(file)
-
-
-def objects_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The JSON objects among lines of text."""
-    for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            values = json.loads(line)
-            if isinstance(values, dict):
-                yield values
-
-
-def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested mappings as one mapping with dotted keys; an empty one is a value."""
-    leaves = walk(values, whole=lambda value: not isinstance(value, Mapping) or not value)
-    return {dotted(path): value for path, value in leaves} if values else {}

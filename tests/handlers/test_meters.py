@@ -1,8 +1,8 @@
 """Meters and metrics of several numbers: exact over intervals and ranks, and one collective with the means."""
 
 import math
-import sys
 
+import pandas
 import pytest
 import torch
 from ignite.engine import Events
@@ -15,7 +15,6 @@ from tests.handlers.test_metric_logger import EVERY_2, lines, reads_counted
 from tests.kit.collectives import Collectives
 from tests.kit.fitting import fitted
 from tests.kit.processes import ranks
-from tests.kit.refusals import refuses
 
 
 def of_outputs(trainer):
@@ -130,16 +129,14 @@ def test_metric_of_very_many_numbers_is_not_logged(tmp_path, caplog):
     assert {key for line in lines(tmp_path) for key in line if key.startswith("val")} == {"val/confusion"}
 
 
-def test_history_is_a_list_of_what_was_logged_and_a_table_with_pandas(tmp_path, monkeypatch):
+def test_history_is_a_list_of_what_was_logged_and_a_table_with_pandas(tmp_path):
     run = fitted(tmp_path, max_epochs=2, MetricLogger={"every": 4, "console": False})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 13, "loss": "nan"}\n')
     history = run.history
-    frame = history.to_pandas()
+    frame = pandas.DataFrame(history)
 
     assert [point["iteration"] for point in history] == [4, 6, 8, 12, 13] == frame["iteration"].tolist()
     assert history[3]["val/loss"] == run.metrics["val/loss"] == frame["val/loss"].tolist()[3]
     assert math.isnan(history[4]["loss"]) and frame["loss"].isna().tolist()[3:] == [False, True]
     assert frame["val/loss"].isna()[0]
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    refuses(history.to_pandas, ModuleNotFoundError, "to_pandas pip install pandas")

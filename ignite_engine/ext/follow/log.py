@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ignite_engine.checkpoint.retention import CheckpointInfo
-from ignite_engine.runs.run_directory import FOLLOWED_CHECKPOINT, lines_of, write_whole
-from ignite_engine.text import json_values
+from ignite_engine.runs.run_directory import FOLLOWED_CHECKPOINT, write_whole
+from ignite_engine.text import json_values, lines_of
 
 
 def identity_of(checkpoint: CheckpointInfo) -> dict[str, Any]:
@@ -53,5 +53,4 @@ class FollowedLog:
 def _is_usable(line: dict[str, Any]) -> bool:
     """Whether a follower wrote it."""
     identity = line.get(FOLLOWED_CHECKPOINT)
-    is_known = isinstance(identity, dict) and identity.keys() >= {"name", "created_at", "run_id"}
-    return is_known and isinstance(line.get("iteration"), int)
+    return isinstance(identity, dict) and identity.keys() >= {"name", "created_at", "run_id"}

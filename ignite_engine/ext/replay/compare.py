@@ -17,7 +17,8 @@ from ignite_engine.errors import CheckpointError, ReplayError
 from ignite_engine.ext.replay.rerun import Build, iterations_of, rerun, start_of
 from ignite_engine.ext.replay.steps import STEPS, Steps, state_name
 from ignite_engine.ranks import agreement
-from ignite_engine.runs.run_directory import RunDirectory, config_differences, flat, lines_of
+from ignite_engine.runs.run_directory import RunDirectory, config_differences
+from ignite_engine.text import METRICS, flat, lines_of
 
 _LEFT_OUT = re.compile(r"(^|\.|, )(memory|throughput|time)/|^the state of trainer( of rank \d+)?, checkpoints$")
 """Names of values that clocks and the machine decide, and how often was saved."""
@@ -103,7 +104,7 @@ def compare(
     logs = {f"steps of rank {rank}": STEPS.format(rank) for rank in range(ranks)}
     one: Mapping[int, Any]
     other: Mapping[int, Any]
-    for where, name in {**logs, "log lines": "metrics.jsonl", _TRAIL: "trail.jsonl"}.items():
+    for where, name in {**logs, "log lines": METRICS, _TRAIL: "trail.jsonl"}.items():
         one, other = (_lines(folder / name) for folder in folders)
         # a trail may be written at another interval
         look(where, one, other, one.keys() & other.keys() if where == _TRAIL else one.keys() | other.keys(), upto)
@@ -118,7 +119,7 @@ def compare(
 
 def _lines(path: Path) -> dict[int, dict[str, Any]]:
     """The lines of a log by their iterations; the last one of several."""
-    return {line["iteration"]: flat(line) for line in lines_of(path) if isinstance(line.get("iteration"), int)}
+    return {line["iteration"]: flat(line) for line in lines_of(path)}
 
 
 def _difference(

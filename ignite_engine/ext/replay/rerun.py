@@ -31,8 +31,9 @@ from ignite_engine.runs.config.load import validated, with_changes
 from ignite_engine.runs.config.yaml_file import ConfigSource
 from ignite_engine.runs.fit import built_with
 from ignite_engine.runs.run import Run
-from ignite_engine.runs.run_directory import RunDirectory, lines_of, read_yaml
+from ignite_engine.runs.run_directory import RunDirectory, read_yaml
 from ignite_engine.runs.task import IN_PYTHON
+from ignite_engine.text import METRICS, lines_of
 from ignite_engine.trainer import Trainer
 
 Build = Callable[[Path], Any]
@@ -148,7 +149,7 @@ def end_at(trainer: Trainer, at: int, call: Call | None = None, *, epochs: int =
 def iterations_of(directory: Path) -> int:
     """How far the run has come, as its files say."""
     files = RunDirectory(directory)
-    logged = [line["iteration"] for line in lines_of(files.metrics) if isinstance(line.get("iteration"), int)]
+    logged = [line["iteration"] for line in lines_of(files.metrics)]
     saved = map(named_iteration, files.checkpoints.glob("*"))  # others may lie among them
     known: list[int] = [files.read_summary().get("iteration") or 0, *logged[-1:], *filter(None, saved)]
     return max(known)
@@ -290,7 +291,7 @@ def moved(values: Mapping[str, Any], path: Path | None, folder: Path) -> Config:
 
 def _follow_clocks(trainer: Trainer, directory: Path) -> None:
     """What comes by a clock comes where the run has logged."""
-    logged = {line.get("iteration") for line in lines_of(RunDirectory(directory).metrics)}
+    logged = {line["iteration"] for line in lines_of(RunDirectory(directory).metrics)}
     for _, handler in bus.filtered(trainer):
         if isinstance(handler.filter, Clock):
             handler.filter = lambda engine, count: count in logged
@@ -307,7 +308,7 @@ def _copy(directory: Path, folder: Path, stores: Iterable[Path], until: int) -> 
                     break
     if any(any(store.glob("*")) for store in stores):  # else the run begins anew
         for log in directory.glob("*.jsonl"):
-            if log.name in ("metrics.jsonl", "trail.jsonl"):
+            if log.name in (METRICS, "trail.jsonl"):
                 shutil.copyfile(log, folder / log.name)
 
 

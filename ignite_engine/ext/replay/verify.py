@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from ignite.engine import Events
@@ -21,7 +20,8 @@ from ignite_engine.checkpoint.store import CheckpointStore
 from ignite_engine.ext.replay.compare import compare, first_difference
 from ignite_engine.ext.replay.rerun import checkpoints_of, end_at
 from ignite_engine.ext.replay.steps import STEPS, Steps
-from ignite_engine.runs.run_directory import RunDirectory, lines_of
+from ignite_engine.runs.run_directory import RunDirectory
+from ignite_engine.text import lines_of
 from ignite_engine.trainer import Trainer
 
 _SAVE_TIMEOUT_S = 120.0
@@ -133,5 +133,5 @@ def verify(start: Callable[[Phase], None], folder: Path, iterations: int, kill_a
 
 def _last_iteration(folder: Path) -> int:
     """The last one that all ranks have completed; 0: none."""
-    lines: list[list[Any]] = [[line["iteration"] for line in lines_of(path)] for path in folder.glob(STEPS.format("*"))]
+    lines = [[line["iteration"] for line in lines_of(path)] for path in folder.glob(STEPS.format("*"))]
     return min((numbers[-1] for numbers in lines if numbers), default=0)

@@ -17,8 +17,8 @@ import yaml
 from ignite_engine.ext.report.charts import COLOURS, OF_ENGINE, charts_of, figure
 from ignite_engine.ext.report.records import Record, read_run
 from ignite_engine.ext.report.timeline import iterations_per_epoch, seconds, timeline
-from ignite_engine.runs.run_directory import flat, write_whole
-from ignite_engine.text import short
+from ignite_engine.runs.run_directory import write_whole
+from ignite_engine.text import flat, short
 
 # The browser enforces that nothing is loaded.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"

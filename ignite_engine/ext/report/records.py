@@ -169,9 +169,7 @@ def _read_metrics(run: RunDirectory) -> tuple[dict[str, list[tuple[int, float]]]
     series: dict[str, list[tuple[int, float]]] = {}
     not_finite: dict[str, list[int]] = {}
     for row in run.logged():
-        iteration = row.pop("iteration", None)
-        if not isinstance(iteration, int):
-            continue
+        iteration = row.pop("iteration")
         for name, value in row.items():
             if isinstance(value, bool) or not isinstance(value, int | float | str):
                 continue

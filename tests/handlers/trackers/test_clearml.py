@@ -19,6 +19,7 @@ from ignite.engine import Events
 
 from ignite_engine import Trainer
 from ignite_engine.handlers import ClearML, GracefulStop, MemoryLogger, MetricLogger
+from tests.handlers.trackers.sent import settled
 from tests.kit import saved
 from tests.kit.processes import ranks, start, wait_until
 from tests.kit.tiny import logging_to, numbers_loader
@@ -77,14 +78,6 @@ def library(tmp_path_factory, monkeypatch):
 
 def built(run, die_at=None, **options):
     return logging_to(ClearML(run, **options), run, die_at)
-
-
-def settled(run):
-    """Waits for the process that sends, which a run that was not completed leaves to itself."""
-    files = [run / "trackers" / name for name in ("run.json", "done.json")]
-    wait_until(lambda: len({json.loads(path.read_text())["token"] for path in files if path.exists()} | {0}) == 2)
-    wait_until(lambda: files[1].exists())
-    return json.loads(files[1].read_text())["problems"]
 
 
 def losses(run):

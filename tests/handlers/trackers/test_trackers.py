@@ -20,6 +20,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from ignite_engine.cli import main
 from ignite_engine.handlers import ClearML, MemoryLogger, MLflow, TensorBoard, WandB
 from ignite_engine.handlers.trackers.tracker import Tracker
+from tests.handlers.trackers.sent import settled
 from tests.kit.processes import start, wait_until
 from tests.kit.tiny import logging_to, numbers_loader
 
@@ -91,13 +92,6 @@ def library(tmp_path, monkeypatch):
         return [given for call, *given in lines if call == name]
 
     return calls
-
-
-def settled(run):
-    """Waits for the process that sends, which a run that was not completed leaves to itself."""
-    done = run / "trackers" / "done.json"
-    token = json.loads((run / "trackers" / "run.json").read_text())["token"]
-    wait_until(lambda: done.exists() and json.loads(done.read_text())["token"] == token)
 
 
 def twice(run, make):
@@ -240,7 +234,7 @@ def test_after_two_kills_each_point_is_there_once(tmp_path, library, monkeypatch
 # -- one of the user's own --------------------------------------------------------------------------------------------
 
 OWN = """
-import json, time
+import json, os, time
 from ignite_engine.handlers.trackers.tracker import Tracker
 
 class Listing(Tracker):
@@ -253,6 +247,7 @@ class Listing(Tracker):
 
     def push(self, rows):
         if self.hangs:
+            self.write(["hangs", os.getpid()])
             time.sleep(1000)
         self.write([row["iteration"] for row in rows])
 
@@ -306,8 +301,8 @@ def test_tracker_that_hangs_costs_a_stopped_run_less_than_a_second(own, tmp_path
         trainer.request_stop("enough")
 
     trainer.run(numbers_loader(24))
-    follower = json.loads((tmp_path / "trackers" / "run.json").read_text())["follower"]
-    os.kill(int(follower[0]), signal.SIGKILL)
+    (pid,) = [number for what, number in listed(tmp_path) if what == "hangs"]
+    os.kill(pid, signal.SIGKILL)
     assert time.monotonic() - began[0] < 5 and "ends by itself" in caplog.text
 
 
@@ -317,7 +312,7 @@ def test_run_that_is_sent_already_is_refused_in_one_line(own, tmp_path, capsys):
 
     @trainer.on(Events.ITERATION_COMPLETED(once=3))
     def second():
-        wait_until((tmp_path / "trackers" / "lock").exists)
+        wait_until((tmp_path / "trackers" / "listing.lock").exists)
         codes.append(main(["track", str(tmp_path)]))
 
     trainer.run(numbers_loader(8))
