@@ -22,7 +22,7 @@ from ignite_engine.runs.config import Config, ConfigError, load_config
 from ignite_engine.runs.run_directory import RunDirectory
 from ignite_engine.text import json_values
 
-FOLLOWERS = {"--follow": "ignite_engine.ext.follow.follow:follow_with"}
+FOLLOWERS = {"--follow": "ignite_engine.ext.follow.follow:follow"}
 """What evaluates a run beside its training, by the option that asks for it."""
 
 
@@ -88,10 +88,10 @@ def _evaluate(options: argparse.Namespace) -> int:
     if not options.follow:
         return on_ranks_of_config(options, _evaluate_one)
     try:
-        follow_with = by_name("evaluate", "--follow", FOLLOWERS)
+        follow = by_name("evaluate", "--follow", FOLLOWERS)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return on_ranks_of_config(options, partial(_follow, follow_with))
+    return on_ranks_of_config(options, partial(_follow, follow))
 
 
 def _describe(options: argparse.Namespace) -> None:
@@ -124,13 +124,10 @@ def _evaluate_one(config: Config, options: argparse.Namespace) -> None:
         print(json.dumps(json_values(result)))
 
 
-def _follow(follow_with: Any, config: Config, options: argparse.Namespace) -> None:
+def _follow(follow: Any, config: Config, options: argparse.Namespace) -> None:
     run = recipe.build_run(config)
     if run.load is not None and run.always_load:
         run.load()
-    evaluations: list[Any] = list(run.evaluations)
-    during_the_run = [evaluation for evaluation in evaluations if evaluation.name in run.trainer.registry.objects]
-
     settings: dict[str, Any] = {"every_checkpoint": options.all}
     if options.wait is not None:
         settings["wait_s"] = options.wait
@@ -138,4 +135,4 @@ def _follow(follow_with: Any, config: Config, options: argparse.Namespace) -> No
     def announce(values: Mapping[str, Any]) -> None:
         print(json.dumps(json_values(values)), flush=True)
 
-    follow_with(config.directory, run.trainer, during_the_run, announce=announce, **settings)
+    follow(config.directory, lambda: run.trainer, announce=announce, **settings)

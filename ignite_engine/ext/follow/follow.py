@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ignite_engine import rng
+from ignite_engine.checkpoint.filesystem import signature
 from ignite_engine.checkpoint.lock import DirectoryInUse, held, in_use, is_held
-from ignite_engine.checkpoint.retention import CheckpointInfo, of_one_run
+from ignite_engine.checkpoint.retention import CheckpointInfo, of_one_run, superseded
 from ignite_engine.checkpoint.states.loading import load_evaluated
 from ignite_engine.checkpoint.store import CheckpointStore
 from ignite_engine.data.source import OwnSource
 from ignite_engine.errors import CheckpointError, check_type, is_number
-from ignite_engine.ext.follow.log import FollowedLog, identity_of
 from ignite_engine.ext.report import write_report
 from ignite_engine.ranks import agreement
-from ignite_engine.runs.run_directory import FOLLOWED_CHECKPOINT, RunDirectory, RunDirectoryInUse
+from ignite_engine.runs.run_directory import FOLLOWED_CHECKPOINT, RunDirectory, RunDirectoryInUse, write_whole
+from ignite_engine.text import json_values, lines_of
 from ignite_engine.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -30,21 +31,13 @@ Announce = Callable[[Mapping[str, Any]], object]
 _LOOKS_EVERY_S = 0.5
 
 
-class Evaluates(Protocol):
-    """What is needed of an evaluation."""
-
-    def __call__(self, trainer: Trainer, /) -> None: ...
-
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
-
-
 def follow(
     directory: str | Path,
     build: Callable[[], Trainer],
     *,
     every_checkpoint: bool = False,
     wait_s: float = 300.0,
-    announce: Announce | None = None,
+    announce: Announce = lambda values: None,
 ) -> int:
     """Evaluate each new checkpoint of a run once, beside its training, until the run has ended; a collective.
 
@@ -57,7 +50,7 @@ def follow(
     Args:
         directory: of the run; its checkpoints are there, or in its ``checkpoints``.
         build: makes a trainer as the run's program does, with an Evaluation for each set and, if it has one, the EMA
-            attached. Nothing is trained in it.
+            attached. Nothing is trained in it, and data that is another each time, such as windows, is not evaluated.
         every_checkpoint: evaluate all of them, the oldest first, and let none that was seen be deleted before that;
             False: the newest first, and older ones, if they are still there, when there is no newer one.
         wait_s: seconds for which a run that has not begun, was killed, or has failed, is waited for.
@@ -72,40 +65,34 @@ def follow(
         TypeError, ValueError: a setting is of another type or out of its range, or no Evaluation is attached.
     """
     check_type("build", build, callable(build), "a function that makes the trainer")
-    trainer = build()
-    check_type("what build() returns", trainer, isinstance(trainer, Trainer), "a Trainer")
-    evaluations = [obj for name, obj in trainer.registry.objects.items() if name.startswith("evaluation/")]
-    options: dict[str, Any] = {"every_checkpoint": every_checkpoint, "wait_s": wait_s, "announce": announce}
-    return follow_with(directory, trainer, evaluations, **options)
-
-
-def follow_with(
-    directory: str | Path,
-    trainer: Trainer,
-    evaluations: Iterable[Any],
-    *,
-    every_checkpoint: bool = False,
-    wait_s: float = 300.0,
-    announce: Announce | None = None,
-) -> int:
-    """As :func:`follow`, with the trainer and the evaluations themselves.
-
-    Args:
-    """
     check_type("wait_s", wait_s, is_number(wait_s), "a number of seconds")
     if not wait_s >= 0:
         raise ValueError(f"wait_s must be at least 0 s, got {wait_s}.")
-    if not (evaluations := list(evaluations)):
-        raise ValueError("There is nothing to evaluate: attach an Evaluation to the trainer, in a config add val_sets.")
-    for evaluation in evaluations:
-        if isinstance(evaluation.data, OwnSource) or not isinstance(evaluation.data, Iterable):
-            raise ValueError(
-                f"{evaluation.name} takes other data each time, such as windows, so it cannot be followed."
-            )
-    run = RunDirectory(directory)
+    trainer, run = build(), RunDirectory(directory)
+    check_type("what build() returns", trainer, isinstance(trainer, Trainer), "a Trainer")
+    attached: list[Any] = [part for name, part in trainer.registry.objects.items() if name.startswith("evaluation/")]
+    evaluations = [
+        evaluation
+        for evaluation in attached
+        if isinstance(evaluation.data, Iterable) and not isinstance(evaluation.data, OwnSource)
+    ]
+    if not evaluations:
+        raise ValueError(
+            "There is nothing to evaluate: attach an Evaluation to the trainer, in a config add val_sets. Data that is "
+            "another each time, such as windows, cannot be followed."
+        )
     with contextlib.ExitStack() as stack:
-        agreement.on_rank_0(lambda: _take(run, stack))
-        follower = Follower(run, trainer, evaluations, every_checkpoint=every_checkpoint, announce=announce)
+
+        def take() -> None:
+            try:
+                stack.enter_context(held(run.followed.parent))
+            except DirectoryInUse as holder:
+                raise RunDirectoryInUse(
+                    f"{run.given} is followed by {holder}: one is enough; stop it to start another."
+                ) from None
+
+        agreement.on_rank_0(take)
+        follower = _Follower(run, trainer, evaluations, every_checkpoint, announce)
         stack.callback(follower.release)
         count = follower.follow(wait_s)
         if agreement.rank() == 0 and (run.path / "report.html").exists():
@@ -113,47 +100,29 @@ def follow_with(
         return count
 
 
-def _take(run: RunDirectory, stack: contextlib.ExitStack) -> None:
-    try:
-        stack.enter_context(held(run.followed.parent))
-    except DirectoryInUse as holder:
-        raise RunDirectoryInUse(
-            f"{run.given} is followed by {holder}: one is enough; stop it to start another."
-        ) from None
-
-
-class Follower:
+class _Follower:
     """One process, or group of ranks, that evaluates the checkpoints of a run."""
 
     def __init__(
-        self,
-        run: RunDirectory,
-        trainer: Trainer,
-        evaluations: Sequence[Evaluates],
-        *,
-        every_checkpoint: bool,
-        announce: Announce | None,
+        self, run: RunDirectory, trainer: Trainer, evaluations: Sequence[Any], every: bool, announce: Announce
     ) -> None:
         self.run, self.trainer, self.evaluations = run, trainer, evaluations
-        self.every_checkpoint, self.announce = every_checkpoint, announce
-        self.log = FollowedLog(run.followed)
+        self.every_checkpoint, self.announce = every, announce
         self._refused: list[dict[str, Any]] = []
         self._kept: dict[Path, contextlib.ExitStack] = {}
         """Checkpoints that retention does not delete."""
+        self._signs: list[Any] = []
+        self._seen_at = time.monotonic()
 
     def follow(self, wait_s: float) -> int:
         """Evaluate what comes until the run has ended or is given up; returns how many."""
-        count, signs, seen_at = 0, None, time.monotonic()
+        count = 0
         while True:
-            # asked first: what the run has saved before it ended is seen after that
-            is_training, status, now = agreement.on_rank_0(self._look)
-            if is_training or now != signs:
-                signs, seen_at = now, time.monotonic()
-            is_silent = agreement.on_rank_0(lambda: time.monotonic() - seen_at > wait_s)  # noqa: B023  # called at once
-            chosen = agreement.on_rank_0(self._choose)
+            status, chosen = agreement.on_rank_0(self._look)
+            is_silent = agreement.on_rank_0(lambda: time.monotonic() - self._seen_at > wait_s)
             if chosen is not None:
                 count += self._evaluate(chosen)
-                seen_at = time.monotonic()  # nobody has looked meanwhile
+                self._seen_at = time.monotonic()  # nobody has looked meanwhile
             elif status in ("completed", "interrupted"):
                 logger.info("The run in %s has ended; %d of its checkpoints were evaluated.", self.run.given, count)
                 return count
@@ -169,20 +138,23 @@ class Follower:
 
     def release(self) -> None:
         """Let retention delete what was kept."""
-        for path in list(self._kept):
-            self._kept.pop(path).close()
+        for kept in self._kept.values():
+            kept.close()
 
-    def _look(self) -> tuple[bool, str | None, list[tuple[int, int] | None]]:
-        """Whether the run is trained by a process; else the status that it was left with; and signs of life."""
+    def _look(self) -> tuple[str | None, CheckpointInfo | None]:
+        """The status that the run was left with, None while it is trained; and the checkpoint to evaluate next.
+
+        In this order: what the run has saved before it ended is seen after that.
+        """
         run = self.run
-        signs = [_stamp(path) for path in (run.summary, run.metrics, run.starts, run.checkpoints)]
+        signs = [signature(path) for path in (run.summary, run.metrics, run.starts)]
         # of a run of a config or of fit(), and of Checkpoint alone
-        if is_held(run.path) or is_held(run.checkpoints):
-            return True, None, signs
-        if "status" in (summary := run.read_summary()):
-            return False, str(summary["status"]), signs
+        is_training = is_held(run.path) or is_held(run.checkpoints)
+        if is_training or signs != self._signs:
+            self._signs, self._seen_at = signs, time.monotonic()
         history = run.read_history()
-        return False, str(history[-1]["what"]) if history else None, signs
+        status = run.read_summary().get("status") or (history[-1]["what"] if history else None)
+        return None if is_training else status, self._choose()
 
     def _store(self) -> CheckpointStore:
         is_folder_of_its_own = self.run.checkpoints.is_dir() or not self.run.path.is_dir()
@@ -191,12 +163,9 @@ class Follower:
     def _choose(self) -> CheckpointInfo | None:
         """The checkpoint that is evaluated next, kept from deletion; None: there is none now."""
         while waiting := self._waiting():
-            if self.every_checkpoint:
-                kept = [checkpoint for checkpoint in waiting if self._keep(checkpoint.path)]
-                if kept:
-                    return kept[0]
-            elif self._keep(waiting[-1].path):
-                return waiting[-1]
+            wanted = waiting if self.every_checkpoint else waiting[-1:]
+            if kept := [checkpoint for checkpoint in wanted if self._keep(checkpoint.path)]:
+                return kept[0]
         return None
 
     def _keep(self, path: Path) -> bool:
@@ -210,9 +179,10 @@ class Follower:
 
     def _waiting(self) -> list[CheckpointInfo]:
         """Those of the run that were not evaluated yet, in the order in which it has saved them."""
-        current = _without_left(of_one_run(self._store().checkpoints()))
-        seen = [*self._refused, *(line[FOLLOWED_CHECKPOINT] for line in self.log.lines())]
-        return [checkpoint for checkpoint in current if identity_of(checkpoint) not in seen]
+        saved = of_one_run(self._store().checkpoints())
+        left = {checkpoint.path for checkpoint in superseded(saved)}
+        seen = [*self._refused, *(line[FOLLOWED_CHECKPOINT] for line in self._lines())]
+        return [each for each in saved if each.path not in left and _identity_of(each) not in seen]
 
     def _evaluate(self, checkpoint: CheckpointInfo) -> bool:
         """Measure, write, let it go; False: it cannot be read, which is a warning."""
@@ -223,7 +193,7 @@ class Follower:
         except CheckpointError as error:
             if rank_0:
                 logger.warning("%s is not evaluated: %s", path, error)
-                self._refused.append(identity_of(checkpoint))
+                self._refused.append(_identity_of(checkpoint))
                 self._kept.pop(path).close()
             return False
         trainer.state.iteration = loaded.manifest.iteration
@@ -240,30 +210,35 @@ class Follower:
         except CheckpointError as error:
             logger.warning("%s", error)
         if rank_0:
-            self.log.add(checkpoint, values)  # last: killed before that, it is measured again
+            about = {"iteration": checkpoint.iteration, "epoch": checkpoint.manifest.epoch}
+            self._log(checkpoint, {**about, **values})  # last: killed before that, it is measured again
             self._kept.pop(path).close()
-            if self.announce is not None:
-                about = {"iteration": checkpoint.iteration, "epoch": checkpoint.manifest.epoch}
-                self.announce({"checkpoint": str(path), **about, **values})
+            self.announce({"checkpoint": str(path), **about, **values})
         return True
 
+    def _lines(self) -> list[dict[str, Any]]:
+        """What followers have measured: a line for each checkpoint, without what somebody else has written there."""
+        lines = lines_of(self.run.followed)
+        return [line for line in lines if isinstance(line.get(FOLLOWED_CHECKPOINT), dict) and line[FOLLOWED_CHECKPOINT]]
 
-def _without_left(saved: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Those of one run, in the order in which it has saved them, without iterations that it has left.
+    def _log(self, checkpoint: CheckpointInfo, line: Mapping[str, Any]) -> None:
+        """Add a line; the file is replaced whole, so that no reader or kill meets half of one.
 
-    It has left those after an earlier one that it has saved since: it was resumed before them.
-    """
-    earliest_since, current = math.inf, list[CheckpointInfo]()
-    for checkpoint in reversed(saved):
-        if checkpoint.iteration < earliest_since:
-            current.append(checkpoint)
-        earliest_since = min(earliest_since, checkpoint.iteration)
-    return current[::-1]
+        Lines of another run in the folder go, and those of iterations that the run has left: it was resumed from an
+        earlier checkpoint, and has saved this one after them.
+        """
+        manifest, lines = checkpoint.manifest, [json_values({**line, FOLLOWED_CHECKPOINT: _identity_of(checkpoint)})]
+        for other in self._lines():
+            of = other[FOLLOWED_CHECKPOINT]
+            is_valid = other["iteration"] < manifest.iteration or of["created_at"] > manifest.created_at
+            if is_valid and of["run_id"] == manifest.run_id:
+                lines.append(other)
+        lines.sort(key=lambda each: int(each["iteration"]))
+        self.run.followed.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self.run.followed, "".join(json.dumps(each) + "\n" for each in lines))
 
 
-def _stamp(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size
+def _identity_of(checkpoint: CheckpointInfo) -> dict[str, Any]:
+    """Which checkpoint it is, among all that a folder has held."""
+    manifest = checkpoint.manifest
+    return {"name": checkpoint.path.name, "created_at": manifest.created_at, "run_id": manifest.run_id}
