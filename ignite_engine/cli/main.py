@@ -44,7 +44,7 @@ COMMANDS: Table = {
         "write a page that compares several runs: curves in the same charts, differences of their configs",
     ),
     "track": (
-        "ignite_engine.cli.run:track",
+        "ignite_engine.handlers.trackers.command:track",
         "send to a run's trackers what they lack of it, to its end",
     ),
     "checkpoints": (

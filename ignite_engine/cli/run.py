@@ -1,16 +1,13 @@
-"""``train``, ``evaluate``, ``describe`` and ``track``."""
+"""``train``, ``evaluate`` and ``describe``."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from ignite_engine.checkpoint.lock import InUse
 from ignite_engine.checkpoint.sources import followed
 from ignite_engine.checkpoint.store import CheckpointStore
 from ignite_engine.cli.launch import on_ranks_of_config
@@ -69,12 +66,6 @@ def describe(command: Parser) -> None:
     command.set_defaults(work=_describe)
 
 
-def track(command: Parser) -> None:
-    """Send what the trackers of a run lack."""
-    command.add_argument("run", type=Path, metavar="RUN_DIR", help="the directory of a run")
-    command.set_defaults(work=_track)
-
-
 def _train(config: Config, options: argparse.Namespace) -> None:
     with recipe.logged(config):
         recipe.build_run(config).train()
@@ -96,19 +87,6 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 def _describe(options: argparse.Namespace) -> None:
     print(recipe.build_run(load_config(options.config, options.overrides)).describe())
-
-
-def _track(options: argparse.Namespace) -> int:
-    """1: some trackers still lack something, each in one line."""
-    from ignite_engine.handlers.trackers.following import track
-
-    try:
-        problems = track(options.run)
-    except InUse as holder:
-        problems = {str(options.run): f"{holder} sends it already"}
-    for name, problem in problems.items():
-        print(f"error: {name}: {problem}", file=sys.stderr)
-    return int(bool(problems))
 
 
 def _evaluate_one(config: Config, options: argparse.Namespace) -> None:
