@@ -277,7 +277,7 @@ CALLS = [
     *of(
         "mirror",
         [
-            ("half a file", damaged(pull_what_is_half_there), "not fetched rank_0.safetensors 4 bytes"),
+            ("half a file", damaged(pull_what_is_half_there), "rank_0.safetensors 4 bytes"),
             ("damaged", damaged(push_what_has_changed), "shared.safetensors"),
         ],
     ),

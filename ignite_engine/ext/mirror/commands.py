@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ignite_engine.checkpoint.layout import named_iteration, scan
-from ignite_engine.checkpoint.manifest import read_manifest
 from ignite_engine.checkpoint.sources import RUNS_FOLDER, find_source
-from ignite_engine.checkpoint.states.tiers import Unreachable
 from ignite_engine.checkpoint.verification import Verification
 from ignite_engine.cli.parsing import Parser
 from ignite_engine.errors import CheckpointError, did_you_mean
@@ -32,53 +32,40 @@ def push(action: Parser) -> None:
     action.set_defaults(work=_push)
 
 
-def _pull(options: argparse.Namespace) -> int:
+def _pull(options: argparse.Namespace) -> None:
     """Fetch the newest, or one by its name."""
-    before, _, last = options.where.rstrip("/").rpartition("/")
-    is_one = bool(before) and named_iteration(Path(last)) is not None
-    remote = _remote(before if is_one else options.where)
+    url, _, name = options.where.rstrip("/").rpartition("/")
+    if not url or named_iteration(Path(name)) is None:
+        url, name = options.where, ""
     directory: Path = options.to
     if any(scan(directory / RUNS_FOLDER)) or (directory / "config.yaml").exists():
         directory = directory / RUNS_FOLDER
-    try:
+    with _mirror(url) as remote:
         there = {checkpoint.path.name: checkpoint for checkpoint in remote.checkpoints()[0]}
-        if not there:
-            raise CheckpointError(f"{remote.url} holds no checkpoint.")
-        name = last if is_one else next(reversed(there))
+        name = name or next(reversed(there), "checkpoint")
         if name not in there:
             raise CheckpointError(f"{remote.url} holds no {name}{did_you_mean(name, there)}")
-        here = directory / name
-        is_here = here.exists() and read_manifest(here).files == there[name].manifest.files
-        if is_here and not Verification().problems(here):
-            print(f"{name}  is in {directory}")
-        else:
-            print(f"{name}  fetched to {fetch(remote, directory, there[name])}")
-    except (Torn, Unreachable) as problem:
-        raise CheckpointError(f"{options.where} was not fetched: {problem}.") from None
+        print(f"{name}  is in {fetch(remote, directory, there[name])}")
+
+
+def _push(options: argparse.Namespace) -> None:
+    """Upload the newest valid one, or the one that was named."""
+    path = find_source(options.where)
+    if problems := Verification().problems(path):
+        raise CheckpointError(f"{path.name} is not uploaded, damaged: {'; '.join(problems)}.")
+    with _mirror(options.to) as remote:
+        upload(remote, path)
+        print(f"{path.name}  uploaded to {remote.url}")
+
+
+@contextmanager
+def _mirror(url: str) -> Iterator[Remote]:
+    """A mirror, of which all that is raised within it is one line."""
+    try:
+        yield Remote(url)
+    except Torn as problem:
+        raise CheckpointError(f"{url} was not used: {problem}.") from None
     except CheckpointError:
         raise
     except Exception as error:  # a store may raise anything
-        raise CheckpointError(f"{remote.url} cannot be used: {why(error)}.") from None
-    return 0
-
-
-def _push(options: argparse.Namespace) -> int:
-    """Upload the newest valid one, or the one that was named."""
-    remote, path = _remote(options.to), find_source(options.where)
-    if problems := Verification().problems(path):
-        raise CheckpointError(f"{path.name} is not uploaded, damaged: {'; '.join(problems)}.")
-    try:
-        upload(remote, path)
-    except (Torn, CheckpointError) as problem:
-        raise CheckpointError(f"{path.name} is not uploaded: {str(problem).rstrip('.')}.") from None
-    except Exception as error:  # a store may raise anything
-        raise CheckpointError(f"{remote.url} cannot be used: {why(error)}.") from None
-    print(f"{path.name}  uploaded to {remote.url}")
-    return 0
-
-
-def _remote(url: str) -> Remote:
-    try:
-        return Remote(url)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from None
+        raise CheckpointError(f"{why(error)}: the mirror cannot be used.") from None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ignite_engine.checkpoint import filesystem, layout
-from ignite_engine.checkpoint.manifest import MANIFEST_NAME, Manifest
+from ignite_engine.checkpoint.manifest import MANIFEST_NAME
 from ignite_engine.checkpoint.retention import CheckpointInfo
 from ignite_engine.checkpoint.states.tiers import Unreachable
 from ignite_engine.checkpoint.verification import Verification
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def fetch(remote: Remote, directory: Path, checkpoint: CheckpointInfo) -> Path:
-    """Fetch a checkpoint; a collective, in which each rank fetches its share of the files.
+    """Fetch a checkpoint that is not there yet; a collective, in which each rank fetches its share of the files.
 
     Returns:
         Where it is now.
@@ -34,53 +34,46 @@ def fetch(remote: Remote, directory: Path, checkpoint: CheckpointInfo) -> Path:
     """
     began, name, manifest = time.perf_counter(), checkpoint.path.name, checkpoint.manifest
     size = in_units(sum(record.bytes for record in manifest.files.values()))
-    mine = [file for i, file in enumerate(manifest.files) if i % agreement.world_size() == agreement.rank()]
-    folder = layout.temporary_path(directory, manifest.iteration)
-    folder = agreement.broadcast_object(folder)
-    agreement.on_rank_0(lambda: filesystem.ensure_directory(folder))
-    if agreement.rank() == 0:
+
+    def begin() -> Path | None:
+        if not Verification().problems(directory / name, manifest):
+            return None
         logger.info("Fetching %s from %s: %s.", name, remote.url, size)
+        folder = layout.temporary_path(directory, manifest.iteration)
+        filesystem.ensure_directory(folder)
+        return folder
 
     def get() -> None:
-        for file in mine:
-            remote.get(f"{name}/{file}", folder / file, manifest.files[file])
+        for number, (file, record) in enumerate(manifest.files.items()):
+            if number % agreement.world_size() == agreement.rank():
+                remote.get(f"{name}/{file}", temporary / file, record)
 
+    def commit() -> Path:
+        """Give it its name; a damaged one that has it goes."""
+        committed = directory / name
+        filesystem.write_file(temporary / MANIFEST_NAME, lambda file: file.write(manifest.to_json()))
+        filesystem.synchronise_directory(temporary)
+        if committed.exists() and Verification().problems(committed):
+            layout.discard([committed])
+        if os.path.lexists(committed):
+            committed = layout.free_name(directory, manifest.iteration)
+        filesystem.rename(temporary, committed)
+        filesystem.synchronise_directory(directory)
+        logger.warning("Fetched %s from %s: %s in %.3g s.", name, remote.url, size, time.perf_counter() - began)
+        return committed
+
+    if (folder := agreement.on_rank_0(begin)) is None:
+        return directory / name
+    temporary = folder
     try:
-        _together(remote, get)
+        together(remote, get)
     except BaseException:
-        agreement.on_rank_0(lambda: filesystem.remove_tree(folder))
+        agreement.on_rank_0(lambda: filesystem.remove_tree(temporary))
         raise
-    committed = agreement.on_rank_0(lambda: _commit(folder, directory / name, manifest))
-    if agreement.rank() == 0:
-        seconds = time.perf_counter() - began
-        logger.warning("Fetched %s from %s: %s in %.3g s.", name, remote.url, size, seconds)
-    return committed
+    return agreement.on_rank_0(commit)
 
 
-def _commit(folder: Path, committed: Path, manifest: Manifest) -> Path:
-    """Give a fetched checkpoint its name; a damaged one that has it goes."""
-    filesystem.write_file(folder / MANIFEST_NAME, lambda file: file.write(manifest.to_json()))
-    filesystem.synchronise_directory(folder)
-    if committed.exists() and Verification().problems(committed):
-        layout.discard([committed])
-    if os.path.lexists(committed):
-        committed = layout.free_name(committed.parent, manifest.iteration)
-    filesystem.rename(folder, committed)
-    filesystem.synchronise_directory(committed.parent)
-    return committed
-
-
-def asked(remote: Remote, question: Callable[[], T]) -> T:
-    """What rank 0 is answered, on all ranks; a collective.
-
-    Raises:
-        Unreachable: one line, the same on all ranks.
-    """
-    answers = _together(remote, lambda: [question()] if agreement.rank() == 0 else [])
-    return answers[0][0]
-
-
-def _together(remote: Remote, function: Callable[[], T]) -> list[T]:
+def together(remote: Remote, function: Callable[[], T]) -> list[T]:
     """Call a function that waits for a store on every rank; a collective, in which no exchange waits for the store.
 
     It is called in a thread that ends with the process, and is left behind where the store is silent.
@@ -91,17 +84,15 @@ def _together(remote: Remote, function: Callable[[], T]) -> list[T]:
     Raises:
         Torn, Unreachable: one line, the same on all ranks.
     """
-    results: list[T] = []
-    torn: list[str] = []
-    failures: list[str] = []
+    outcomes: list[T | Exception] = []
 
     def call() -> None:
         try:
-            results.append(function())
+            outcomes.append(function())
         except Torn as problem:
-            torn.append(str(problem))
+            outcomes.append(problem)
         except BaseException as error:  # a store may raise anything
-            failures.append(why(error))
+            outcomes.append(Unreachable(why(error)))
 
     remote.moved_at = time.monotonic()
     thread = threading.Thread(target=call, name="mirror", daemon=True)
@@ -110,11 +101,9 @@ def _together(remote: Remote, function: Callable[[], T]) -> list[T]:
         thread.join(1.0)
         if all(agreement.gather_objects(not thread.is_alive() or remote.is_silent)):
             break
-    if not (results or torn or failures):
-        failures.append("it has been silent for long")
-    ranks = agreement.gather_objects((results, torn, failures))
-    for reason in (reason for _, _, failed in ranks for reason in failed):
-        raise Unreachable(reason)
-    for reason in (reason for _, found, _ in ranks for reason in found):
-        raise Torn(reason)
-    return [result for found, _, _ in ranks for result in found]
+    of_ranks = agreement.gather_objects([*outcomes, Unreachable("it has been silent for long")][0])
+    for kind in (Unreachable, Torn):
+        for error in of_ranks:
+            if isinstance(error, kind):
+                raise error
+    return [result for result in of_ranks if not isinstance(result, Exception)]

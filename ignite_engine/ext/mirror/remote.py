@@ -43,14 +43,16 @@ class Remote:
     """
 
     def __init__(self, url: str) -> None:
-        check_url(url)
         from fsspec.core import url_to_fs
 
+        _check_url(url)
         self.url = url.rstrip("/") or "/"
         self._is_local = "://" not in url or url.startswith(("file://", "local://"))
         options = {"auto_mkdir": True} if self._is_local else {}
-        # answers that are kept would hide what another process has changed there
-        self._store, self._root = url_to_fs(url, use_listings_cache=False, **options)
+        try:  # answers that are kept would hide what another process has changed there
+            self._store, self._root = url_to_fs(url, use_listings_cache=False, **options)
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"{url} cannot be used: {str(error).rstrip('.')}.") from None
         self.moved_at = time.monotonic()
         """When the last byte was sent or received, or was first waited for."""
 
@@ -143,51 +145,31 @@ class Remote:
         return f"{self._root}/{name}" if name else self._root
 
     def _list(self, name: str) -> list[str]:
-        try:
-            found = self._store.ls(self._path(name), detail=False)
-        except FileNotFoundError:
-            return []
-        return [path.rstrip("/").rpartition("/")[2] for path in found]
+        with contextlib.suppress(FileNotFoundError):
+            return [path.rstrip("/").rpartition("/")[2] for path in self._store.ls(self._path(name), detail=False)]
+        return []
 
 
 def why(error: BaseException) -> str:
-    """One line about what a store raised, without credentials."""
-    return without_secrets(one_line(error)).rstrip(".")
+    """One line about what a store raised, with ``***`` in the place of passwords and queries of URLs."""
+    return _SECRET.sub("***", one_line(error)).rstrip(".")
 
 
-def without_secrets(text: str) -> str:
-    """A text with ``***`` in the place of passwords and queries of URLs."""
-    return _SECRET.sub("***", text)
-
-
-def check_url(url: str) -> None:
-    """Refuse what is no place, and a URL with a password or a query, without repeating them.
-
-    Raises:
-        ValueError: one line, also where nothing is known of its protocol, or the package for it is missing.
-    """
-    if not url:
-        raise ValueError("mirror must be a directory or a URL, got an empty text.")
+def _check_url(url: str) -> None:
+    """Refuse what is no place, and a URL with a password or a query, without repeating them."""
+    shown = _SECRET.sub("***", url)
+    if not url.partition("://")[2 if "://" in url else 0].strip("/") and url != "/":
+        raise ValueError(f"mirror must name a directory, a bucket or a folder, got {shown!r}: s3://bucket/run, say.")
     if found := _ONE_SLASH.match(url):
         raise ValueError(
-            f"mirror is neither a URL nor a path, got {without_secrets(url)!r}: a URL begins with {found[1]}://, a "
-            "directory of that name with ./"
+            f"mirror is neither a URL nor a path, got {shown!r}: a URL begins with {found[1]}://, a directory of that "
+            "name with ./"
         )
-    if "://" not in url:
-        return
-    for part in url.split("::"):
+    for part in url.split("::") if "://" in url else ():
         split = urlsplit(part)
         if split.query or ":" in split.netloc.rpartition("@")[0]:
             raise ValueError(
-                f"mirror must hold no credentials, got {without_secrets(url)}: a URL is written to logs and "
-                "checkpoints. Leave user and password, or the query, out of it; the store's package reads its own "
-                "environment variables and files."
+                f"mirror must hold no credentials, got {shown}: a URL is written to logs and checkpoints. Leave user "
+                "and password, or the query, out of it; the store's package reads its own environment variables and "
+                "files."
             )
-    if not url.partition("://")[2].strip("/"):
-        raise ValueError(f"mirror must name a bucket or a folder, got {url!r}: give a URL such as s3://bucket/run.")
-    from fsspec.core import get_filesystem_class, split_protocol
-
-    try:
-        get_filesystem_class(split_protocol(url.split("::")[0])[0])
-    except (ImportError, ValueError) as error:
-        raise ValueError(f"{url} cannot be used: {str(error).rstrip('.')}.") from None

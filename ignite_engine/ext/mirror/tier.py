@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ignite_engine.checkpoint.layout import scan
 from ignite_engine.checkpoint.retention import CheckpointInfo
 from ignite_engine.checkpoint.states.tiers import Fetched, Folder, Offer, SavedRun, Tier, Unreachable
 from ignite_engine.errors import CheckpointError, check_type
-from ignite_engine.ext.mirror.fetch import asked, fetch
+from ignite_engine.ext.mirror.fetch import fetch, together
 from ignite_engine.ext.mirror.remote import Remote, Torn
 from ignite_engine.ext.mirror.upload import Uploader
 from ignite_engine.ranks import agreement, signals
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ignite_engine.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 _SHOWN_EVERY_S = 10.0
 _OF_A_FAILED_RUN_S = 5.0
 """So long a run that has failed waits for its last upload, on rank 0 alone: a collective may not return."""
@@ -59,7 +60,7 @@ class MirrorTier(Tier):
 
     def check_new(self) -> None:
         try:
-            names = asked(self._remote, self._remote.names)
+            names = self._asked(self._remote.names)
         except Unreachable as reason:
             raise CheckpointError(f"{self} cannot be read: {reason}.") from None
         if names:
@@ -70,7 +71,7 @@ class MirrorTier(Tier):
 
     def candidates(self) -> Offer:
         """Those of the run that saved the newest one in the folder; without one there, of the last run."""
-        there, damaged = asked(self._remote, self._remote.checkpoints)
+        there, damaged = self._asked(self._remote.checkpoints)
         here = agreement.on_rank_0(lambda: scan(self._directory)[0])
         last = here[-1] if here else max(there, key=lambda checkpoint: checkpoint.manifest.created_at, default=None)
         if last is None and not damaged and agreement.rank() == 0:
@@ -118,6 +119,11 @@ class MirrorTier(Tier):
             if trainer.state.status == "failed":  # else it was forced to
                 self._uploader.wait(_OF_A_FAILED_RUN_S)
             self._name_missing()
+
+    def _asked(self, question: Callable[[], T]) -> T:
+        """What rank 0 is answered, on all ranks; Unreachable: there is no answer."""
+        answers = together(self._remote, lambda: [question()] if agreement.rank() == 0 else [])
+        return answers[0][0]
 
     def _wait(self) -> None:
         rank_0 = agreement.rank() == 0

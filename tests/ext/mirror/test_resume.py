@@ -218,7 +218,7 @@ test_refusals = refusals(
         ("all are damaged", all_damaged, CheckpointError, "None of 2 valid"),
         ("must be new", must_be_new, CheckpointError, "must_be_new holds"),
         ("a number", lambda folder: Checkpoint(folder, mirror=3), TypeError, "mirror directory URL 3"),
-        ("no place", lambda folder: Checkpoint(folder, mirror=""), ValueError, "mirror empty"),
+        ("no place", lambda folder: Checkpoint(folder, mirror=""), ValueError, "mirror directory got ''"),
         ("no bucket", lambda folder: Checkpoint(folder, mirror="s3://"), ValueError, "mirror bucket"),
         ("one slash", lambda folder: Checkpoint(folder, mirror="s3:/b/run"), ValueError, "mirror s3://"),
         ("unknown", lambda folder: Checkpoint(folder, mirror="x9://b/run"), ValueError, "x9 cannot be used"),
