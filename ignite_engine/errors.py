@@ -254,13 +254,4 @@ class Interrupted(SystemExit):
 
 
 class PeerFailed(RuntimeError):
-    """Another rank failed, and this one cannot go on without it.
-
-    Args:
-        line: names the rank and its error, the same on every rank.
-        code: the exit code of a process that ends with it.
-    """
-
-    def __init__(self, line: str, code: int = 1) -> None:
-        super().__init__(line)
-        self.code = code
+    """Another rank failed, and this one cannot go on without it; one line that names the rank and its error."""

@@ -96,10 +96,10 @@ def _rank_main(local_rank: int, work: Work, options: argparse.Namespace) -> None
         if agreement.rank() == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         code = code_of(error, options.command)
-    except PeerFailed as error:  # which all ranks have logged; the rank that failed prints its traceback
+    except PeerFailed:  # which all ranks have logged; the rank that failed prints its traceback
         if options.traceback:
             raise
-        code = error.code
+        code = FAILED
     if code:
         sys.exit(code)
 

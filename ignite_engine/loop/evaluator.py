@@ -21,7 +21,7 @@ from ignite_engine.loop import bus
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.ranks.ddp_buffers import data_parallel, own_buffers
 from ignite_engine.ranks.mesh import metrics_reduce
-from ignite_engine.update.device import device_of, to_device
+from ignite_engine.update.device import device_of, one_ahead
 from ignite_engine.update.precision import Precision, autocast, check_precision
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,8 @@ def create_evaluator(
             with evaluator.no_grad:
                 if device.type == "cpu" and precision == "fp32" and not inner:
                     return predict(bare, batch)
-                (batch,) = to_device([batch], device)
+                if device.type != "cpu":
+                    (batch,) = one_ahead([batch], device)
                 with autocast(precision, device.type), own_buffers(inner) if inner else nullcontext():
                     return predict(bare, batch)
         except Exception as error:

@@ -21,6 +21,12 @@ _TOKEN, _RANK = 16, 8
 _HELLO_S = 10.0
 
 
+def listening(port: int = 0) -> socket.socket:
+    """A server at ``port``, or at one that is free, on all addresses of this machine."""
+    both = socket.has_dualstack_ipv6()
+    return socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
+
+
 class Exchange:
     """A star of connections with rank 0 in its middle; made on all ranks together.
 
@@ -36,9 +42,7 @@ class Exchange:
         self._rank, self._timeout_s = rank, timeout_s
         self._peers: dict[int, _Peer] = {}
         """By rank: all others on rank 0, rank 0 on the others."""
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        with socket.create_server(("", 0), family=family, backlog=ranks, dualstack_ipv6=both) as server:
+        with listening() as server:
             # MASTER_ADDR is how the others have found rank 0, but may be left over where a file brought them together
             hosts = [*filter(None, [os.environ.get("MASTER_ADDR")]), socket.gethostname()]
             token = secrets.token_bytes(_TOKEN)

@@ -10,20 +10,17 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import ignite.distributed as idist
 import torch.distributed as dist
-from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from ignite_engine import devices
-from ignite_engine.errors import Interrupted, LaunchError, PeerFailed
+from ignite_engine.errors import LaunchError, PeerFailed, one_line
 from ignite_engine.ranks import agreement, signals
-
-logger = logging.getLogger(__name__)
 
 Work = Callable[[int], object]
 """What a rank does, called with its number on this machine; pickle carries it."""
@@ -42,7 +39,7 @@ def _is_of_srun() -> bool:
     return "SLURM_STEP_ID" in os.environ
 
 
-def connect(backend: str, init_method: str | None, timeout: timedelta | None) -> None:
+def _connect(backend: str, init_method: str | None, timeout: timedelta | None) -> None:
     """Join the other ranks, as the environment says; ``ignite.distributed`` takes the group over.
 
     Raises:
@@ -56,22 +53,21 @@ def connect(backend: str, init_method: str | None, timeout: timedelta | None) ->
             "Parallel, or destroy the group before."
         )
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    with signals.stops_go_to(signal.SIG_DFL), one_line_where_they_cannot_meet():
-        store = _store(options) if init_method in (None, "env://") else None
-        if store is None:  # as torch and Ignite do it, under SLURM for instance
-            idist.initialize(backend, init_method=init_method, **options)
-            return
-        rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
-        try:
-            devices.set_current(local_rank, backend)
-        except ValueError as error:
-            raise LaunchError(str(error)) from None
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
-        slurm = os.environ.pop("SLURM_JOB_ID", None)  # or Ignite takes SLURM's local rank: 0 on all of torchrun's
-        idist.sync()
-        if slurm is not None:
-            os.environ["SLURM_JOB_ID"] = slurm
+    try:
+        with signals.stops_go_to(signal.SIG_DFL):
+            store = _store(options) if init_method in (None, "env://") else None
+            if store is None:  # as torch and Ignite do it, under SLURM for instance
+                idist.initialize(backend, init_method=init_method, **options)
+                return
+            rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+            devices.set_current(int(os.environ.setdefault("LOCAL_RANK", "0")), backend)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
+            slurm = os.environ.pop("SLURM_JOB_ID", None)  # or Ignite takes SLURM's local rank: 0 on all of torchrun's
+            idist.sync()
+            if slurm is not None:
+                os.environ["SLURM_JOB_ID"] = slurm
+    except (dist.DistNetworkError, ValueError) as error:
+        raise LaunchError(f"The ranks cannot meet: {one_line(error)}") from error
 
 
 def _store(options: dict[str, Any]) -> Any:
@@ -82,12 +78,12 @@ def _store(options: dict[str, Any]) -> Any:
         )
         # torch's own rendezvous keeps the keys of all groups in one place: a rank could meet one of them that is dead
         store = agreement.STORES.PrefixStore(f"meeting_{next(_meetings)}", store)
-        return part_of_this_attempt(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        return _part_of_this_attempt(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     has_peers = _is_of_srun() or {"RANK", "WORLD_SIZE"} & os.environ.keys()
     return None if has_peers else agreement.STORES.HashStore()
 
 
-def part_of_this_attempt(store: Any, rank: int, world_size: int) -> Any:
+def _part_of_this_attempt(store: Any, rank: int, world_size: int) -> Any:
     """The part of a store that ranks of torchrun's earlier attempts do not know.
 
     Each of torchrun's agents counts restarts for itself, so the count is no name for an attempt. Rank 0 draws a name. A
@@ -122,32 +118,16 @@ def part_of_this_attempt(store: Any, rank: int, world_size: int) -> Any:
 def joined(backend: str, init_method: str | None, timeout: timedelta | None) -> Iterator[None]:
     """Within it this process is one of the ranks, as the environment says."""
     with signals.stops_go_to(signals.Ending()):
-        connect(backend, init_method, timeout)
+        _connect(backend, init_method, timeout)
         try:
-            say_warnings_once()
+            if agreement.rank() > 0 and logging.lastResort is not None:
+                # warnings are for the logs of ranks but the first, if there are any: without, stderr shows errors alone
+                logging.lastResort.setLevel(logging.ERROR)
+                logging.captureWarnings(True)
             yield
         finally:
             agreement.forget_groups()
             idist.finalize()
-
-
-def say_warnings_once() -> None:
-    """Ranks but the first leave warnings to their logs, if there are any; without, errors alone are on stderr."""
-    if agreement.rank() > 0 and logging.lastResort is not None:
-        logging.lastResort.setLevel(logging.ERROR)
-        logging.captureWarnings(True)
-
-
-@contextmanager
-def one_line_where_they_cannot_meet(address: str | None = None, port: int | None = None) -> Iterator[None]:
-    try:
-        yield
-    except dist.DistNetworkError as error:
-        where = f"{address or os.environ.get('MASTER_ADDR')}, port {port or os.environ.get('MASTER_PORT')}"
-        in_use = "EADDRINUSE" in str(error)
-        reason = "the port is in use" if in_use else str(error).splitlines()[0].rstrip(".")
-        remedy = "end what uses it, or give another port (master_port, or MASTER_PORT)"
-        raise LaunchError(f"The ranks cannot meet at {where}: {reason}{'; ' + remedy if in_use else ''}.") from error
 
 
 # -- a rank that this machine's launcher starts ----------------------------------------------------------------
@@ -157,17 +137,11 @@ def one_line_where_they_cannot_meet(address: str | None = None, port: int | None
 class Start:
     """What a rank is told by the process that starts it.
 
-    It is the first of our own objects that a rank unpickles, after its imports: there it lets signals in, which the
-    parent blocks for the processes it starts, or an import would end with a traceback.
-
     Attributes:
         environment: in which the rank meets the others.
         first: the number of the first rank on this machine; None: it meets no others.
         passes_on: whether the parent passes on the signals that it receives.
         backend: None: there is no process group.
-        gate: of a forked rank, the two ends of a pipe: it reads until all ranks are forked. While a rank connects to
-            the store, the store's thread may hold a lock of the C library, which a rank that is forked meanwhile would
-            find held for ever.
     """
 
     environment: dict[str, str]
@@ -176,46 +150,22 @@ class Start:
     backend: str | None
     init_method: str | None
     timeout: timedelta | None
-    gate: tuple[int, int] | None = None
-
-    def __setstate__(self, values: dict[str, Any]) -> None:
-        vars(self).update(values)
-        signals.begin_rank(passed_on=self.passes_on)
 
 
 def rank_main(local_rank: int, start: Start, work: Work) -> None:
-    """The exit status says how it ended: a code; 1 for an exception, which torch hands to the parent; the signal that
-    has ended it outside of training, when peers may wait for it."""
-    signals.begin_rank(passed_on=start.passes_on)  # a forked rank has unpickled nothing
-    if start.gate is not None:
-        reads, writes = start.gate
-        os.close(writes)
-        os.read(reads, 1)
-        os.close(reads)
-    _prctl_pr_set_pdeathsig(0)  # of torch: end_with_parent() takes the parent's end for a SIGTERM, not for a SIGINT
+    """The exit status says how it ended: a code, or 1 for an exception, which torch hands to the parent."""
+    signals.begin_rank(passed_on=start.passes_on)
     os.environ.update(start.environment)
     if start.first is not None:
         os.environ.update(RANK=str(start.first + local_rank), LOCAL_RANK=str(local_rank))
-    ending = signals.Ending()
+    group = nullcontext() if start.backend is None else joined(start.backend, start.init_method, start.timeout)
     try:
-        with signals.stops_go_to(ending):
-            signals.end_with_parent()
-            if start.backend is not None:
-                connect(start.backend, start.init_method, start.timeout)
+        with signals.stops_go_to(signals.Ending()), group:
             try:
-                say_warnings_once()
                 work(local_rank)
             finally:
                 signals.ignore_all()
-                agreement.forget_groups()
-            idist.finalize()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # of which torch would make code 0
         sys.exit(128 + signal.SIGINT)
-    except PeerFailed as error:  # which is in the log; the rank that failed reports why
-        sys.exit(error.code)
-    except Interrupted as error:
-        if ending.raised_at is None:
-            raise
-        sys.stdout.flush()
-        signal.signal(error.signal, signal.SIG_DFL)
-        os.kill(os.getpid(), error.signal)
+    except PeerFailed:  # which is in the log; the rank that failed reports why
+        sys.exit(1)

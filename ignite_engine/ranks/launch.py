@@ -22,7 +22,6 @@ from types import FrameType
 from typing import Any
 
 import ignite.distributed as idist
-import torch.distributed as dist
 from ignite.distributed.launcher import Parallel as IgniteParallel
 from torch.multiprocessing.spawn import (
     ProcessException,
@@ -31,22 +30,18 @@ from torch.multiprocessing.spawn import (
     start_processes,
 )
 
-from ignite_engine.errors import by_name
+from ignite_engine.errors import LaunchError, by_name
 from ignite_engine.ranks import agreement, signals
-from ignite_engine.ranks.joining import (
-    Start,
-    Work,
-    is_launched,
-    joined,
-    one_line_where_they_cannot_meet,
-    rank_main,
-)
+from ignite_engine.ranks.exchange import listening
+from ignite_engine.ranks.joining import Start, Work, is_launched, joined, rank_main
 from ignite_engine.ranks.watch import HEARTBEAT_TIMEOUT_S, watched
 
 logger = logging.getLogger(__name__)
 
 SUPERVISORS = {"restarts": "ignite_engine.ext.recovery.supervisor:Supervisor"}
 """What starts ranks again, by the argument of ``Parallel`` that asks for it."""
+START_METHOD = "fork" if "__IPYTHON__" in builtins.__dict__ else "spawn"
+"""As Ignite's: in a notebook a function cannot be imported by a process that is spawned."""
 _FORCED_RANKS_MAY_END_S = 5.0
 _PEERS_OF_A_FAILURE_MAY_END_S = 5.0
 _TERMINATED_RANKS_MAY_END_S = 30.0
@@ -68,7 +63,7 @@ class Parallel(IgniteParallel):
     - From the first line on, a signal ends a process with code 128 + n: not with 0, nor with a traceback.
     - Groups end with the ``with`` block, also under torchrun and SLURM.
     - Under torchrun its ranks are joined, and ``nproc_per_node`` with its options has no effect.
-    - A rank whose launcher has died (this parent, or torchrun's agent) saves and ends, as on SIGTERM.
+    - A rank whose launcher has died (this parent, or torchrun's agent) saves and ends, as on SIGTERM; on Linux.
     - torchrun's ``--max-restarts`` works: ranks of one attempt never meet those of another.
     - Warnings are on stderr once, from rank 0, where logging is not set up; each rank's log has its own.
 
@@ -124,20 +119,13 @@ class Parallel(IgniteParallel):
                 logger.warning("restarts has no effect: the launcher that started this rank restarts it.")
 
     def __enter__(self) -> Parallel:
-        if self._supervisor is not None:
-            return self
-        if not self._is_ours:
-            super().__enter__()
-        elif self._spawn_params is None:
-            assert self.backend is not None
+        if self.backend is not None and self._spawn_params is None and self._supervisor is None:
             if "TORCHELASTIC_RUN_ID" in os.environ:  # another launcher may end before its processes
                 signals.end_with_parent()
             self._within.enter_context(joined(self.backend, self.init_method, self._timeout))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if not self._is_ours and self._supervisor is None:
-            super().__exit__(*error)
         self._within.close()
 
     def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -149,27 +137,16 @@ class Parallel(IgniteParallel):
             ProcessExitedException: (of torch) a rank was killed; with ``restarts`` the message says why the ranks are
                 not started again.
         """
-        work = self._watched(func, args, kwargs)
+        work = partial(watched, self._heartbeat_timeout_s, func, args, kwargs)
         try:
             if self._supervisor is not None:
                 self._supervisor.run(self.backend, self._spawn_params or {}, self._timeout, work)
-            elif not self._is_ours:
-                super().run(func, *args, **kwargs)
             elif self._spawn_params is None:
                 work(idist.get_local_rank())
             else:
-                assert self.backend is not None
                 Ranks(self.backend, self._spawn_params, self._timeout).run(work)
         except ProcessException as error:  # its message says what happened, not the way from there to here
             raise error.with_traceback(None) from None
-
-    def _watched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work:
-        return partial(watched, self._heartbeat_timeout_s, func, args, kwargs)
-
-    @property
-    def _is_ours(self) -> bool:
-        """Whether torch connects the ranks; Ignite launches the other kinds, and a process without a backend."""
-        return self.backend is not None and dist.is_available() and dist.is_backend_available(self.backend)
 
 
 class Ranks:
@@ -219,31 +196,36 @@ class Ranks:
         """Returns:
         The store at which the ranks meet, if this process has it.
         """
-        params, store = self._params, None
+        params, server = self._params, None
         count, address, port = params.get("nproc_per_node"), params.get("master_addr", "127.0.0.1"), 0
         if count is not None:
             port = params.get("master_port", 0)
             if params.get("init_method") in (None, "env://") and params.get("node_rank", 0) == 0:
-                with one_line_where_they_cannot_meet(address, port):
-                    store = agreement.STORES.TCPStore(address, port, is_master=True, wait_for_workers=False)
-                port = store.port
+                try:
+                    server = listening(port)
+                except OSError as error:
+                    raise LaunchError(
+                        f"The ranks cannot meet at {address}, port {port}: {error.strerror}. Give another master_port, "
+                        "or none."
+                    ) from error
+                port = server.getsockname()[1]
             place = {"WORLD_SIZE": params.get("nnodes", 1) * count, "MASTER_ADDR": address, "MASTER_PORT": port}
             # the store is this process's
             environment = {**place, "TORCHELASTIC_USE_AGENT_STORE": True, **environment}
         texts = {name: str(value) for name, value in environment.items()}
         first = None if count is None else self._first
-        options = {"daemon": params.get("daemon", False), "start_method": params.get("start_method", _start_method())}
-        gate = os.pipe() if options["start_method"] == "fork" else None
-        start = Start(texts, first, _is_main_thread(), self._backend, params.get("init_method"), self._timeout, gate)
+        start = Start(texts, first, _is_main_thread(), self._backend, params.get("init_method"), self._timeout)
+        method = params.get("start_method", START_METHOD)
         resource_tracker.ensure_running()  # its start lets signals in again
-        try:
-            with signals.blocked():
-                started = start_processes(rank_main, (start, work), count or 1, join=False, **options)
-                self.processes, self._error_files = started.processes, [Path(name) for name in started.error_files]
-        finally:
-            for end in gate or ():
-                os.close(end)
-        return store
+        with signals.blocked():
+            daemon = params.get("daemon", False)
+            started = start_processes(rank_main, (start, work), count or 1, False, daemon, method)
+            self.processes, self._error_files = started.processes, [Path(name) for name in started.error_files]
+        if server is None:
+            return None
+        # the ranks wait meanwhile: its thread may hold a lock of the C library, which a fork would find held for ever
+        meeting = {"is_master": True, "wait_for_workers": False, "master_listen_fd": server.detach()}
+        return agreement.STORES.TCPStore(address, port, **meeting)
 
     @contextmanager
     def passing_signals_on(self) -> Iterator[None]:
@@ -344,8 +326,3 @@ class Ranks:
 
 def _is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
-
-
-def _start_method() -> str:
-    """As Ignite: in a notebook a function cannot be imported by a process that is spawned."""
-    return "fork" if "__IPYTHON__" in builtins.__dict__ else "spawn"

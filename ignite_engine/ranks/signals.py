@@ -7,7 +7,6 @@ it on, and counts what the user sends. A rank may get a signal twice all the sam
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -17,9 +16,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from ignite_engine.errors import Interrupted
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
-logger = logging.getLogger(__name__)
+from ignite_engine.errors import Interrupted
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SIGNALS = (*STOPS, signal.SIGUSR1)
@@ -32,8 +31,6 @@ parent_counts = False
 """Whether this process is a rank whose parent passes on what it receives, and counts it."""
 
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
-_LOOK_S = 1.0
-_ORPHANS_MAY_SAVE_S = 30.0  # as torchrun allows from SIGTERM to SIGKILL
 
 
 def treated_as(number: int) -> int:
@@ -130,6 +127,7 @@ def begin_rank(*, passed_on: bool) -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, _ignore)  # there is nothing to save yet
+    end_with_parent()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
@@ -141,21 +139,5 @@ def ignore_all() -> None:
 
 
 def end_with_parent() -> None:
-    """From here on the end of the process that started this one is treated as SIGTERM.
-
-    A rank that is not through 30 s later, because it waits for a peer that is gone, say, is ended.
-    """
-    threading.Thread(target=_end_with, args=(os.getppid(),), name="parent", daemon=True).start()
-
-
-def _end_with(parent: int) -> None:
-    main = threading.main_thread().ident
-    assert main is not None
-    while os.getppid() == parent:
-        time.sleep(_LOOK_S)
-    logger.warning("The process that started this rank (%d) is gone: the rank stops, as on SIGTERM.", parent)
-    for delay in (0.0, 0.1, 0.3):  # it may be about to wait, after Python's last look; within FORCE_AFTER_S it is one
-        time.sleep(delay)
-        signal.pthread_kill(main, signal.SIGTERM)
-    time.sleep(_ORPHANS_MAY_SAVE_S)
-    os._exit(128 + signal.SIGTERM)
+    """From here on the end of the process that started this one is a SIGTERM; on Linux."""
+    _prctl_pr_set_pdeathsig(signal.SIGTERM)

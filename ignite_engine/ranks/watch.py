@@ -1,15 +1,13 @@
 """The ranks watch each other: the error of one ends all of them and is named by all, and so is one that is silent.
 
-All have a row in the store at which they met. Each writes its own twice a second, reads that of the next rank, and
-looks at its process where it is on the same machine. The first rank of which a collective has broken reads those of
-all. Who finds that a rank has failed writes it into the store: what is written first stands, for every rank. On one
-process there is no watch.
+All have a row in the store at which they met. Each writes its own twice a second and reads that of the next rank. The
+first rank of which a collective has broken reads those of all. Who finds that a rank has failed writes it into the
+store: what is written first stands, for every rank. On one process there is no watch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import faulthandler
 import json
 import logging
@@ -19,10 +17,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -41,9 +38,10 @@ _LONGEST_NOTE = 1000
 _MAY_RAISE_S = 2.0
 _MAY_LEAVE_S = 30.0
 _VERDICT_S = 6.0
-
-_ENDED = "exited without reporting: it was killed, ran out of memory, or crashed in native code"
-_SILENT = "gave no sign of life for {:.0f} s: it is stopped or was killed, or its machine or the link to it is down"
+_SILENT = (
+    "gave no sign of life for {:.0f} s: it was killed, ran out of memory, crashed in native code or is stopped, or its "
+    "machine or the link to it is down"
+)
 _NO_STORE = "rank 0, or the launcher, is gone or stopped: the store of the ranks does not answer"
 
 
@@ -54,15 +52,13 @@ class Failure:
     Attributes:
         line: one line that names the ranks that failed, and how.
         ranks: those that failed; empty where none can be named.
-        code: the exit code of ranks that are ended for it.
-        kind: ``raised``: the rank may still leave by itself; ``ended``: it has; ``silent``: nothing is heard of it, its
-            process is stopped, if it lives; ``stuck``: it lives, and its peers wait for it.
+        kind: ``raised``: the rank may still leave by itself; ``left``: its function has ended; ``lost``: it is silent,
+            or its peers wait for it.
     """
 
     line: str
     ranks: Sequence[int] = ()
-    code: int = 1
-    kind: Literal["raised", "ended", "silent", "stuck"] = "ended"
+    kind: Literal["raised", "left", "lost"] = "lost"
 
 
 @dataclass(frozen=True)
@@ -70,59 +66,43 @@ class Row:
     """What a rank says of itself.
 
     Attributes:
-        beat: what it does.
+        beat: what it does, or how its function has ended.
         lost: with what a collective of it broke.
-        left: how its function has ended.
-        code: the exit code that goes with it.
+        left: its function has ended.
         said_at: on a clock of its own; a rank that lives never writes the same row twice.
     """
 
     beat: str
     lost: str | None = None
-    left: str | None = None
-    code: int = 0
+    left: bool = False
     said_at: float = 0.0
 
 
 def verdict(
-    rows: Mapping[int, Row],
-    silent_s: Mapping[int, float],
-    ended: Collection[int],
-    broken_s: float | None,
-    limit_s: float,
+    rows: Mapping[int, Row], silent_s: Mapping[int, float], broken_s: float | None, limit_s: float
 ) -> Failure | None:
     """Who has failed of the ranks that wrote ``rows``; None: nobody.
 
     Args:
         silent_s: for how long nothing new was heard of each.
-        ended: those whose processes had ended before their rows were read.
         broken_s: for how long a collective has been broken, of which ``rows`` are all; None: none is.
         limit_s: a rank that is silent for so long has failed.
     """
-    present = [rank for rank, row in rows.items() if row.left is None]
-    if gone := [rank for rank in present if rank in ended]:
-        return Failure(f"{_named(gone)} {_ENDED}. {_heartbeats(rows, gone)}", gone)
     limit_s = limit_s if broken_s is None else min(SILENT_S, limit_s)
-    if silent := [rank for rank in present if silent_s[rank] >= limit_s]:
-        how = _SILENT.format(max(silent_s[rank] for rank in silent))
-        return Failure(f"{_named(silent)} {how}. {_heartbeats(rows, silent)}", silent, kind="silent")
-    broken = [rank for rank in present if rows[rank].lost is not None]
-    if broken_s is None or broken_s < SILENT_S + BEAT_S or not broken:
+    waiting = [rank for rank, row in rows.items() if row.lost is not None and not row.left]
+    if silent := [rank for rank, row in rows.items() if not row.left and silent_s[rank] >= limit_s]:
+        failed, how = silent, f"{_named(silent)} {_SILENT.format(max(silent_s[rank] for rank in silent))}"
+    elif broken_s is None or broken_s < SILENT_S + BEAT_S or not waiting:
         return None
-    waited = f"{_named(broken)} waited"
-    if left := [rank for rank in rows if rank not in present]:
-        how = "; ".join(f"rank {rank} {rows[rank].left}" for rank in left)
-        return Failure(f"{how}, while {waited} for it", left, code=max(rows[rank].code for rank in left) or 1)
-    missing = [rank for rank in present if rank not in broken]
-    how = f"{_named(missing)} did not come while {waited}" if missing else "the ranks waited for each other"
-    line = f"{how} ({rows[broken[0]].lost}). {_heartbeats(rows, missing or broken)}"
-    return Failure(line, missing, kind="stuck")
-
-
-def _heartbeats(rows: Mapping[int, Row], ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"Last heartbeat: {rows[ranks[0]].beat}"
-    return "Last heartbeats: " + "; ".join(f"rank {rank}: {rows[rank].beat}" for rank in ranks)
+    elif failed := [rank for rank in rows if rows[rank].left] or [rank for rank in rows if rank not in waiting]:
+        how = f"{_named(failed)} did not come while {_named(waiting)} waited ({rows[waiting[0]].lost})"
+    else:
+        how = f"the ranks waited for each other ({rows[waiting[0]].lost})"
+    named = failed or waiting
+    beats = [rows[rank].beat if len(named) == 1 else f"rank {rank}: {rows[rank].beat}" for rank in named]
+    has_left = any(rows[rank].left for rank in failed)
+    line = f"{how}. Last heartbeat{'s' * (len(named) > 1)}: {'; '.join(beats)}"
+    return Failure(line, failed, "left" if has_left else "lost")
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -159,10 +139,9 @@ class Watch:
     Raises:
         ValueError: it is shorter than two heartbeats.
 
-    When a rank fails, each rank logs it in one line and calls those given to :func:`on_failure`. The main thread gets
+    One rank that lives logs the failure in one line and calls those given to :func:`on_failure`. The main thread gets
     :class:`~ignite_engine.errors.PeerFailed` instead of the error of a collective that broke. A rank whose main thread
-    does not end within 2 s (30 s where a rank has raised) is ended with its stack logged. A silent process on this
-    machine is killed.
+    does not end within 2 s (30 s where a rank has raised) is ended with its stack logged.
     """
 
     def __init__(self, heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S) -> None:
@@ -172,16 +151,12 @@ class Watch:
                 f"got {heartbeat_timeout_s:g}."
             )
         self.rank, self._ranks = agreement.rank(), range(agreement.world_size())
-        self.left: str | None = None
-        """How the function of this rank ends, if not by an exception."""
-        self._code = 0
+        self._left: str | None = None
         self._case = _Case(0)
         self._timeout_s = heartbeat_timeout_s
         self._heard: dict[int, tuple[Row, float]] = {}
         """By rank its newest row, and since when it is that."""
         self._store = agreement.own_store("watch")
-        self._local: dict[int, int] = {}
-        """Processes on this machine, by rank."""
         self._position: Callable[[], str] | None = None
         self._watched = threading.current_thread()
         self._follower = threading.Thread(target=self._follow, name="watch", daemon=True)
@@ -198,9 +173,7 @@ class Watch:
     def __enter__(self) -> Watch:
         global current
         self._say()
-        machine = _machine()
-        everyone = enumerate(agreement.gather_objects((os.getpid(), machine)))
-        self._local = {rank: pid for rank, (pid, its_machine) in everyone if machine and its_machine == machine}
+        agreement.wait_for_all()  # each has a row from here on
         self._follower.start()
         current = self
         return self
@@ -225,9 +198,7 @@ class Watch:
         case.is_own = not broken
         case.raised.set()
         if not isinstance(error, Exception):
-            if self.left is None:
-                code = getattr(error, "code", 0)
-                self._code, self.left = code if isinstance(code, int) else 1, f"raised {error!r}{self._at()}"
+            self._left = self._left or f"raised {error!r}{self._at()}"
             return error
         if broken and case.failure is None:
             case.lost_at, case.lost = self._now_s, broken
@@ -235,14 +206,17 @@ class Watch:
             if not case.told.wait(_VERDICT_S) and case.failure is None:
                 self._learn(case, Failure(f"{_NO_STORE} ({broken})", [0]))
         elif case.failure is None:
-            self._learn(case, self._failure_of(error))
+            texts = [str(note).rstrip(".") for note in getattr(error, "__notes__", ())]
+            notes = "".join(f" ({text})" for text in texts if "\n" not in text and len(text) < _LONGEST_NOTE)
+            line = f"rank {self.rank} failed{self._at()}: {one_line(error)}{notes}"
+            self._learn(case, Failure(line, [self.rank], "raised"))
             self._news.set()
         case.told.wait(_MAY_RAISE_S)
         agreement.break_off()
         failure = case.failure
         if not broken or failure is None or (failure.kind == "raised" and self.rank in failure.ranks):
             return error
-        return PeerFailed(failure.line, failure.code)
+        return PeerFailed(failure.line)
 
     @contextmanager
     def run(self, position: Callable[[], str]) -> Iterator[None]:
@@ -255,11 +229,6 @@ class Watch:
             yield
         finally:
             self._position = outer
-
-    def _failure_of(self, error: BaseException) -> Failure:
-        texts = (str(note) for note in getattr(error, "__notes__", ()))
-        notes = "".join(f" ({text.rstrip('.')})" for text in texts if "\n" not in text and len(text) < _LONGEST_NOTE)
-        return Failure(f"rank {self.rank} failed{self._at()}: {one_line(error)}{notes}", [self.rank], kind="raised")
 
     def _at(self) -> str:
         return f" at {self._position()}" if self._position is not None else ""
@@ -281,8 +250,9 @@ class Watch:
     def _say(self, leaves: bool = False) -> None:
         """What this rank does."""
         beat = self._position() if self._position is not None else "outside of run()"
-        left = (self.left or "returned from its function") if leaves else None
-        row = Row(beat, self._case.lost, left, self._code, time.monotonic())
+        if leaves:
+            beat = self._left or "returned from its function"
+        row = Row(beat, self._case.lost, leaves, time.monotonic())
         self._store.set(f"row_{self.rank}", json.dumps(asdict(row)))
 
     def _judge(self, case: _Case) -> None:
@@ -290,14 +260,13 @@ class Watch:
         ranks, broken_s = [(self.rank + 1) % len(self._ranks)], None
         if case.lost is not None and self._first_written(f"judge_{case.number}", str(self.rank)) == str(self.rank):
             ranks, broken_s = list(self._ranks), self._now_s - case.lost_at
-        ended = [rank for rank in ranks if rank in self._local and _has_ended(self._local[rank])]
         for rank in ranks:
             row = Row(**json.loads(self._store.get(f"row_{rank}")))
             if rank not in self._heard or row != self._heard[rank][0]:
                 self._heard[rank] = row, self._now_s
         rows = {rank: self._heard[rank][0] for rank in ranks}
         silent_s = {rank: self._now_s - self._heard[rank][1] for rank in ranks}
-        found = case.failure or verdict(rows, silent_s, ended, broken_s, self._timeout_s)
+        found = case.failure or verdict(rows, silent_s, broken_s, self._timeout_s)
         written = self._first_written(f"failure_{case.number}", json.dumps(asdict(found)) if found else "")
         if written and case.failure is None:
             self._learn(case, Failure(**json.loads(written)))
@@ -312,7 +281,7 @@ class Watch:
         case.failure = failure
         if learned is not None:
             learned(failure)
-        if failure.kind in ("silent", "stuck") and not case.raised.is_set():
+        if failure.kind == "lost" and not case.raised.is_set():
             _write_stack(self._watched)
         for work in (self._tell, self._end_blocked):  # whatever the main thread holds, the end is not delayed
             threading.Thread(target=work, args=(case, failure), name="failure", daemon=True).start()
@@ -333,21 +302,18 @@ class Watch:
         case.told.set()
 
     def _end_blocked(self, case: _Case, failure: Failure) -> None:
-        """End this process, if its main thread waits for a rank that has failed; and one that is silent."""
+        """End this process, if its main thread waits for a rank that has failed."""
         learned_at = time.monotonic()
         self._over.wait(2 * BEAT_S)  # then the others know it, too: what breaks by a kill, or here, is no news
         if not case.raised.is_set():
             agreement.break_off()
-        for rank in failure.ranks if failure.kind == "silent" else ():
-            if rank in self._local and not _has_ended(self._local[rank]):
-                os.kill(self._local[rank], signal.SIGKILL)
         while not self._over.wait(BEAT_S) and case is self._case:
             may_s = _MAY_LEAVE_S if failure.kind == "raised" or case.raised.is_set() else _MAY_RAISE_S
             if time.monotonic() >= learned_at + may_s:
                 break
         else:
             return
-        threading.Timer(1.0, os._exit, [failure.code]).start()
+        threading.Timer(1.0, os._exit, [1]).start()
         logger.error("Rank %d did not end by itself.", self.rank, extra={"console": False})
         _write_stack(self._watched)
         time.sleep(0.1)
@@ -356,7 +322,7 @@ class Watch:
                 process.kill()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        os._exit(failure.code)
+        os._exit(1)
 
 
 def _write_stack(thread: threading.Thread) -> None:
@@ -371,21 +337,6 @@ def _write_stack(thread: threading.Thread) -> None:
         with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):  # the file is closed, or is none
             faulthandler.register(signal.SIGUSR2, file, all_threads=False)
             signal.pthread_kill(thread.ident, signal.SIGUSR2)
-
-
-def _machine() -> str | None:
-    """Where processes can be seen from this one; None: not on Linux, or not to be known."""
-    with contextlib.suppress(OSError):
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {os.stat('/proc/self/ns/pid').st_ino}"
-    return None
-
-
-def _has_ended(pid: int) -> bool:
-    """Whether a process on this machine is no more; one that its parent has not waited for counts."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError as error:
-        return error.errno in (errno.ENOENT, errno.ESRCH)
 
 
 def broken_collective(error: BaseException) -> str | None:
@@ -460,6 +411,4 @@ def reason_of(error: BaseException) -> str:
     """Why a run failed, for its summary; on several ranks it names the one that did."""
     if isinstance(error, PeerFailed):
         return str(error)
-    if current is not None and (current.failure or current.left):
-        return known_failure() or f"rank {current.rank} {current.left}"
-    return f"{type(error).__name__}: {error}"
+    return known_failure() or f"{type(error).__name__}: {error}"

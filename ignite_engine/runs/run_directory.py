@@ -193,7 +193,7 @@ class RunDirectory:
         summary = self.read_summary()
         written = str(summary.get("reason"))
         known = f"rank {rank}" in written.lower() or summary.get("world_size") == 1
-        if killed and "exited without reporting" in written:  # else they know more: it was silent, and they killed it
+        if killed and "no sign of life" in written:
             _, found, heartbeat = written.partition(" Last heartbeat")
             reason, known = reason + found + heartbeat, False
         if summary.get("status") == "running" or (summary.get("status") == "failed" and not known):

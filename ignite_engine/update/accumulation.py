@@ -14,12 +14,17 @@ from torch import Tensor, nn
 
 from ignite_engine.errors import by_name, check_type, one_line, shapes_of
 from ignite_engine.events import TrainingEvents
-from ignite_engine.ranks import agreement
-from ignite_engine.ranks.mesh import is_sharded
-from ignite_engine.update.device import to_device
-from ignite_engine.update.loss_parallel import loss_parallel_context
+from ignite_engine.ranks import agreement, mesh
+from ignite_engine.update.device import one_ahead
 from ignite_engine.update.losses import names_of, parts, scalar, weighted
-from ignite_engine.update.micro_batches import Group, check_accumulates, group_of, reducing_modules, without_sync
+from ignite_engine.update.micro_batches import (
+    Group,
+    check_accumulates,
+    check_weight,
+    reducing_modules,
+    scales_of,
+    without_sync,
+)
 from ignite_engine.update.parameters import clip_gradients
 from ignite_engine.update.precision import autocast
 from ignite_engine.update.shortcuts import backward
@@ -82,8 +87,22 @@ class Accumulation:
         """A run starts; a collective."""
 
     def scales(self, engine: Any, group: Group) -> list[float] | None:
-        """The factor of the mean loss of each micro-batch of a group; None: nothing in it weighs anything."""
-        return group.scales(self.update.weight_fn)
+        """The factor of the mean loss of each micro-batch of a group; None: nothing in it weighs anything.
+
+        A collective with ``weight_fn``, unless the ranks have agreed before.
+
+        Raises:
+            ValueError: a weight is negative or not finite, or their sum is not.
+        """
+        ranks, weights, total = mesh.data_size(), group.weights, group.total_weight
+        if (weight_fn := self.update.weight_fn) is None:
+            real = len(group) - group.padding
+            scale = ranks / group.total if group.total else 1.0 / max(real, 1)
+            return [scale] * real + [0.0] * group.padding
+        if weights is None:
+            weights = [check_weight(weight_fn(batch)) for batch in group.real] + [0.0] * group.padding
+            total = sum(row[0] for row in mesh.by_data_rank(agreement.gather_floats([sum(weights)])))
+        return scales_of(weights, total, ranks)
 
     def __call__(self, engine: Engine, micro_batches: Sequence[Any], scales: Sequence[float]) -> dict[str, Tensor]:
         """Leave the gradients in the parameters, which have none; returns what ``state.output`` becomes.
@@ -94,7 +113,7 @@ class Accumulation:
         """
         state: Any = engine.state
         update = self.update
-        padding = group_of(engine, state.batch).padding if 0.0 in scales else 0
+        padding = getattr(micro_batches, "padding", 0)
         if 0.0 in scales and any(scales) and not self._reducing:
             # the mean over nothing may be NaN, and stays NaN times zero; in a wrapped model the peers wait for it
             micro_batches, scales = [*compress(micro_batches, scales)], [*filter(None, scales)]
@@ -106,7 +125,7 @@ class Accumulation:
                 "An update of this FSDP2 model raised, and FSDP2 keeps the gradients that it had by then: make the "
                 "model, its optimizer and Update again before you train on."
             )
-        self._broken_off = any(map(is_sharded, self._reducing))
+        self._broken_off = any(map(mesh.is_sharded, self._reducing))
         handlers = engine._event_handlers
         # looked up once: a handler that comes or goes in the middle of the group changes the same lists
         listeners: Listeners = (
@@ -115,7 +134,8 @@ class Accumulation:
             handlers[TrainingEvents.BACKWARD_COMPLETED],
         )
         losses, extras = list[Tensor](), list[Mapping[str, Tensor]]()
-        for index, batch in enumerate(to_device(micro_batches, update.device, state.iteration)):
+        on_cpu = update.device.type == "cpu"
+        for index, batch in enumerate(micro_batches if on_cpu else one_ahead(micro_batches, update.device)):
             scale, is_last = scales[index], index == len(scales) - 1
             state.micro_batches += 1
             try:
@@ -125,7 +145,7 @@ class Accumulation:
                     with ExitStack() as stack:
                         stack.enter_context(without_sync(() if is_last else deferring))
                         if update.loss_parallel:
-                            stack.enter_context(loss_parallel_context())
+                            _enter_loss_parallel(stack)
                         if not scale and index >= len(scales) - padding:  # it is here only as the peers wait for it
                             stack.enter_context(without_trace(update.model))
                             stack.enter_context(update.generators.undrawn())
@@ -172,17 +192,14 @@ class Accumulation:
                 "loss_fn returned a loss that depends on no parameter with requires_grad: compute it from the model's "
                 "output, without detach() or torch.no_grad(), and train at least one parameter."
             )
-        backward(loss, self.factor(scale, loss.dtype, loss.device))
+        # made anew: autograd gives it as gradient to a parameter that is the loss
+        start = torch.full((), scale, dtype=loss.dtype, device=loss.device)
+        if update.scaler is not None:
+            start = update.scaler.scale(torch.ones((), device=loss.device)).to(loss.dtype) * scale
+        backward(loss, start)
         if extra is not None:
             extras.append({name: scalar(value) for name, value in extra.items()})
         return scalar(loss)
-
-    def factor(self, scale: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The gradient that the backward of a loss starts from; in fp16 times the loss scale."""
-        if (scaler := self.update.scaler) is not None:
-            return scaler.scale(torch.ones((), device=device)).to(dtype) * scale
-        # made anew: autograd gives it as gradient to a parameter that is the loss
-        return torch.full((), scale, dtype=dtype, device=device)
 
     def output(
         self, losses: list[Tensor], extras: list[Mapping[str, Tensor]], scales: Sequence[float]
@@ -192,10 +209,6 @@ class Accumulation:
         if extras and names_of(extras, len(losses)):
             found.update({name: weighted([named[name] for named in extras], scales) for name in extras[0]})
         return found
-
-    def own_loss(self, loss: Tensor) -> Tensor:
-        """This rank's part of the ``loss`` that was reported."""
-        return loss
 
     def clip_and_step(self) -> tuple[bool, Tensor | None]:
         """Clip, and step in another way than :class:`Update`, which is told ``stepping``.
@@ -208,6 +221,14 @@ class Accumulation:
         if update.clip_norm is None and not update.log_grad_norm and not judges_norm:
             return False, None
         return False, clip_gradients(update.parameters.in_order_of(update.model), update.clip_norm)
+
+
+def _enter_loss_parallel(stack: ExitStack) -> None:
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    context = loss_parallel()
+    context.__enter__()
+    stack.callback(context.__exit__, None, None, None)  # torch's own does not end on an error
 
 
 def accumulation_of(accumulate: str | Accumulation | None) -> Accumulation:

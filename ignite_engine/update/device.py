@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -23,24 +23,16 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def to_device(micro_batches: Sequence[Any], device: torch.device, iteration: int | None = None) -> Iterable[Any]:
-    """The micro-batches on ``device``, in order.
+def one_ahead(micro_batches: Sequence[Any], device: torch.device) -> Iterator[Any]:
+    """The micro-batches on ``device``, in order; each is moved when the one before it is about to be computed.
 
     Tensors are moved in what torch's pytrees know (dicts, lists, tuples, named tuples and others), in mappings of
     other kinds and in data classes, and so is what has a method ``to`` of its own; the containers are made anew, and
-    everything else stays as it is. On the CPU they are returned as they are.
+    everything else stays as it is.
 
-    Elsewhere each is moved when the one before it is about to be computed, and none beyond these. On a device that has
-    side streams tensors are copied on one (``non_blocking``: they overlap only from pinned memory, see ``pin_memory``
-    of the loader); on other devices the host waits for the copy.
-
-    Args:
-        iteration: for the note of an error.
+    On a device that has side streams tensors are copied on one (``non_blocking``: they overlap only from pinned
+    memory, see ``pin_memory`` of the loader); on other devices the host waits for the copy.
     """
-    return micro_batches if device.type == "cpu" else _one_ahead(micro_batches, device, iteration)
-
-
-def _one_ahead(micro_batches: Sequence[Any], device: torch.device, iteration: int | None) -> Iterator[Any]:
     side = _side_stream(device)
     copied: list[Tensor] = []
 
@@ -52,15 +44,7 @@ def _one_ahead(micro_batches: Sequence[Any], device: torch.device, iteration: in
             copied.append(value.to(device, non_blocking=True))
         return copied[-1]
 
-    def start(index: int) -> Any:
-        try:
-            return mapped(micro_batches[index], move) if index < len(micro_batches) else None
-        except Exception as error:
-            of = "" if iteration is None else f" of iteration {iteration}"
-            error.add_note(f"Raised while micro-batch {index + 1}{of} was moved to {device}.")
-            raise
-
-    following = start(0)
+    following = mapped(micro_batches[0], move) if micro_batches else None
     for index in range(len(micro_batches)):
         batch = following
         if side is not None:
@@ -69,7 +53,7 @@ def _one_ahead(micro_batches: Sequence[Any], device: torch.device, iteration: in
             for tensor in copied:
                 tensor.record_stream(computing)  # else its memory is given to the next copy while it is in use
             copied.clear()
-        following = start(index + 1)
+        following = mapped(micro_batches[index + 1], move) if index + 1 < len(micro_batches) else None
         yield batch
 
 

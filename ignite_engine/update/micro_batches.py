@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from ignite_engine.errors import is_whole, shapes_of
-from ignite_engine.ranks import agreement, mesh
 
 WeightFn = Callable[[Any], float]
 
@@ -34,32 +33,12 @@ class Group(list[Any]):
         """Those that are not repeated."""
         return self[: len(self) - self.padding]
 
-    def scales(self, weight_fn: WeightFn | None) -> list[float] | None:
-        """The factor of each micro-batch's mean loss: summed and averaged over ranks, they give the weighted mean.
-
-        Args:
-            weight_fn: the weight of one micro-batch on the host, e.g. its number of tokens; a collective, unless the
-                ranks have agreed before.
-
-        Returns:
-            ``w_i * data_size / W``, W the weight over the group and all data-parallel ranks; None where W is zero.
-
-        Raises:
-            ValueError: a weight is negative or not finite, or their sum is not.
-        """
-        if weight_fn is None:
-            real = len(self) - self.padding
-            scale = mesh.data_size() / self.total if self.total else 1.0 / max(real, 1)
-            return [scale] * real + [0.0] * self.padding
-        ranks, weights, total = mesh.data_size(), self.weights, self.total_weight
-        if weights is None:
-            weights = [check_weight(weight_fn(batch)) for batch in self.real] + [0.0] * self.padding
-            total = sum(row[0] for row in mesh.by_data_rank(agreement.gather_floats([sum(weights)])))
-        return scales_of(weights, total, ranks)
-
 
 def scales_of(weights: Sequence[float], total: float, ranks: int = 1) -> list[float] | None:
-    """The factors of micro-batches of these weights, so that their mean over ``ranks`` is weighted; None: no weight.
+    """The factor of each micro-batch's mean loss: summed, and averaged over ``ranks``, they give the weighted mean.
+
+    Returns:
+        ``w_i * ranks / total``, ``total`` being the weight over all ranks; None where it is zero.
 
     Raises:
         ValueError: the weights of all ranks, ``total``, sum up to infinity, so that each factor would be 0.

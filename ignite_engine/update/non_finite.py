@@ -1,10 +1,10 @@
-"""A loss or gradient that is not finite: where it was first, and what all ranks do about it."""
+"""A loss or gradient that is not finite, and what all ranks do about it."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,6 @@ from ignite_engine.update.micro_batches import check_steps
 logger = logging.getLogger(__name__)
 
 ACTIONS = ("skip", "stop", "rollback")
-_CHUNK = 32
-_NEVER = 2**62
 
 
 class NonFinitePolicy:
@@ -55,14 +53,13 @@ class NonFinitePolicy:
         """Copy what a forward changes beside gradients, such as BatchNorm's statistics."""
         self._kept = [(buffer, buffer.clone()) for buffer in buffers]
 
-    def takes(self, engine: Any, loss: Tensor, norm: Tensor | None, own_loss: Callable[[Tensor], Tensor]) -> bool:
+    def takes(self, engine: Any, loss: Tensor, norm: Tensor | None) -> bool:
         """Whether loss and gradient norm are finite on all ranks: one value read, one element reduced; a collective.
 
         If not, the iteration is written down, and undone is what its forward has changed.
 
         Args:
             loss: each rank's own; the norm of reduced gradients is the same everywhere.
-            own_loss: this rank's part of ``loss``.
 
         Raises:
             NotFinite: the run ends here, by the policy or because too much was left out; the same on all ranks.
@@ -81,7 +78,7 @@ class NonFinitePolicy:
         state = engine.state
         # what comes from a user's own engine may lack a position
         samples = getattr(getattr(engine, "progress", None), "samples_of_group", lambda: None)()
-        rows = agreement.gather_objects((own_loss(loss).item(), None if norm is None else norm.item(), samples))
+        rows = agreement.gather_objects((loss.item(), None if norm is None else norm.item(), samples))
         losses, norms, of_ranks = (list(column) for column in zip(*rows, strict=True))
         what = _described(state.iteration, losses, norms)
         is_spent = len(self.journal) >= self.max_skips
@@ -105,59 +102,17 @@ class NonFinitePolicy:
         self.journal = {entry["iteration"]: entry for entry in state["journal"]}
 
 
-class FirstNonFinite:
-    """The first iteration of a run whose loss is not finite; nothing is read from the device before it is asked."""
-
-    def __init__(self) -> None:
-        self._losses: dict[int, Tensor] = {}
-        self._first: Tensor | None = None
-
-    def add(self, iteration: int, loss: Tensor) -> None:
-        self._losses[iteration] = loss
-        if len(self._losses) >= _CHUNK:
-            self._fold()
-
-    def warn(self, parameters: Iterable[Tensor], iteration: int, *, rank_invariant: bool = False) -> int | None:
-        """At the end of a run of which nobody has read the losses: one line if it went wrong; a collective.
-
-        Args:
-            iteration: the run's last.
-            rank_invariant: each rank has the loss of all micro-batches, so none is named.
-
-        Returns:
-            The iteration that the line names; None: all is finite.
-        """
-        self._fold()
-        own = _NEVER if self._first is None else int(self._first.item())
-        local = [parameter.to_local() if hasattr(parameter, "to_local") else parameter for parameter in parameters]
-        healthy = all(bool(values.detach().isfinite().all()) for values in local)
-        rows = agreement.gather_objects((own, healthy))
-        first = min(found for found, _ in rows)
-        broken = [rank for rank, (_, healthy) in enumerate(rows) if not healthy]
-        if first == _NEVER and not broken:
-            return None
-        if first == _NEVER:
-            line = (
-                f"The weights are not finite at the end of the run, iteration {iteration}{agreement.on_ranks(broken)}, "
-                "though every loss was: the gradients of the last update were not, or the step was too large."
-            )
-        else:
-            ranks = [rank for rank, (found, _) in enumerate(rows) if found == first]
-            where = "" if rank_invariant else agreement.on_ranks(ranks)
-            line = f"The loss of iteration {first} was the first that is not finite{where}. {ADVICE}"
-        if agreement.rank() == 0:
-            logger.warning("%s", line)
-        return min(first, iteration)
-
-    def _fold(self) -> None:
-        """Take the first bad one of the losses so far, on their device."""
-        if not self._losses:
-            return
-        finite = torch.stack([*self._losses.values()]).isfinite()
-        iterations = torch.tensor([*self._losses]).to(finite.device, non_blocking=True)
-        first = torch.where(finite, _NEVER, iterations).min()
-        self._first = first if self._first is None else torch.minimum(self._first, first)
-        self._losses = {}
+def warn_of_weights(parameters: Iterable[Tensor], iteration: int) -> None:
+    """At the end of a run in which nobody has read the losses: one line if it went wrong; a collective."""
+    local = [parameter.to_local() if hasattr(parameter, "to_local") else parameter for parameter in parameters]
+    healthy = agreement.gather_objects(all(bool(values.detach().isfinite().all()) for values in local))
+    if not all(healthy) and agreement.rank() == 0:
+        where = agreement.on_ranks([rank for rank, is_healthy in enumerate(healthy) if not is_healthy])
+        logger.warning(
+            "The weights are not finite at the end of the run, iteration %d%s. A MetricLogger names the iteration "
+            "whose loss was the first.",
+            *(iteration, where),
+        )
 
 
 ADVICE = "Check the data of that iteration, the learning rate and the precision."

@@ -31,7 +31,7 @@ from ignite_engine.update.base import BaseUpdate
 from ignite_engine.update.device import device_of
 from ignite_engine.update.losses import LossFn
 from ignite_engine.update.micro_batches import Group, WeightFn, group_of
-from ignite_engine.update.non_finite import FirstNonFinite, NonFinitePolicy
+from ignite_engine.update.non_finite import NonFinitePolicy, warn_of_weights
 from ignite_engine.update.parameters import Parameters, check_gradients, check_model, optimizers_by_name
 from ignite_engine.update.precision import Precision, check_precision, loss_scaler
 from ignite_engine.update.shortcuts import step
@@ -62,7 +62,7 @@ class Update(BaseUpdate):
         non_finite: what all ranks do where a loss or the gradient norm is not finite on any of them: ``skip`` the
             step, ``rollback`` to the last healthy checkpoint and leave the iteration out when it comes again, or
             ``stop`` the run before the weights change (:class:`NotFinite`); reads one value a step. None: nothing,
-            with one warning at the first, by MetricLogger or at the end of the run.
+            with one warning: by MetricLogger at the first, or at the end of the run if the weights are not finite.
         max_skips: iterations that ``skip`` or ``rollback`` leaves out in a run at most; one more ends it.
         accumulate: how the gradients of a group are made. None: the ordinary way. ``rank_invariant``: with the same
             bits on any number of ranks, for ``Trainer(update, global_micro_batches=...)``; of a model in DDP the module
@@ -137,7 +137,6 @@ class Update(BaseUpdate):
         self.parameters = Parameters(self.optimizers)
         held = weakref.ref(self)  # no circle: a trainer that is dropped frees its model at once
         self.generators = ModelGenerators(lambda: held().model)  # type: ignore[union-attr]  # it is asked by this
-        self._losses = FirstNonFinite()
         self._has_gradients = False
         self._outside: Outside | None = None
         """What the model holds beside its state_dict, as of the first iteration: by then caches are made."""
@@ -222,16 +221,13 @@ class Update(BaseUpdate):
         self._outside = None
         for optimizer in with_modes(self.optimizers.values()):
             optimizer.train()
-        self._losses = FirstNonFinite()
         self.accumulation.run_started()
 
     def run_ended(self, engine: Engine) -> None:
         """A run has ended without an error; warns if its numbers went wrong without a warning. A collective."""
         state: Any = engine.state
         if state.not_finite_at is None:
-            state.not_finite_at = self._losses.warn(
-                self.parameters.all(), state.iteration, rank_invariant=self.rank_invariant
-            )
+            warn_of_weights(self.parameters.all(), state.iteration)
 
     def _step(self, engine: Engine, output: dict[str, Tensor]) -> dict[str, Tensor]:
         if not self._has_gradients:
@@ -249,11 +245,10 @@ class Update(BaseUpdate):
             output["grad_norm"] = norm
         if policy is not None:
             judged = norm if scaler is None else None  # an overflow is the scaler's to skip
-            if not policy.takes(engine, output["loss"], judged, self.accumulation.own_loss):
+            if not policy.takes(engine, output["loss"], judged):
                 if scaler is not None:
                     scaler.adjust(scaler.get_scale())
                 return self._skip(engine, output)
-        self._losses.add(state.iteration, output["loss"])
         if finite:
             # a forward of a handler's leaves whole copies of the weights, which the next one would take for the new
             for module in self._sharded:

@@ -15,7 +15,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from ignite_engine.errors import check_type
-from ignite_engine.update.losses import whole
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +93,8 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tens
                 parameter.grad = gradient
             gradient = gradient.values()
         by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
-    norms = list(map(whole, map(get_total_norm, by_mesh.values())))
+    norms: list[Any] = [get_total_norm(gradients) for gradients in by_mesh.values()]
+    norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
     norm = norms[0] if len(norms) == 1 else get_total_norm(norms)
     # torch's factor is a product with a rounded reciprocal: where it would be 1 for certain, nothing is scaled
     is_below = norm.is_cpu and norm.item() * (1.0 + 2.0 * torch.finfo(norm.dtype).eps) + 1e-5 <= (max_norm or 0.0)
@@ -155,27 +155,21 @@ def check_gradients(optimizers: Mapping[str, Optimizer], of_model: Iterable[Tens
     """After a run's first backward: an optimizer of another model's parameters would train nothing, silently.
 
     Raises:
-        ValueError: none of the optimizers holds a parameter of the model, or one with a gradient. It is a warning where
-            some do, and where the loss reached none of the model's own, which hooks or a later step may train.
+        ValueError: no optimizer holds a parameter of the model, or one with a gradient. Otherwise an optimizer of which
+            nothing got a gradient is a warning, as it may be meant to begin later.
     """
-    known, idle = set(map(id, of_model)), list[str]()
-    for name, optimizer in optimizers.items():
-        held = Parameters({name: optimizer}).all()
-        if held and all(parameter.grad is None and id(parameter) not in known for parameter in held):
-            idle.append(f"{name} ({type(optimizer).__name__})")
-    message = (
-        f"{', '.join(idle)} holds no parameter of the model, and none of its own got a gradient in the first step: "
-        "make it from the parameters() of the model that Update is given."
-    )
-    if idle and len(idle) == len(optimizers):
-        raise ValueError(message)
-    trained = Parameters(optimizers).all()
-    if idle:
-        logger.warning("%s", message)  # it may be meant to begin later
+    held = {name: Parameters({name: optimizer}).all() for name, optimizer in optimizers.items()}
     # a hook may step within the backward and drop the gradient
-    elif trained and all(p.grad is None and not p._post_accumulate_grad_hooks for p in trained):
-        logger.warning(
-            "The loss of the first step reached none of the parameters that the optimizers hold: unless it is to reach "
-            "them later, compute it from the model that loss_fn is given, and give an optimizer the parameters that it "
-            "is computed from."
-        )
+    idle = [
+        f"{name} ({type(optimizers[name]).__name__})"
+        for name, parameters in held.items()
+        if parameters and all(p.grad is None and not p._post_accumulate_grad_hooks for p in parameters)
+    ]
+    message = (
+        f"{', '.join(idle)}: no parameter got a gradient in the first step: make an optimizer from the parameters() of "
+        "the model that Update is given, and compute the loss from that model."
+    )
+    if len(idle) == len(held) and set(map(id, of_model)).isdisjoint(map(id, chain(*held.values()))):
+        raise ValueError(message)
+    if idle:
+        logger.warning("%s", message)

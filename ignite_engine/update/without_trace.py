@@ -7,44 +7,26 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from ignite_engine import rng
-from ignite_engine.ranks.ddp_buffers import data_parallel, shared_buffers
 
 
 @contextmanager
 def without_trace(model: nn.Module) -> Iterator[None]:
     """Restore the random number generators and the model's buffers, such as BatchNorm's statistics, afterwards.
 
-    For forward AND backward: the latter may need the buffers as they were in the former. Those that DDP shares become
-    what it made them before the first forward: they follow from what rank 0 saves.
+    For forward AND backward: the latter may need the buffers as they were in the former.
     """
     buffers = [
         (module, name, buffer) for module in model.modules() for name, buffer in module.named_buffers(recurse=False)
     ]
     values = {id(buffer): buffer.detach().clone() for _, _, buffer in buffers}
-    with ExitStack() as hooks:
-        for wrapped in data_parallel(model):
-            hooks.callback(_note_shared(wrapped, values).remove)
-        with rng.isolated():
-            yield
+    with rng.isolated():
+        yield
     with torch.no_grad():
         for module, name, buffer in buffers:
             buffer.copy_(values[id(buffer)])
             setattr(module, name, buffer)
-
-
-def _note_shared(wrapped: DistributedDataParallel, values: dict[int, Tensor]) -> RemovableHandle:
-    """Keep the buffers that ``wrapped`` shares in ``values`` as they are when the model inside is called first."""
-
-    def note(module: nn.Module, inputs: object) -> None:
-        values.update((id(buffer), buffer.detach().clone()) for buffer in shared_buffers(wrapped))
-        handle.remove()
-
-    handle: RemovableHandle = wrapped.module.register_forward_pre_hook(note)
-    return handle
 
 
 @contextmanager

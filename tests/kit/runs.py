@@ -148,7 +148,7 @@ def _with_outputs(folder, function, *arguments):
 
 def _fork_ranks(spawns):
     if not spawns:
-        launch._start_method = lambda: "fork"
+        launch.START_METHOD = "fork"
 
 
 def _command(words, spawns, file_limit):

@@ -342,7 +342,6 @@ def test_ranks_whose_parent_is_killed_save_and_end(tmp_path):
     assert runs.group_is_gone(process, timeout_s=20.0), "they train on"
     iteration, status = ends(tmp_path)
     assert status == "interrupted" and (tmp_path / "checkpoints" / f"iteration_{iteration:08}").exists()
-    assert "is gone" in process.said()
 
 
 def build_slowly(local_rank, folder):

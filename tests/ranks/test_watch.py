@@ -46,7 +46,7 @@ CASES = {  # how it fails, which rank, words of what is said of it, and the exit
     "an exception on rank 0": ("raise", 0, f"rank 0 failed {AT} ValueError: a sample is broken {SHAPES}", 1),
     "a handler": ("handler", 1, "rank 1 failed iteration 5, KeyError: Broken on ITERATION_COMPLETED", 1),
     "a sample that cannot be read": ("read", 1, f"rank 1 failed {AT} a sample is damaged Unreadable[", 1),
-    "an exit": ("exit", 1, f"rank 1 SystemExit(3) {AT} waited for it", 3),
+    "an exit": ("exit", 1, f"rank 1 SystemExit(3) {AT} waited", 3),
     "an exit of rank 0": ("exit", 0, f"rank 0 SystemExit(3) {AT}", 3),
     "a kill": ("kill", 1, "Rank 1 SIGKILL. Last heartbeat: iteration", 1),
     "a kill of rank 0": ("kill", 0, "Rank 0 SIGKILL. Last heartbeat: iteration", 1),
@@ -69,7 +69,7 @@ def test_every_rank_and_the_summary_name_what_failed_on_one(case, tmp_path):
     if how != "read":  # ahead of the iterations
         assert ended["iteration"] in (4, 5, 6) and ended["metrics"]["loss"] > 0
     # of a process that was killed its parent alone knows how
-    line = f"rank {failing} exited without reporting" if how == "kill" else reason
+    line = f"rank {failing} gave no sign of life" if how == "kill" else reason
     if failing == 0:  # whose store is gone: each gives the last heartbeat that it has read
         line = line.partition(" Last heartbeat")[0]
     for rank in {0, 1, 2} - {failing}:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from ignite_engine import Trainer, Update, create_evaluator
-from ignite_engine.update.micro_batches import Group
 from tests.kit.tiny import linear
 
 META = torch.device("meta")
@@ -109,15 +108,13 @@ def test_the_device_is_that_of_the_first_parameter_and_on_the_cpu_nothing_is_cop
 
 
 class Watched:
-    """A batch that says when it is moved, and can fail."""
+    """A batch that says when it is moved."""
 
-    def __init__(self, number, log, fails=False):
-        self.number, self.log, self.fails = number, log, fails
+    def __init__(self, number, log):
+        self.number, self.log = number, log
 
     def to(self, device):
         self.log.append(f"move {self.number}")
-        if self.fails:
-            raise RuntimeError("no such device")
         return self
 
 
@@ -154,11 +151,3 @@ def test_each_is_moved_before_the_one_before_it_is_computed_and_none_beyond_the_
     log.clear()
     create_evaluator(linear().to(META), lambda model, batch: log.append(f"compute {batch.number}")).run(batches())
     assert log[:6] == ["load 0", "move 0", "compute 0", "load 1", "move 1", "compute 1"]
-
-
-def test_an_error_while_it_is_moved_names_the_iteration():
-    group = Group([Watched(0, []), Watched(1, [], fails=True)])
-    with pytest.raises(RuntimeError, match="no such device") as caught:
-        Engine(Watching([])).run([Group([Watched(0, [])] * 2), group])
-    (note,) = caught.value.__notes__
-    assert all(words in note for words in ("micro-batch 2", "iteration 2", "meta"))

@@ -91,7 +91,10 @@ class Capture(Accumulation):
             engine.fire_event(TrainingEvents.FORWARD_COMPLETED)
         try:
             with torch.no_grad():
-                gradients, loss, extra = graph(batch, self.factor(scale, torch.float32, self.update.device))
+                start = torch.full((), scale, device=self.update.device)
+                if self.update.scaler is not None:
+                    start = self.update.scaler.scale(start)
+                gradients, loss, extra = graph(batch, start)
         except FailOnRecompileLimitHit as error:
             raise not_captured("it changes from one iteration to another") from error
         for parameter, gradient in zip(graph.parameters, gradients, strict=True):

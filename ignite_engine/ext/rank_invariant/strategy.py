@@ -20,7 +20,7 @@ from ignite_engine.ext.rank_invariant.invariant_sum import InvariantSum, Spare, 
 from ignite_engine.ext.rank_invariant.rank_local import check_model
 from ignite_engine.ranks import agreement
 from ignite_engine.update.accumulation import Accumulation, Listeners
-from ignite_engine.update.losses import names_of, weighted
+from ignite_engine.update.losses import names_of
 from ignite_engine.update.micro_batches import Group, check_weight, scales_of, share
 
 _BETWEEN_UPDATES = -1
@@ -136,7 +136,6 @@ class RankInvariant(Accumulation):
             ValueError: the names of the values differ, or the forward has changed a buffer.
         """
         self._check_buffers()
-        self._own = losses, scales
         if not losses and self.update.scaler is not None:  # it makes its scale in its first use, that of its peers
             self.update.scaler.scale(torch.zeros((), device=self.update.device))
         names = self._agreed_names(["loss", *names_of(extras, len(losses))] if losses else None)
@@ -147,11 +146,6 @@ class RankInvariant(Accumulation):
         self._seed_generators(self._iteration, _BETWEEN_UPDATES)
         assert values is not None
         return dict(zip(names, values.unbind(), strict=True))
-
-    def own_loss(self, loss: Tensor) -> Tensor:
-        """The weighted mean over this rank's micro-batches; 0 where none weighs anything."""
-        losses, scales = self._own
-        return weighted(losses, scales) / sum(scales) if losses else torch.zeros(())
 
     def _seed_generators(self, iteration: int, micro_batch: int) -> None:
         assert self._seed is not None

@@ -56,7 +56,7 @@ def supervised(row: RankStatus, told: attempt.Attempt) -> None:
 
 
 def _note_hang(failure: watch.Failure) -> None:
-    if current is not None and failure.kind in ("silent", "stuck"):
+    if current is not None and failure.kind == "lost":
         current.hung = 1 + (failure.ranks[0] if failure.ranks else agreement.rank())
 
 
