@@ -22,12 +22,12 @@ from ignite_engine.checkpoint.retention import BestCheckpoint, CheckpointInfo, o
 from ignite_engine.checkpoint.save_options import SaveOptions
 from ignite_engine.checkpoint.sources import Found, LoadSource, load_sources
 from ignite_engine.checkpoint.states import loading
-from ignite_engine.checkpoint.states.loading import Rates, set_rates
 from ignite_engine.checkpoint.states.model_and_optimizer import ModelState, OptimizerState
 from ignite_engine.checkpoint.states.tiers import TIERS, tiers_of
 from ignite_engine.checkpoint.store import CheckpointStore
 from ignite_engine.errors import CheckpointError, StateMismatch, check_type, did_you_mean, is_number, require_exact
 from ignite_engine.events import Phase
+from ignite_engine.handlers.checkpoint.rates import Rates, set_rates
 from ignite_engine.handlers.checkpoint.saver import Saver, Times
 from ignite_engine.handlers.followed_metric import FollowedMetric, improves
 from ignite_engine.ranks import agreement

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from ignite_engine import __version__, devices
+from ignite_engine import devices
 from ignite_engine.cli.parsing import Parser
 from ignite_engine.text import in_columns
 
@@ -30,7 +30,7 @@ def report() -> list[str]:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    yield "ignite-engine", __version__
+    yield "ignite-engine", importlib.metadata.version("ignite-engine")
     yield "Python", sys.version.split()[0]
     yield "torch", f"{torch.__version__}, built for {devices.runtime() or 'the CPU'}"
     for name in _PACKAGES:

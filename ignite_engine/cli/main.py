@@ -6,9 +6,9 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
-from ignite_engine import __version__
 from ignite_engine.cli import launch
 from ignite_engine.cli.parsing import Parser, Table
 from ignite_engine.ranks import signals
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Any other exception is raised unchanged (Python prints it and exits with 1).
     """
     parser = Parser(prog="ignite-engine", description="Train, evaluate and describe the run of a config.")
-    parser.add_argument("--version", action="version", version=f"ignite-engine {__version__}")
+    parser.add_argument("--version", action="version", version=f"ignite-engine {version('ignite-engine')}")
     parser.set_defaults(traceback=False)
     parser.add_commands(COMMANDS)
     options = parser.parse_args(arguments)
