@@ -13,7 +13,7 @@ from ignite.engine import Engine
 from ignite.metrics import Metric
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ignite_engine import Trainer, rng
+from ignite_engine import Trainer
 from ignite_engine.checkpoint.states.generators import undrawn
 from ignite_engine.checkpoint.states.metrics import metrics_of
 from ignite_engine.data.workers import begin_pass, end_workers
@@ -41,7 +41,7 @@ def dry_run(evaluation: Evaluation, trainer: Trainer, batches: int, error: Calla
     engine, data = evaluation.evaluator, evaluation.loader()
     ours, model = engine.logger, getattr(engine, "model", trainer.update.model)
     quiet, drawn = warnings.catch_warnings(action="ignore"), undrawn(trainer.registry.objects)
-    with rng.isolated(), drawn, eval_mode(model), whole_pass(data), quiet:
+    with drawn, eval_mode(model), whole_pass(data), quiet:
         if any(row[0] for row in agreement.gather_floats([float(_is_read_once(data))])):
             if agreement.rank() == 0:
                 name = evaluation.label

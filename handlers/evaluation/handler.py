@@ -165,7 +165,7 @@ class Evaluation:
     def _evaluate(self, trainer: Trainer) -> None:
         state = trainer.state
         # its events are fired again where it is repeated
-        with rng.isolated(), undrawn(trainer.registry.objects), ExitStack() as undo:
+        with undrawn(trainer.registry.objects), ExitStack() as undo:
             if self._rng is not None:
                 rng.restore(self._rng)
             if (data := self._data()) is None:

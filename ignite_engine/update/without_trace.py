@@ -8,8 +8,6 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from ignite_engine import rng
-
 
 @contextmanager
 def without_trace(model: nn.Module) -> Iterator[None]:
@@ -21,8 +19,7 @@ def without_trace(model: nn.Module) -> Iterator[None]:
         (module, name, buffer) for module in model.modules() for name, buffer in module.named_buffers(recurse=False)
     ]
     values = {id(buffer): buffer.detach().clone() for _, _, buffer in buffers}
-    with rng.isolated():
-        yield
+    yield
     with torch.no_grad():
         for module, name, buffer in buffers:
             buffer.copy_(values[id(buffer)])

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ignite_engine import rng
 from ignite_engine.checkpoint.states.model_and_optimizer import unwrap
 from ignite_engine.errors import StateMismatch, leave_out
-from ignite_engine.rng import is_generator
 
 
 class ModelGenerators:
@@ -29,7 +29,7 @@ class ModelGenerators:
         found: dict[int, tuple[str, torch.Generator]] = {}
         for path, module in unwrap(self._model()).named_modules():
             for name, value in vars(module).items():
-                if isinstance(value, torch.Generator) and is_generator(value):
+                if isinstance(value, torch.Generator) and rng.is_generator(value):
                     found.setdefault(id(value), (f"{path}.{name}".removeprefix("."), value))
         return dict(found.values())
 
@@ -53,10 +53,11 @@ class ModelGenerators:
 
     @contextmanager
     def undrawn(self) -> Iterator[None]:
-        """Restore them after the body, which may draw from them."""
+        """Restore them, and the global ones, after the body, which may draw from them."""
         before = [(generator, generator.get_state()) for generator in self.found().values()]
         try:
-            yield
+            with rng.isolated():
+                yield
         finally:
             for generator, state in before:
                 generator.set_state(state)
@@ -64,8 +65,8 @@ class ModelGenerators:
 
 @contextmanager
 def undrawn(objects: Mapping[str, Any]) -> Iterator[None]:
-    """Restore the generators of a registry after the body, which may draw from them."""
-    with ExitStack() as stack:
+    """Restore the global generators, and those of a registry, after the body, which may draw from them."""
+    with rng.isolated(), ExitStack() as stack:
         for part in objects.values():
             if isinstance(part, ModelGenerators):
                 stack.enter_context(part.undrawn())

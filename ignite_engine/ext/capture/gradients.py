@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
+from ignite_engine import rng
 from ignite_engine.ext.capture.compiling import compiled, first_call, not_captured
 from ignite_engine.update.losses import LossFn, parts
 from ignite_engine.update.without_trace import without_trace
@@ -40,7 +41,7 @@ class GradientGraph:
         self._loss, self._device, self._dtype = _Loss(model, loss_fn), device, dtype
         self._buffers = dict(self._loss.named_buffers())
         named = {name: parameter for name, parameter in self._loss.named_parameters() if parameter.requires_grad}
-        with without_trace(self._loss), torch.enable_grad():
+        with rng.isolated(), without_trace(self._loss), torch.enable_grad():
             loss = self._loss_of(_copy(batch))
             found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
             replaced = [name for name, buffer in self._loss.named_buffers() if self._buffers[name] is not buffer]
@@ -53,7 +54,7 @@ class GradientGraph:
         """Gradients in the memory of something else, such as of ``scale``: whoever writes to them gets a copy."""
         self._graph = compiled(self._function(), device.type)
         scale, example = torch.ones((), device=device), _copy(batch)
-        with without_trace(self._loss), torch.no_grad():
+        with rng.isolated(), without_trace(self._loss), torch.no_grad():
             gradients, *_ = first_call(lambda: self(example, scale))
         self._shared = _sharing(gradients, tree_leaves((self._trained, self._buffers, example, scale)))
 
