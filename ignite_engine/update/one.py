@@ -25,7 +25,6 @@ from ignite_engine.checkpoint.states.model_and_optimizer import (
 from ignite_engine.checkpoint.states.outside import Outside
 from ignite_engine.errors import check_type, is_number, shortened
 from ignite_engine.events import EVENT_COUNTERS, TrainingEvents
-from ignite_engine.state import TrainingState
 from ignite_engine.update.accumulation import Accumulation, accumulation_of
 from ignite_engine.update.base import BaseUpdate
 from ignite_engine.update.device import device_of
@@ -146,7 +145,7 @@ class Update(BaseUpdate):
     def __call__(self, engine: Engine, batch: Any) -> dict[str, Tensor]:
         """Do one update with ``batch``: a list of micro-batches where the engine groups them, else the loader's."""
         state: Any = engine.state
-        if not isinstance(state, TrainingState):  # of Ignite's own engine
+        if not hasattr(state, "group"):  # an engine of Ignite's own
             if self.rank_invariant:
                 raise ValueError(
                     "A rank-invariant Update needs Trainer(update, global_micro_batches=...), "
