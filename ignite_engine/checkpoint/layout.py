@@ -22,7 +22,10 @@ _TEMPORARY = ".tmp-"
 _TRASH = ".trash-"
 _READ: dict[Path, dict[str, tuple[Signature, Manifest]]] = {}
 """By directory and name, what this process has read: a manifest is read again where its file has changed."""
-_LEFTOVER = re.compile(rf"(?P<prefix>{re.escape(_TEMPORARY)}|{re.escape(_TRASH)}){_COMMITTED.pattern}-[0-9a-f]{{8}}")
+_LEFTOVER = re.compile(
+    rf"(?P<prefix>{re.escape(_TEMPORARY)}|{re.escape(_TRASH)}){_COMMITTED.pattern}-[0-9a-f]{{8}}"
+    r"|\..+\.tmp-[0-9a-f]{8}"  # of a file that was to be replaced
+)
 
 
 def rank_file(rank: int) -> str:
@@ -165,7 +168,7 @@ def sweep(directory: Path) -> list[Path]:
         if found is None:
             continue
         try:
-            if found["prefix"] == _TRASH or path.is_symlink() or _has_no_writer(path):
+            if found["prefix"] != _TEMPORARY or path.is_symlink() or _has_no_writer(path):
                 filesystem.remove_tree(path)
                 removed.append(path)
             else:

@@ -62,6 +62,8 @@ def killed_in_a_save(folder):
 def test_the_start_of_a_run_sweeps_what_a_killed_one_was_writing(tmp_path, resumes):
     start(killed_in_a_save, tmp_path).wait()
     (tmp_path / ".trash-iteration_00000002-0123abcd").mkdir()
+    replacing = tmp_path / "..memory.tmp-0123abcd"
+    replacing.touch()
     assert len(hidden(tmp_path)) == 2 and saved.iterations(tmp_path)[-1] == 4
     trainer, checkpoint = made(tmp_path)
     if resumes:
@@ -70,7 +72,7 @@ def test_the_start_of_a_run_sweeps_what_a_killed_one_was_writing(tmp_path, resum
     trainer.add_event_handler(Events.STARTED, lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.run(numbers_loader(), max_iters=9)
-    assert not hidden(tmp_path) and saved.iterations(tmp_path)[-1] == 4
+    assert not hidden(tmp_path) and not replacing.exists() and saved.iterations(tmp_path)[-1] == 4
 
 
 def test_a_folder_that_is_deleted_under_the_run_is_made_again(tmp_path):
