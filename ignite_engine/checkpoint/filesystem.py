@@ -219,11 +219,11 @@ def rename(old: Path, new: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory with all in it; what another process removed meanwhile is not an error.
+    """Remove a file, or a directory with all in it; what another process removed meanwhile is not an error.
 
     Of a symbolic link the link itself is removed, never what it points to.
     """
-    if path.is_symlink():
+    if path.is_symlink() or path.is_file():
         os.unlink(path)
         return
     try:
