@@ -153,7 +153,7 @@ class MetricLogger:
 
     def _collect(self, trainer: Trainer) -> None:
         iteration, policy = trainer.state.iteration, trainer.update.non_finite
-        if policy is not None and policy.leaves_out(iteration):
+        if policy is not None and iteration in policy.journal:
             return
         if self._loaded:
             self._join_loaded()

@@ -21,7 +21,7 @@ from ignite_engine.loop.position import EpochIs, Grouping, Plan, last_iteration
 from ignite_engine.loop.progress import Progress
 from ignite_engine.loop.requests import COLLECT, END, SAVE, Requests
 from ignite_engine.ranks import agreement
-from ignite_engine.ranks.ddp_buckets import settle_buckets
+from ignite_engine.ranks.ddp import settle_buckets
 from ignite_engine.ranks.watch import cause_of, reason_of, watched_run
 from ignite_engine.state import Boundary, Start, TrainingState
 from ignite_engine.update.base import update_of

@@ -22,7 +22,7 @@ from ignite_engine.handlers.evaluation.progress import unsupported_reason
 from ignite_engine.handlers.metric_values import publish
 from ignite_engine.loop.evaluator import eval_mode, whole_pass
 from ignite_engine.ranks import agreement
-from ignite_engine.ranks.ddp_buffers import share_buffers
+from ignite_engine.ranks.ddp import share_buffers
 from ignite_engine.ranks.mesh import metrics_reduce
 from ignite_engine.state import OngoingEvaluation, Start
 

@@ -19,7 +19,7 @@ from ignite_engine.data.sampler import Dealing, ResumableSampler
 from ignite_engine.errors import check_type, shapes_of
 from ignite_engine.loop import bus
 from ignite_engine.ranks import agreement, mesh
-from ignite_engine.ranks.ddp_buffers import data_parallel, own_buffers
+from ignite_engine.ranks.ddp import data_parallel, own_buffers
 from ignite_engine.ranks.mesh import metrics_reduce
 from ignite_engine.update.device import device_of, one_ahead
 from ignite_engine.update.precision import Precision, autocast, check_precision

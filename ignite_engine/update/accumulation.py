@@ -94,15 +94,15 @@ class Accumulation:
         Raises:
             ValueError: a weight is negative or not finite, or their sum is not.
         """
-        ranks, weights, total = mesh.data_size(), group.weights, group.total_weight
         if (weight_fn := self.update.weight_fn) is None:
             real = len(group) - group.padding
-            scale = ranks / group.total if group.total else 1.0 / max(real, 1)
+            scale = mesh.data_size() / group.total if group.total else 1.0 / max(real, 1)
             return [scale] * real + [0.0] * group.padding
+        weights, total = group.weights, group.total_weight
         if weights is None:
             weights = [check_weight(weight_fn(batch)) for batch in group.real] + [0.0] * group.padding
             total = sum(row[0] for row in mesh.by_data_rank(agreement.gather_floats([sum(weights)])))
-        return scales_of(weights, total, ranks)
+        return scales_of(weights, total, mesh.data_size())
 
     def __call__(self, engine: Engine, micro_batches: Sequence[Any], scales: Sequence[float]) -> dict[str, Tensor]:
         """Leave the gradients in the parameters, which have none; returns what ``state.output`` becomes.

@@ -38,16 +38,12 @@ class NonFinitePolicy:
         check_steps(max_skips, "max_skips")
         self.action, self.max_skips = action, max_skips
         self.journal: dict[int, dict[str, Any]] = {}
-        """What was left out, by iteration: ``epoch``, ``loss`` and ``grad_norm`` by rank, ``samples`` by rank."""
+        """What is left out, by iteration: ``epoch``, ``loss`` and ``grad_norm`` by rank, ``samples`` by rank."""
         self._kept: list[tuple[Tensor, Tensor]] = []
 
     def begin_anew(self) -> None:
         """A run starts over: nothing was left out."""
         self.journal.clear()
-
-    def leaves_out(self, iteration: int) -> bool:
-        """Whether the step of this iteration was left out, or is to be."""
-        return iteration in self.journal
 
     def keep(self, buffers: Iterable[Tensor]) -> None:
         """Copy what a forward changes beside gradients, such as BatchNorm's statistics."""

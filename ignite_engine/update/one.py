@@ -153,16 +153,50 @@ class Update(BaseUpdate):
                 )
             if not engine.has_registered_events(TrainingEvents.BACKWARD_COMPLETED):
                 engine.register_events(*TrainingEvents, event_to_attr=EVENT_COUNTERS)
-        if self.non_finite is not None:
-            if self.non_finite.leaves_out(state.iteration):
+        scaler, policy, handlers = self.scaler, self.non_finite, engine._event_handlers
+        if policy is not None:
+            if state.iteration in policy.journal:
                 return self._skip(engine, {"loss": torch.full((), math.nan, device=self.device)})
-            self.non_finite.keep(self.model.buffers())
+            policy.keep(self.model.buffers())
         group = batch if isinstance(batch, Group) else group_of(engine, batch)
         scales = self.accumulation.scales(engine, group)
         if scales is None:
             self.parameters.clear_gradients()
             return self._skip(engine, {"loss": torch.zeros((), device=self.device)})
-        return self._step(engine, self.accumulate(engine, group, scales))
+        output = self.accumulate(engine, group, scales)
+        if not self._has_gradients:
+            if not isinstance(output, dict) or "loss" not in output:
+                raise ValueError(f"accumulate() must return a dict with 'loss', got {output!r}.")
+            check_gradients(self.optimizers, unwrap(self.model).parameters())
+            self._has_gradients, self._outside = True, Outside(self.model)
+        finite = scaler is None or scaler.unscale_all(self.optimizers.values())
+        if handlers.get(TrainingEvents.OPTIMIZER_STEP_STARTED):
+            engine._fire_event(TrainingEvents.OPTIMIZER_STEP_STARTED)
+        stepped, norm = self.accumulation.clip_and_step()
+        if norm is not None:
+            output["grad_norm"] = norm
+        # of the gradients an overflow is the scaler's to skip
+        if policy is not None and not policy.takes(engine, output["loss"], norm if scaler is None else None):
+            if scaler is not None:
+                scaler.adjust(scaler.get_scale())
+            return self._skip(engine, output)
+        if finite:
+            # a forward of a handler's leaves whole copies of the weights, which the next one would take for the new
+            for module in self._sharded:
+                module.reshard()
+            self.stepping = True
+            if not stepped:
+                for optimizer in self.optimizers.values():
+                    step(optimizer)
+            self.stepping = False
+        if scaler is not None:
+            scaler.adjust()
+        if not finite:
+            return self._skip(engine, output)
+        state.optimizer_steps += 1
+        if handlers.get(TrainingEvents.OPTIMIZER_STEP_COMPLETED):
+            engine._fire_event(TrainingEvents.OPTIMIZER_STEP_COMPLETED)
+        return output
 
     def accumulate(self, engine: Engine, micro_batches: Sequence[Any], scales: list[float]) -> dict[str, Tensor]:
         """Leave the gradients of one group in ``parameter.grad``; called once in each iteration, before the step.
@@ -227,44 +261,6 @@ class Update(BaseUpdate):
         state: Any = engine.state
         if state.not_finite_at is None:
             warn_of_weights(self.parameters.all(), state.iteration)
-
-    def _step(self, engine: Engine, output: dict[str, Tensor]) -> dict[str, Tensor]:
-        if not self._has_gradients:
-            if not isinstance(output, dict) or "loss" not in output:
-                raise ValueError(f"accumulate() must return a dict with 'loss', got {output!r}.")
-            check_gradients(self.optimizers, unwrap(self.model).parameters())
-            self._has_gradients, self._outside = True, Outside(self.model)
-        state: Any = engine.state
-        scaler, policy = self.scaler, self.non_finite
-        finite = scaler is None or scaler.unscale_all(self.optimizers.values())
-        if engine._event_handlers.get(TrainingEvents.OPTIMIZER_STEP_STARTED):
-            engine._fire_event(TrainingEvents.OPTIMIZER_STEP_STARTED)
-        stepped, norm = self.accumulation.clip_and_step()
-        if norm is not None:
-            output["grad_norm"] = norm
-        if policy is not None:
-            judged = norm if scaler is None else None  # an overflow is the scaler's to skip
-            if not policy.takes(engine, output["loss"], judged):
-                if scaler is not None:
-                    scaler.adjust(scaler.get_scale())
-                return self._skip(engine, output)
-        if finite:
-            # a forward of a handler's leaves whole copies of the weights, which the next one would take for the new
-            for module in self._sharded:
-                module.reshard()
-            self.stepping = True
-            if not stepped:
-                for optimizer in self.optimizers.values():
-                    step(optimizer)
-            self.stepping = False
-        if scaler is not None:
-            scaler.adjust()
-        if not finite:
-            return self._skip(engine, output)
-        state.optimizer_steps += 1
-        if engine._event_handlers.get(TrainingEvents.OPTIMIZER_STEP_COMPLETED):
-            engine._fire_event(TrainingEvents.OPTIMIZER_STEP_COMPLETED)
-        return output
 
     def _skip(self, engine: Engine, output: dict[str, Tensor]) -> dict[str, Tensor]:
         state: Any = engine.state

@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from ignite_engine.errors import check_type
+from ignite_engine.update.losses import whole
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +94,9 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tens
                 parameter.grad = gradient
             gradient = gradient.values()
         by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
-    norms: list[Any] = [get_total_norm(gradients) for gradients in by_mesh.values()]
-    norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    norms = list(map(get_total_norm, by_mesh.values()))
+    if [*by_mesh] != [None]:
+        norms = list(map(whole, norms))
     norm = norms[0] if len(norms) == 1 else get_total_norm(norms)
     # torch's factor is a product with a rounded reciprocal: where it would be 1 for certain, nothing is scaled
     is_below = norm.is_cpu and norm.item() * (1.0 + 2.0 * torch.finfo(norm.dtype).eps) + 1e-5 <= (max_norm or 0.0)

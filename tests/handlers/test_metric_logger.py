@@ -309,8 +309,7 @@ def test_resumed_run_does_not_repeat_the_line_and_ends_with_its_own(tmp_path, ca
 
 
 @needs("rank_invariant")
-@pytest.mark.parametrize("logs", [True, False])
-def test_rank_0_says_it_of_any_rank_and_names_none_where_each_has_the_loss_of_all(logs):
+def test_rank_0_says_it_of_any_rank_and_names_none_where_each_has_the_loss_of_all():
     def work(rank):
         data, answers = Numbers(8), []
         data.targets[5] = math.nan
@@ -324,8 +323,7 @@ def test_rank_0_says_it_of_any_rank_and_names_none_where_each_has_the_loss_of_al
                 accumulate="rank_invariant" if invariant else None,
             )
             trainer = Trainer(update, global_micro_batches=4 if invariant else None)
-            if logs:
-                MetricLogger(console=False).attach(trainer)
+            MetricLogger(console=False).attach(trainer)
             trainer.run(loader(data, 2), max_epochs=1)
             lines = [record.getMessage() for record in said.buffer]
             answers.append([line for line in lines if "the first that" in line])

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ignite_engine.checkpoint.digests import hashes
 from ignite_engine.checkpoint.states.model_and_optimizer import ModelState, OptimizerState, ParametersState
 from ignite_engine.ranks import agreement, mesh
-from ignite_engine.ranks.ddp_buffers import data_parallel, shared_buffers
+from ignite_engine.ranks.ddp import data_parallel, shared_buffers
 
 logger = logging.getLogger(__name__)
 

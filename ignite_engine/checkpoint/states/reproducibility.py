@@ -17,8 +17,7 @@ from ignite_engine.checkpoint.states.metrics import MetricState
 from ignite_engine.checkpoint.states.model_and_optimizer import OptimizerState
 from ignite_engine.checkpoint.states.registry import Registry
 from ignite_engine.errors import shortened
-from ignite_engine.ranks.ddp_buckets import unsettled_buckets
-from ignite_engine.ranks.ddp_buffers import data_parallel, rescaled_weights
+from ignite_engine.ranks.ddp import data_parallel, rescaled_weights, unsettled_buckets
 
 if TYPE_CHECKING:
     from ignite_engine.checkpoint.part_names import SaveFilter

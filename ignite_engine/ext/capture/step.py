@@ -14,35 +14,28 @@ from torch.optim.sgd import sgd
 
 from ignite_engine.ext.capture.compiling import Graph, compiled, first_call
 
-_STATES: dict[type[Optimizer], tuple[str, ...]] = {
-    AdamW: ("exp_avg", "exp_avg_sq", "step"),
-    Adam: ("exp_avg", "exp_avg_sq", "step"),
-    SGD: ("momentum_buffer",),
-}
-_ADAM = ("betas", "eps", "weight_decay", "maximize", "decoupled_weight_decay")
-_SETTINGS: dict[type[Optimizer], tuple[str, ...]] = {
-    AdamW: _ADAM,
-    Adam: _ADAM,
-    SGD: ("momentum", "dampening", "weight_decay", "nesterov", "maximize"),
-}
+_ADAM = (
+    ("exp_avg", "exp_avg_sq", "step"),
+    ("betas", "eps", "weight_decay", "maximize", "decoupled_weight_decay"),
+)
+_SGD = (("momentum_buffer",), ("momentum", "dampening", "weight_decay", "nesterov", "maximize"))
+_KINDS: dict[type[Optimizer], tuple[tuple[str, ...], tuple[str, ...]]] = {AdamW: _ADAM, Adam: _ADAM, SGD: _SGD}
+"""By class the names of its states and of its settings."""
 
 
 def why_not(optimizers: Iterable[Optimizer]) -> str | None:
     """Why the step is not captured, as the end of a sentence; None: it is."""
-    trained = set[int]()
+    trained = list[int]()
     for optimizer in optimizers:
-        if type(optimizer) not in _STATES:
-            return f"{type(optimizer).__name__} is none of {', '.join(kind.__name__ for kind in _STATES)}"
+        if type(optimizer) not in _KINDS:
+            return f"{type(optimizer).__name__} is none of {', '.join(kind.__name__ for kind in _KINDS)}"
         for group in optimizer.param_groups:
             if group.get("amsgrad") or group.get("differentiable"):
                 return "amsgrad or differentiable is on"
             if any(isinstance(group.get(name), Tensor) for name in ("betas", "eps", "weight_decay", "momentum")):
                 return "a setting beside the LR is a tensor"
-            parameters = set(map(id, group["params"]))
-            if trained & parameters:
-                return "two optimizers train one parameter"
-            trained |= parameters
-    return None
+            trained += map(id, group["params"])
+    return "two optimizers train one parameter" if len({*trained}) < len(trained) else None
 
 
 def _has_hooks(optimizer: Optimizer) -> bool:
@@ -82,6 +75,7 @@ class StepGraph:
             if _has_hooks(optimizer):
                 return False, None
             kind, state = type(optimizer), optimizer.state
+            names, settings = _KINDS[kind]
             for index, group in enumerate(optimizer.param_groups):
                 parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
                 if not parameters:
@@ -89,12 +83,12 @@ class StepGraph:
                 tensors = [parameters, [parameter.grad for parameter in parameters]]
                 if kind is not SGD or group["momentum"]:
                     states = [state.get(parameter, {}) for parameter in parameters]
-                    tensors += [[state.get(name) for state in states] for name in _STATES[kind]]
+                    tensors += [[state.get(name) for state in states] for name in names]
                     if any([tensor is None for moments in tensors[2:] for tensor in moments]):
                         return False, None
                 groups.append(tensors)
                 rates.append(self._rate((number, index), group["lr"], parameters[0].device))
-                key.append((kind, len(parameters), *[group.get(name) for name in _SETTINGS[kind]]))
+                key.append((kind, len(parameters), *[group.get(name) for name in settings]))
         signature = tuple(key)
         graph = self._graphs.get(signature)
         with torch.no_grad():
@@ -115,7 +109,7 @@ class StepGraph:
 
 
 def _clip_and_step(clip_norm: float | None, with_norm: bool, kinds: Sequence[tuple[Any, ...]]) -> Graph:
-    settings = [(kind, dict(zip(_SETTINGS[kind], values, strict=True))) for kind, _, *values in kinds]
+    settings = [(kind, dict(zip(_KINDS[kind][1], values, strict=True))) for kind, _, *values in kinds]
 
     def graph(groups: list[list[list[Tensor]]], rates: list[Tensor]) -> Tensor | None:
         norm = None
@@ -128,38 +122,15 @@ def _clip_and_step(clip_norm: float | None, with_norm: bool, kinds: Sequence[tup
             gradients = [[gradient * factor for gradient in group] for group in gradients]
         for index, (kind, values) in enumerate(settings):
             parameters, _, *states = groups[index]
-            one_step = _sgd if kind is SGD else _adam
-            one_step(parameters, gradients[index], states, rates[index], **values)
+            given: dict[str, Any] = {"lr": rates[index], "foreach": False, **values}
+            if kind is SGD:
+                momenta: Any = states[0] if states else [None] * len(parameters)  # without momentum
+                sgd(parameters, gradients[index], momenta, fused=False, **given)
+            else:
+                averages, squares, steps = states
+                beta1, beta2 = given.pop("betas")
+                given.update(beta1=beta1, beta2=beta2, amsgrad=False, capturable=True)
+                adam(parameters, gradients[index], averages, squares, [], steps, **given)
         return norm
 
     return graph
-
-
-def _adam(
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    states: list[list[Tensor]],
-    lr: Tensor,
-    *,
-    betas: tuple[float, float],
-    **settings: Any,
-) -> None:
-    averages, squares, steps = states
-    adam(
-        *(parameters, gradients, averages, squares, [], steps),
-        foreach=False,
-        capturable=True,
-        amsgrad=False,
-        beta1=betas[0],
-        beta2=betas[1],
-        lr=lr,
-        **settings,
-    )
-
-
-def _sgd(
-    parameters: list[Tensor], gradients: list[Tensor], states: list[list[Tensor]], lr: Tensor, **settings: Any
-) -> None:
-    momenta: Any = states[0] if states else [None] * len(parameters)  # without momentum
-    rate: Any = lr  # a tensor is taken, too
-    sgd(parameters, gradients, momenta, foreach=False, fused=False, lr=rate, **settings)

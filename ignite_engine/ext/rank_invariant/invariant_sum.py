@@ -97,16 +97,27 @@ class InvariantSum:
         for (dtype, device), alike in kinds.items():
             sizes, ranks = [like[at].numel() for at in alike], len(self._leaves)
             shape = len(own[0]), -(-sum(sizes) // ranks) * ranks
-            rows = torch.full(shape, ABSENT, dtype=dtype, device=exchanged_on(device))
+            rows = self._memory(torch.empty(shape, dtype=dtype, device=exchanged_on(device)))
             for node, row in enumerate(rows):
+                row[sum(sizes) :] = ABSENT
                 for at, part in zip(alike, row[: sum(sizes)].split(sizes), strict=True):
-                    if (value := own[at][node]) is not None:
+                    if (value := own[at][node]) is None:
+                        part.fill_(ABSENT)
+                    else:
                         part.copy_(value.reshape(-1))
                         self._keep(value)
-            for at, part in zip(alike, self._over_ranks(rows)[: sum(sizes)].split(sizes), strict=True):
+            summed = self._over_ranks(rows)
+            for at, part in zip(alike, summed[: sum(sizes)].split(sizes), strict=True):
                 # in memory of its own, aligned as on one process: the order of a norm's additions may depend on it
                 result[at] = torch.empty_like(like[at]).copy_(part.view(like[at].shape))
+            for each in (rows, summed):
+                self._keep(each)
         return result
+
+    def _memory(self, new: Tensor) -> Tensor:
+        """``new``, which nothing was written to, or memory of its kind that is free."""
+        free = self._spare[_kind_of(new)]
+        return free.pop() if free else new
 
     def _over_ranks(self, rows: Tensor) -> Tensor:
         """The sum of the nodes of all ranks, of which ``rows`` are this one's: each rank sums up a chunk of them."""
@@ -114,15 +125,16 @@ class InvariantSum:
         group = gradient_group(rows.device)
         chunk = rows.shape[1] // ranks
         sent = rows.view(len(rows), ranks, chunk).transpose(0, 1).reshape(ranks * len(rows), chunk)
-        received = sent.new_empty(sum(map(len, nodes)), chunk)
+        received = self._memory(sent.new_empty(sum(map(len, nodes)), chunk))
         dist.all_to_all_single(received, sent, [len(of_rank) for of_rank in nodes], [len(rows)] * ranks, group=group)
         tree: TreeSum[Tensor] = TreeSum(Tensor.add_)
         for node, value in zip(chain(*nodes), received, strict=True):
             tree.push(node, value)
-        summed = sent.new_empty(ranks * chunk)
+        summed = self._memory(sent.new_empty(ranks * chunk))
         # torch 2.13 has renamed it
         gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         gather(summed, tree.total(), group=group)
+        self._keep(received)
         return summed
 
 

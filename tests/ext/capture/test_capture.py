@@ -354,10 +354,6 @@ def test_to_compile_leaves_no_trace_in_buffers_of_the_loss(tmp_path):
     assert torch.equal(state_of(whole)["weight"], state_of(resumed)["weight"])
 
 
-def other_loss_where_compiled(model, batch):
-    return loss_fn(model, batch)[0] + 0.01 * torch.compiler.is_compiling()
-
-
 def hooked(hook):
     """A hook that comes within a run."""
 
@@ -377,7 +373,6 @@ test_refusals_of_what_is_seen_when_it_compiles = pytest.mark.nightly(
     refusals(
         [
             ("buffers", with_kind(Reassigned, lambda m, b: loss_fn(m, b)[0]), ValueError, "mean another tensor"),
-            ("another loss", with_kind(linear_of_8, other_loss_where_compiled), ValueError, "the loss differs"),
             ("a module's hook", hooked(lambda m: m.register_forward_hook(lambda *_: None)), ValueError, "module hooks"),
             (
                 "a gradient's",
