@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TIERS = {
-    "memory": "ignite_engine.ext.recovery.copies:MemoryTier",
+    "memory": "ignite_engine.ext.recovery.memory:MemoryTier",
     "mirror": "ignite_engine.ext.mirror.tier:MirrorTier",
 }
 """By the keyword of ``Checkpoint`` that asks for it: ``Checkpoint(..., NAME=value)`` makes ``TIER(value, run)``."""

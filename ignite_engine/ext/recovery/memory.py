@@ -1,137 +1,160 @@
-"""The state of a run in shared memory: written at step boundaries, and found again by the ranks of the next start."""
+"""The state of a run in shared memory as a tier: when copies are made, and which of them a resume may take."""
 
 from __future__ import annotations
 
-import contextlib
+import json
 import logging
-import os
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+import math
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from blake3 import blake3
+
+import ignite_engine
+from ignite_engine import devices
+from ignite_engine.checkpoint.environment import environment_values
 from ignite_engine.checkpoint.filesystem import FileRecord
 from ignite_engine.checkpoint.manifest import Manifest
 from ignite_engine.checkpoint.nested import tensors_of
 from ignite_engine.checkpoint.pack import Pack
 from ignite_engine.checkpoint.retention import CheckpointInfo
 from ignite_engine.checkpoint.shards import PIECES, add_pieces, is_placeholder, join, without_shards
+from ignite_engine.checkpoint.states.loading import layout_of_models
+from ignite_engine.checkpoint.states.tiers import Fetched, Folder, Offer, SavedRun, Tier, order
 from ignite_engine.checkpoint.store import Loaded
-from ignite_engine.errors import CheckpointError, one_line
+from ignite_engine.errors import CheckpointError, Interrupted, PeerFailed, check_type, is_whole, one_line
+from ignite_engine.events import TrainingEvents
 from ignite_engine.ext.recovery import slots
-from ignite_engine.ext.recovery.slots import Boundary, Folder, Header, Slot
-from ignite_engine.ranks import agreement
+from ignite_engine.ext.recovery.slots import Boundary, Header, Slots
+from ignite_engine.ranks import agreement, watch
+
+if TYPE_CHECKING:
+    from ignite_engine.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+_SHARE = 0.01
+"""The share of the time that copies may take."""
+_MEASURED = 5
+"""Copies after which it is known what one costs; the first makes the slots and does not count."""
 
 
-_Needed = list[tuple[Slot, bool]]
-"""Slots, and whether more than the pieces of sharded tensors is read."""
-
-
-class Memory:
-    """The copies of the run that saves in a directory.
+class MemoryTier(Tier):
+    """The state of a run in shared memory, into which it is copied at step boundaries.
 
     Args:
-        directory: of its checkpoints, shared by the ranks.
-        settings: a copy that was made with others is not used.
+        value: after how many iterations, or ``auto``: as few as cost at most 1 % of the time.
+        run: copies that were made with another config are not used.
+
+    Raises:
+        TypeError, ValueError: one line about ``value``.
     """
 
-    def __init__(self, directory: Path, settings: str) -> None:
-        self.directory, self._settings = directory, settings
-        self._folder: Folder | None = None
-        self._number = self._resumed = 0
-        self._writes_shared = self._is_sharded = False
+    def __init__(self, value: Any, run: SavedRun) -> None:
+        check_type("memory", value, value == "auto" or is_whole(value), "a whole number, 'auto' or None")
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"memory must be at least 1 iteration, 'auto' or None, got {value}.")
+        self._run, self._directory = run, run.store.directory
+        self._every = value if isinstance(value, int) else None
+        values = {**(run.options.config or {})}
+        if isinstance(section := values.get("run"), Mapping):
+            values["run"] = {key: value for key, value in section.items() if key != "directory"}  # which may be moved
+        # now: a resume writes into the config what is in force
+        settings = json.dumps([ignite_engine.__version__, values], sort_keys=True, default=str)
+        self._settings = blake3(settings.encode()).hexdigest()
+        self._slots: Slots | None = None
+        self._held: dict[tuple[int, ...], Boundary] = {}
+        self._resumed: int | None = None
+        """Number of the copy that the next run begins with."""
+        self._is_on = False
 
-    def candidates(self) -> dict[Boundary, Header]:
+    def __str__(self) -> str:
+        return "memory"
+
+    def attach(self, trainer: Trainer) -> None:
+        trainer.add_event_handler(TrainingEvents.RESUME_POINT, self._copy)
+
+    # -- what a resume may take -------------------------------------------------------------------------------------
+
+    def check_new(self) -> None:
+        if self._found():
+            raise CheckpointError(
+                f"{self._directory} holds the name of a copy in memory, but must_be_new was given: give another "
+                "directory, or leave must_be_new out to resume."
+            )
+
+    def candidates(self) -> Offer:
+        """Copies that all ranks hold, each newer than the checkpoint that was the newest when it was made."""
+        self._resumed, found = None, self._found()
+        on_disk = agreement.on_rank_0(lambda: [each.manifest.sequence for each in self._run.store.checkpoints()])
+        newest = max(on_disk, default=0)
+        if any(header.sequence > newest for header in found):
+            _ignore("the newest checkpoint that it knew is gone")
+            return Offer([])
+        infos = [self._described(header, sequence=header.sequence + 1) for header in found]
+        self._held = {order(info): header.boundary for info, header in zip(infos, found, strict=True)}
+        return Offer(infos)
+
+    def fetch(self, candidate: CheckpointInfo, folder: Folder) -> Fetched:
+        boundary = self._held[order(candidate)]
+        fetched = agreement.together(lambda: self._read(boundary))
+        self._resumed = boundary.number
+        return fetched
+
+    def _found(self) -> list[Header]:
         """What the slots of rank 0 say of each step boundary of which all ranks hold a copy; a collective."""
-        name = agreement.on_rank_0(lambda: slots.folder_name(self.directory, create=False))
+        name = agreement.on_rank_0(lambda: slots.folder_name(self._directory))
         if name is None:
-            return {}
-        if self._folder is None:
-            self._folder = Folder.open(name, create=False)
-        everyone = agreement.gather_objects([*self._headers()])
-        on_all = [boundary for boundary in everyone[0] if all(boundary in rank for rank in everyone)]
-        wanted = [boundary for boundary in on_all if boundary[-1] == self._settings]
-        if on_all and not wanted:
-            ignore("it is of other settings")
-        elif any(everyone) and not on_all:
-            ignore("the ranks do not hold the same iteration")
-        elif not any(everyone) and any(agreement.gather_objects(self._folder is not None and self._folder.ranks())):
-            ignore("it is torn or damaged")
-        headers = self._headers()
-        said = {boundary: headers[boundary][0][0].header for boundary in wanted}
-        return agreement.broadcast_object({boundary: header for boundary, header in said.items() if header is not None})
+            return []
+        self._slots = self._slots or Slots.open(name)
+        mine = {} if self._slots is None else self._slots.copies(agreement.rank(), self._settings)
+        has_some = self._slots is not None and bool(self._slots.ranks())
+        everyone = agreement.gather_objects((list(mine), has_some))
+        on_all = [boundary for boundary in mine if all(boundary in of_rank for of_rank, _ in everyone)]
+        if not on_all and any(has_some for _, has_some in everyone):
+            _ignore("it is torn or damaged, of other settings, or the ranks do not hold the same iteration")
+        return agreement.broadcast_object([mine[boundary][0][1] for boundary in on_all])
 
-    def read(self, boundary: Boundary) -> tuple[CheckpointInfo, Callable[..., Loaded]]:
-        """A copy, verified; what a checkpoint of it would be, and its ``load``. A collective.
-
-        Raises:
-            CheckpointError: a rank cannot load it.
-        """
-        copy, problem = self._read(self._headers().get(boundary, []))
-        if problems := [*filter(None, agreement.gather_objects(problem))]:
-            raise CheckpointError(problems[0])
-        assert copy is not None
-        return copy
-
-    def _headers(self) -> dict[Boundary, _Needed]:
-        """By step boundary what this rank needs; those that it can load."""
-        folder, rank = self._folder, agreement.rank()
-        if folder is None:
-            return {}
-        found: dict[Boundary, dict[int, tuple[Slot, Header]]] = {}
-        for other in folder.ranks():
-            for slot in folder.of(other):
-                if (header := slot.header) is not None and header.rank == other:
-                    found.setdefault(header.boundary, {})[other] = slot, header
-        usable = {}
-        for boundary, by_rank in found.items():
-            own = rank if rank < boundary[3] else 0  # a rank that did not exist then takes what rank 0 had
-            with_shared = [other for other, (_, header) in by_rank.items() if header.has_shared]
-            if own in by_rank and with_shared:
-                whole = {own, with_shared[0]}
-                needed = set(range(boundary[3])) if by_rank[own][1].is_sharded else whole
-                if needed <= by_rank.keys():
-                    usable[boundary] = [(by_rank[other][0], other in whole) for other in sorted(needed)]
-        return usable
-
-    def _read(self, needed: _Needed) -> tuple[tuple[CheckpointInfo, Callable[..., Loaded]] | None, str | None]:
-        """The copy, or why it cannot be loaded."""
+    def _read(self, boundary: Boundary) -> Fetched:
+        """A copy, verified, as a checkpoint would be."""
+        assert self._slots is not None
         local: dict[int, Mapping[str, Any]] = {}
+        shared: Mapping[str, Any] = {}
         pieces: Any = {}
-        of_shared: tuple[Header, dict[str, Any], Mapping[str, Any]] | None = None
-        try:
-            for slot, whole in needed:
-                header, facts, parts = slot.read(in_place=not whole)
-                add_pieces(pieces, parts.pop(PIECES, {}), lambda: None)
-                names = facts.pop("shared")
-                if whole and header.has_shared:
-                    of_shared = header, facts, {name: parts.pop(name) for name in names}
-                if whole:
-                    local[header.rank] = parts
-            if of_shared is None:
-                raise CheckpointError("it is gone")
-            header, facts, shared = of_shared
-            if header.is_sharded:
+        info: CheckpointInfo | None = None
+        for slot, header, takes_all in self._slots.copies(agreement.rank(), self._settings).get(boundary, []):
+            facts, parts = slot.read(in_place=not takes_all)
+            add_pieces(pieces, parts.pop(PIECES, {}), lambda: None)
+            names = facts.pop("shared")
+            if takes_all and header.has_shared:
+                info, shared = self._described(header, **facts), {name: parts.pop(name) for name in names}
+            if takes_all:
+                local[header.rank] = parts
+        if info is None:
+            raise CheckpointError("it is gone")
+        if pieces:
+            try:
                 shared, local = join(shared, pieces), {rank: join(parts, pieces) for rank, parts in local.items()}
-        except (CheckpointError, ValueError) as error:
-            return None, one_line(error).rstrip(".")
-        info, of_all = self.described(header, **facts), dict(shared)
+            except ValueError as error:
+                raise CheckpointError(one_line(error)) from None
+        path, manifest, of_all = info.path, info.manifest, shared
 
         def load(rank: int, *, shared: bool = True, **how: object) -> Loaded:
-            return Loaded(info.path, info.manifest, dict(of_all) if shared else {}, dict(local.get(rank, {})))
+            return Loaded(path, manifest, dict(of_all) if shared else {}, dict(local.get(rank, {})))
 
-        return (info, load), None
+        return Fetched(info, load, str(self), is_committed=False)
 
-    def described(self, header: Header, **facts: Any) -> CheckpointInfo:
+    def _described(self, header: Header, **facts: Any) -> CheckpointInfo:
         """A copy as if it were a checkpoint, whose path is the file that names the slots."""
-        path = self.directory / slots.MARKER
-        known = {"epoch": header.epochs_completed, "sequence": header.sequence, "metrics": {}, **facts}
+        path, boundary = self._directory / slots.MARKER, header.boundary
+        known = {"epoch": boundary.epochs_completed, "sequence": header.sequence, "metrics": {}, **facts}
         manifest = Manifest(
             **known,
-            iteration=header.iteration,
-            world_size=header.world_size,
-            run_id=header.run_id,
+            iteration=boundary.iteration,
+            world_size=boundary.world_size,
+            run_id=boundary.run_id,
             config=None,
             versions={},
             files={path.name: FileRecord(header.size, f"sums:{header.checksum}")},
@@ -140,125 +163,157 @@ class Memory:
         )
         return CheckpointInfo(path, manifest)
 
-    def begin(self, resumed: int | None, *, sharded: bool = False) -> str | None:
-        """A run begins; a collective.
+    # -- the run ------------------------------------------------------------------------------------------------------
 
-        Args:
-            resumed: number of the copy that it was resumed from, which stays until the next one; None: what is there
-                is stale.
-            sharded: the model is, over the ranks.
-
-        Returns:
-            Why there will be no copies, as the rest of a sentence, the same on all ranks; None: there will be.
-        """
-        self._number = self._resumed = resumed or 0
-        self._is_sharded = sharded
+    def begin(self, trainer: Trainer) -> None:
+        """Make ready for copies; what is there is stale but for the one that the run was resumed from."""
+        layout, rank = layout_of_models(trainer.registry.objects.values()), agreement.rank()
+        resumed, self._resumed = self._resumed, None
+        on_disk = self._run.store.checkpoints()
+        self._sequence = max((checkpoint.manifest.sequence for checkpoint in on_disk), default=0)
+        self._environment = environment_values(agreement.world_size()) | {"sharding": layout}
+        self._number = self._began_with = resumed or 0
+        self._began_at, self._left_at = trainer.state.iteration, time.perf_counter()
+        self._reasons: tuple[Any, list[str]] = None, []
+        self._times: list[tuple[float, float]] = []
+        """Of each copy, and of the iterations before it, in seconds."""
+        self._problem: str | None = None
+        self._is_agreed, self._is_sharded = False, bool(layout)
         try:
-            agreement.agreed(slots.check_usable)
-            name = agreement.on_rank_0(lambda: slots.folder_name(self.directory, create=True))
-            nodes = agreement.gather_objects(slots.node())
-            self._writes_shared = nodes.index(nodes[agreement.rank()]) == agreement.rank()
-            if sharded and len(set(nodes)) > 1:
+            nodes = agreement.agreed(slots.node)
+            name = agreement.on_rank_0(lambda: slots.named_folder(self._directory))
+            self._writes_shared = nodes.index(nodes[rank]) == rank
+            if layout and len(set(nodes)) > 1:
                 raise OSError("the model is sharded over several machines")
-            agreement.agreed(lambda: self._open(name or "", resumed))
+            agreement.agreed(lambda: self._open(name, resumed))
         except OSError as error:
-            self.end()
-            return one_line(error).rstrip(".")
-        return None
+            self._give_up(one_line(error).rstrip("."))
+        else:
+            self._is_on = True
 
     def _open(self, name: str, resumed: int | None) -> None:
-        if self._folder is None or self._folder.path.name != name:
-            self._folder = Folder.open(name, create=True)
-        assert self._folder is not None
+        if self._slots is None or self._slots.path.name != name:
+            self._slots = Slots.made(name)
         if resumed is None:
-            self._folder.drop(agreement.rank())
+            self._slots.drop(agreement.rank(), *self._absent())
         else:
-            self._folder.forget_newer(agreement.rank(), resumed)
+            self._slots.forget_newer(agreement.rank(), resumed)
         if self._writes_shared:
-            if resumed is None:
-                self._drop_absent(self._folder)
             slots.clear()
-            self._folder.note_owner(self.directory)
+            self._slots.note_owner(self._directory)
 
-    @staticmethod
-    def _drop_absent(folder: Folder) -> None:
-        """Delete the slots of ranks of an earlier start that this one does not have."""
-        for rank in folder.ranks():
-            if rank >= agreement.world_size():
-                folder.drop(rank)
+    def _absent(self) -> list[int]:
+        """The ranks of an earlier start that have slots here, and that this one does not have."""
+        return [] if self._slots is None else [rank for rank in self._slots.ranks() if rank >= agreement.world_size()]
 
-    def write(
-        self,
-        facts: Mapping[str, Any],
-        shared: Mapping[str, Any],
-        local: Mapping[str, Any],
-        *,
-        iteration: int,
-        epochs_completed: int,
-        sequence: int,
-        run_id: str,
-    ) -> None:
-        """Copy a state.
+    def _copy(self, trainer: Trainer) -> None:
+        """At a step boundary, after a save that is due there; once a collective."""
+        iteration, every = trainer.state.iteration, self._every
+        if not self._is_on or iteration <= self._began_at or trainer.state.last or iteration % (every or 1):
+            return
+        if every is None:  # the copy is not to wait for the iteration, which would count as its cost
+            devices.wait_for_device()
+        began = time.perf_counter()
+        if self._problem is None:
+            try:
+                self._write(trainer)
+            except PeerFailed:
+                raise
+            except Exception as error:  # as with a save: a state_dict that raises must not end the training
+                self._problem = one_line(error).rstrip(".")
+        self._times.append((time.perf_counter() - began, began - self._left_at))
+        if not self._is_agreed and len(self._times) == (_MEASURED if every is None else 1):
+            self._agree()
+        if self._is_agreed and self._problem is not None:
+            self._give_up(self._problem)
+        self._left_at = time.perf_counter()
 
-        Args:
-            facts: of the manifest, as plain data.
-            shared: parts that are the same on all ranks; those of one rank on each machine are written.
-            local: parts of this rank.
+    def _agree(self) -> None:
+        """All ranks copy, or none does; and how often."""
+        self._is_agreed = True
+        problems = agreement.gather_objects(self._problem)
+        self._problem = next(filter(None, problems), None)
+        if self._every is not None or self._problem is not None:
+            return
+        rows = agreement.gather_floats([statistics.median(column) for column in zip(*self._times[1:], strict=True)])
+        cost, step = max(row[0] for row in rows), min(row[1] for row in rows)
+        self._every = max(1, math.ceil(cost / (_SHARE * step)))
+        if agreement.rank() == 0:
+            logger.info(
+                "The state is copied into memory every %d iterations: a copy takes %.3g ms, an iteration %.3g ms.",
+                *(self._every, 1e3 * cost, 1e3 * step),
+            )
 
-        Raises:
-            CheckpointError: a value cannot be saved; names it.
-            OSError: there is no room.
-        """
-        assert self._folder is not None
-        self._number += 1
-        if self._writes_shared and self._number == self._resumed + 2:  # all ranks have made the first
-            self._drop_absent(self._folder)
+    def _write(self, trainer: Trainer) -> None:
+        state, run, rank = trainer.state, self._run, agreement.rank()
+        assert self._slots is not None and run.run_id is not None
+        saved = run.store.last_saved
+        self._sequence = max(self._sequence, 0 if saved is None else saved.sequence)
+        when = (state.epoch, state.windows, state.checkpoints)
+        if self._reasons[0] != when:  # to find them takes as long as the copy
+            self._reasons = when, trainer.reproducibility(run.filter)
+        shared, local, left_out = run.parts(trainer)
         if self._is_sharded:
             shared, local, _ = without_shards(shared, local)
         shared = shared if self._writes_shared else {}
-        rank = agreement.rank()
-        header = Header(
-            number=self._number,
-            iteration=iteration,
-            epochs_completed=epochs_completed,
-            world_size=agreement.world_size(),
-            rank=rank,
-            has_shared=self._writes_shared,
-            is_sharded=self._is_sharded,
-            sequence=sequence,
-            run_id=run_id,
-            settings=self._settings,
-        )
+        facts = {
+            "epoch": state.epoch,
+            "metrics": dict(run.metrics_of(trainer) or {}),
+            "environment": self._environment,
+            "reproducibility": self._reasons[1],
+            "left_out": left_out,
+            "kinds": dict(trainer.registry.kinds),
+            "parent": run.parent,
+            "shared": list(shared),
+        }
         parts = {**shared, **local}
         tensors_of(parts, is_placeholder)  # which refuses what cannot be held
-        pack = Pack([{**facts, "shared": list(shared)}, parts])
-        own = self._folder.of(rank)
-        older, newer = own[header.number % 2], own[1 - header.number % 2]
-        older.write(header, pack)
-        if not newer.path.exists():  # that there is room for both is known from the first copy on
-            newer.reserve(pack.bytes)
+        self._number += 1
+        if self._number == self._began_with + 2:  # all ranks have made the first
+            self._slots.drop(*self._absent())
+        boundary = Boundary(
+            number=self._number,
+            iteration=state.iteration,
+            epochs_completed=trainer.progress.epochs_completed,
+            world_size=agreement.world_size(),
+            run_id=run.run_id,
+            settings=self._settings,
+        )
+        header = Header(boundary, rank, self._writes_shared, self._is_sharded, self._sequence)
+        self._slots.write(header, Pack([facts, parts]))
 
-    def end(self, *, keep: bool = False) -> None:
-        """The run is over.
+    def end(self, trainer: Trainer) -> None:
+        """What was copied stays where a start may go on from there."""
+        if self._is_on:
+            self._leave(keep=trainer.progress.failed and _is_lost(sys.exception()))
 
-        Args:
-            keep: leave this rank's copies for the next start.
-        """
-        if (folder := self._folder) is None:
-            return
-        self._folder = None
-        if not keep:
-            if self._writes_shared:
-                with contextlib.suppress(FileNotFoundError):  # a peer has removed the folder
-                    self._drop_absent(folder)
-            folder.drop(agreement.rank())
-            if agreement.rank() == 0:
-                with contextlib.suppress(OSError):
-                    os.unlink(self.directory / slots.MARKER)
-        folder.close(remove_if_empty=not keep)
+    def _give_up(self, problem: str) -> None:
+        self._leave(keep=False)
+        logger.warning("No copies of the state in memory, as %s: checkpoints are on disk alone.", problem)
+
+    def _leave(self, *, keep: bool) -> None:
+        self._is_on = False
+        if self._slots is not None:
+            if not keep:
+                self._slots.drop(agreement.rank(), *self._absent())
+                if agreement.rank() == 0:
+                    slots.remove(self._directory / slots.MARKER)
+            self._slots.close(remove_if_empty=not keep)
+            self._slots = None
 
 
-def ignore(reason: str) -> None:
+def _ignore(reason: str) -> None:
     """Say why a run does not go on from memory."""
     if agreement.rank() == 0:
         logger.warning("The state in memory is not used: %s.", reason)
+
+
+def _is_lost(error: BaseException | None) -> bool:
+    """Whether a run ends without its last checkpoint by no mistake of its program: a peer was lost, its last save
+    failed, or it was forced to end."""
+    if isinstance(error, PeerFailed):
+        failure = None if watch.current is None else watch.current.failure
+        return failure is not None and failure.kind != "raised"
+    if isinstance(error, CheckpointError | Interrupted | KeyboardInterrupt):
+        return True
+    return error is not None and watch.broken_collective(error) is not None  # the peer was not learned in time

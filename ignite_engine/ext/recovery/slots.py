@@ -19,10 +19,9 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from blake3 import blake3
@@ -35,28 +34,36 @@ from ignite_engine.errors import CheckpointError, one_line
 
 ROOT = Path("/dev/shm")
 MARKER = marker("memory")
-_MAGIC = b"ignite-engine memory 1\n"
+_MAGIC = b"ignite-engine memory 2\n"
 _HEADER_BYTES = 4096
 _ROW_BYTES = 512
 _FOLDER = re.compile(r"ignite-engine-[0-9a-f]{16}-[0-9a-f]+-[0-9a-f]+")
 _SLOT = re.compile(r"rank_(\d+)\.[01]")
-_DIRECTORY = "directory"
+_OWNER = "directory"
+"""A link in the folder to that of the checkpoints."""
 _CLEARED_WITHIN_S = 5.0
 _KEPT_S = 86400.0
 """From the last copy on: a run that nobody has started again within a day is given up."""
 
-Boundary = tuple[int, int, int, int, str, str]
+
+class Boundary(NamedTuple):
+    """Of which step boundary a copy is: the same on all ranks that have made one there."""
+
+    number: int
+    """Counts the copies of a run."""
+    iteration: int
+    epochs_completed: int
+    world_size: int
+    run_id: str
+    settings: str
+    """Digest of the run's settings."""
 
 
 @dataclass(frozen=True)
 class Header:
     """What a slot holds."""
 
-    number: int
-    """The number of the copy, which counts the copies of a run."""
-    iteration: int
-    epochs_completed: int
-    world_size: int
+    boundary: Boundary
     rank: int
     has_shared: bool
     """It holds the parts that ranks share, too."""
@@ -64,9 +71,6 @@ class Header:
     """Tensors are sharded: the slots of all ranks hold them together."""
     sequence: int
     """Of the newest checkpoint that this rank knew to be committed."""
-    run_id: str
-    settings: str
-    """Digest of the run's settings."""
     size: int = 0
     """Of the content, in bytes."""
     checksum: str = ""
@@ -77,11 +81,6 @@ class Header:
         line = _MAGIC + json.dumps(asdict(self)).encode() + b"\n"
         return line + blake3(line).hexdigest().encode()
 
-    @property
-    def boundary(self) -> Boundary:
-        """The same on all ranks that copied at one step boundary."""
-        return self.number, self.iteration, self.epochs_completed, self.world_size, self.run_id, self.settings
-
     @classmethod
     def from_bytes(cls, content: bytes) -> Header | None:
         """None: it is not a valid header of this version."""
@@ -89,7 +88,7 @@ class Header:
         if not content.startswith(_MAGIC) or blake3(line + b"\n").hexdigest().encode() != digest:
             return None
         values = json.loads(line.removeprefix(_MAGIC))
-        return cls(**values) if values.keys() == cls.__dataclass_fields__.keys() else None
+        return cls(Boundary(*values.pop("boundary")), **values)
 
 
 class Slot:
@@ -123,16 +122,22 @@ class Slot:
             OSError: there is none.
         """
         self.close()
-        self._room = _mapped(self.path, _HEADER_BYTES + _up_to_whole_rows(size))
+        size = _HEADER_BYTES + _up_to_whole_rows(size)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.pwrite(descriptor, bytes(_HEADER_BYTES), 0)
+            os.posix_fallocate(descriptor, 0, size)  # a write to memory that cannot be had would end the process
+            self._room = memoryview(mmap.mmap(descriptor, size))
+        finally:
+            os.close(descriptor)
 
     @property
     def header(self) -> Header | None:
         """What it says that it holds; None: nothing. The content is not verified."""
-        with _opened(self.path) as found:
-            return None if found is None else found[0]
+        return self._opened()[0]
 
-    def read(self, *, in_place: bool = False) -> tuple[Header, dict[str, Any], dict[str, Any]]:
-        """What it holds, with the facts and the parts of the state.
+    def read(self, *, in_place: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The facts and the parts of the state that it holds.
 
         Args:
             in_place: its tensors stay there; they are to be used before the slot is written to again.
@@ -140,56 +145,32 @@ class Slot:
         Raises:
             CheckpointError: it holds none, or the content is not what was written.
         """
-        with _opened(self.path) as found:
-            if found is None or not _is_sound(*found):
-                raise CheckpointError(f"{self.path} is torn or damaged.")
-            header, content = found
-            try:
-                facts, parts = unpacked(content, in_place=in_place)
-            except Exception as error:  # of any type
-                raise CheckpointError(f"{self.path} does not hold a state: {one_line(error)}.") from error
-            return header, facts, parts
+        header, content = self._opened()
+        if header is None or len(content) != header.size or _checksum(content) != header.checksum:
+            raise CheckpointError(f"{self.path} is torn or damaged.")
+        try:
+            facts, parts = unpacked(content, in_place=in_place)
+        except Exception as error:  # of any type
+            raise CheckpointError(f"{self.path} does not hold a state: {one_line(error)}.") from error
+        return facts, parts
+
+    def _opened(self) -> tuple[Header | None, memoryview]:
+        """Header and content; None: there is none, or it is not a file of this user's."""
+        with contextlib.suppress(OSError), filesystem.open_regular(self.path) as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid == os.geteuid() and status.st_size >= _HEADER_BYTES:
+                room = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+                header = Header.from_bytes(bytes(room[:_HEADER_BYTES]))
+                return header, room[_HEADER_BYTES : _HEADER_BYTES + (0 if header is None else header.size)]
+        return None, memoryview(b"")
 
     def close(self) -> None:
         """Let go of its memory."""
         self._room = None
 
 
-def _mapped(path: Path, size: int) -> memoryview:
-    """A file of at least ``size`` bytes in memory, its header invalid."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        os.pwrite(descriptor, bytes(_HEADER_BYTES), 0)
-        os.posix_fallocate(descriptor, 0, size)  # a write to memory that cannot be had would end the process
-        return memoryview(mmap.mmap(descriptor, size))
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[tuple[Header, memoryview] | None]:
-    """Header and content of a slot; None: there is none, or it is not a file of this user's."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        yield None
-        return
-    try:
-        status = os.fstat(descriptor)
-        own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_size >= _HEADER_BYTES
-        room = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY) if own else b"")
-        header = Header.from_bytes(bytes(room[:_HEADER_BYTES]))
-        yield None if header is None else (header, room[_HEADER_BYTES : _HEADER_BYTES + header.size])
-    finally:
-        os.close(descriptor)
-
-
 def _up_to_whole_rows(size: int) -> int:
     return -(-size // _ROW_BYTES) * _ROW_BYTES
-
-
-def _is_sound(header: Header, content: memoryview) -> bool:
-    return 0 < len(content) == header.size == _up_to_whole_rows(header.size) and _checksum(content) == header.checksum
 
 
 def _checksum(content: memoryview) -> str:
@@ -201,51 +182,82 @@ def _checksum(content: memoryview) -> str:
     return blake3(sums.numpy().tobytes()).hexdigest()
 
 
-class Folder:
-    """The slots of a run on this machine; it is held by every process that has opened it, until it is closed."""
+class Slots:
+    """Those of a run on this machine, in a folder; every process that has opened it holds it until it is closed."""
 
-    def __init__(self, path: Path, held: contextlib.ExitStack) -> None:
-        self.path, self._held = path, held
-        self.slots: dict[int, tuple[Slot, Slot]] = {}
-        """By rank."""
+    def __init__(self, path: Path) -> None:
+        """Hold the folder.
+
+        Raises:
+            OSError: it is not there, or not this user's alone.
+        """
+        if not _is_own(path):
+            raise PermissionError(f"{path} is another user's")
+        self.path, self._held = path, contextlib.ExitStack()
+        self._held.enter_context(lock(path, shared=True, wait_s=_CLEARED_WITHIN_S))
+        self._slots: dict[int, tuple[Slot, Slot]] = {}
 
     @classmethod
-    def open(cls, name: str, *, create: bool) -> Self | None:
-        """Hold the folder of this name; None: there is none, or it is not this user's alone.
+    def open(cls, name: str) -> Self | None:
+        """The slots in the folder of this name; None: there is none, or it is not this user's alone."""
+        with contextlib.suppress(OSError):
+            return cls(ROOT / name)
+        return None
+
+    @classmethod
+    def made(cls, name: str) -> Self:
+        """As :meth:`open`; the folder is made if there is none.
 
         Raises:
             OSError: it cannot be made.
         """
-        path, held = ROOT / name, contextlib.ExitStack()
         while True:
-            try:
-                if create:
-                    with contextlib.suppress(FileExistsError):
-                        os.mkdir(path, 0o700)
-                if not _is_own(os.lstat(path)):
-                    raise PermissionError(f"{path} is another user's")
-                held.enter_context(lock(path, shared=True, wait_s=_CLEARED_WITHIN_S))
-            except FileNotFoundError:  # another process has cleared it meanwhile
-                if not create:
-                    return None
-                if not ROOT.is_dir():
-                    raise
-            except OSError:
-                if create:
-                    raise
-                return None
-            else:
-                return cls(path, held)
+            (ROOT / name).mkdir(0o700, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # another process has cleared it meanwhile
+                return cls(ROOT / name)
 
     def of(self, rank: int) -> tuple[Slot, Slot]:
         """The two slots of a rank."""
-        if rank not in self.slots:
-            self.slots[rank] = Slot(self.path / f"rank_{rank}.0"), Slot(self.path / f"rank_{rank}.1")
-        return self.slots[rank]
+        if rank not in self._slots:
+            self._slots[rank] = Slot(self.path / f"rank_{rank}.0"), Slot(self.path / f"rank_{rank}.1")
+        return self._slots[rank]
 
     def ranks(self) -> list[int]:
         """The ranks that have slots here."""
-        return sorted({int(match.group(1)) for name in os.listdir(self.path) if (match := _SLOT.fullmatch(name))})
+        return sorted({int(match[1]) for path in self.path.glob("rank_*") if (match := _SLOT.fullmatch(path.name))})
+
+    def copies(self, rank: int, settings: str) -> dict[Boundary, list[tuple[Slot, Header, bool]]]:
+        """By step boundary what a rank needs to load a copy; those that it can load.
+
+        Returns:
+            Slots with their headers, and whether more than the pieces of sharded tensors is needed of each.
+        """
+        found: dict[Boundary, dict[int, tuple[Slot, Header]]] = {}
+        for other in self.ranks():
+            for slot in self.of(other):
+                if (header := slot.header) is not None and header.boundary.settings == settings:
+                    found.setdefault(header.boundary, {})[other] = slot, header
+        usable = {}
+        for boundary, by_rank in found.items():
+            own = rank if rank < boundary.world_size else 0  # a rank that did not exist then takes what rank 0 had
+            with_shared = [other for other, (_, header) in by_rank.items() if header.has_shared]
+            if own in by_rank and with_shared:
+                whole = {own, with_shared[0]}
+                needed = set(range(boundary.world_size)) if by_rank[own][1].is_sharded else whole
+                if needed <= by_rank.keys():
+                    usable[boundary] = [(*by_rank[other], other in whole) for other in sorted(needed)]
+        return usable
+
+    def write(self, header: Header, pack: Pack) -> None:
+        """Write a copy into the older slot of its rank.
+
+        Raises:
+            OSError: there is no room.
+        """
+        slots, number = self.of(header.rank), header.boundary.number
+        slots[number % 2].write(header, pack)
+        if not slots[1 - number % 2].path.exists():  # that there is room for both is known from the first copy on
+            slots[1 - number % 2].reserve(pack.bytes)
 
     def note_owner(self, directory: Path) -> None:
         """Note who may go on from here, for :func:`clear`.
@@ -253,17 +265,15 @@ class Folder:
         Args:
             directory: of the run's checkpoints.
         """
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(self.path / _DIRECTORY, flags, 0o600), "wb") as file:
-            file.write(os.fsencode(directory.absolute()))
+        remove(self.path / _OWNER)
+        (self.path / _OWNER).symlink_to(directory.absolute())
 
-    def drop(self, rank: int) -> None:
-        """Delete the slots of a rank."""
-        for slot in self.of(rank):
-            slot.close()
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(slot.path)
-        del self.slots[rank]
+    def drop(self, *ranks: int) -> None:
+        """Delete the slots of these ranks."""
+        for rank in ranks:
+            for slot in self.of(rank):
+                slot.close()
+                remove(slot.path)
 
     def forget_newer(self, rank: int, number: int) -> None:
         """Make a copy of a rank invalid that is newer than this one.
@@ -271,99 +281,79 @@ class Folder:
         A peer lacks it. Beside a copy that the peer makes later, with the same number, it would count as whole.
         """
         for slot in self.of(rank):
-            if (header := slot.header) is not None and header.number > number:
+            if (header := slot.header) is not None and header.boundary.number > number:
                 slot.reserve(header.size)
 
-    def close(self, *, remove_if_empty: bool = False) -> None:
+    def close(self, *, remove_if_empty: bool) -> None:
         """Let go of it."""
-        for slot in (slot for slots in self.slots.values() for slot in slots):
-            slot.close()
-        self.slots.clear()
-        if remove_if_empty:
+        self._slots.clear()
+        if remove_if_empty and not self.ranks():
             with contextlib.suppress(OSError):
-                if not self.ranks():
-                    _remove(self.path)
+                filesystem.remove_tree(self.path)
         self._held.close()
 
 
-def clear() -> list[str]:
+def clear() -> None:
     """Remove the folders of this user that nobody needs: no process holds them, and none will start their ranks again.
 
     One of a run that has not ended, and can be started again, stays for a day.
-
-    Returns:
-        Their names.
     """
-    removed = []
-    for path in sorted(path for path in ROOT.iterdir() if _FOLDER.fullmatch(path.name)):
+    for path in ROOT.iterdir():
         with contextlib.suppress(OSError):
-            if _is_own(os.lstat(path)):
+            if _FOLDER.fullmatch(path.name) and _is_own(path):
                 with lock(path):
                     if not _may_go_on(path):
-                        _remove(path)
-                        removed.append(path.name)
-    return removed
+                        filesystem.remove_tree(path)
 
 
-def _is_own(status: os.stat_result) -> bool:
+def remove(path: Path) -> None:
+    """Remove a file, if it is there and can be removed."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def _is_own(path: Path) -> bool:
     """Whether it is a folder of this user alone."""
+    status = os.lstat(path)
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
-
-
-def _remove(path: Path) -> None:
-    for name in os.listdir(path):
-        if _SLOT.fullmatch(name) or name == _DIRECTORY:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path / name)
-    os.rmdir(path)
 
 
 def _may_go_on(folder: Path) -> bool:
     """Whether the run that has copied into it was not ended, has its checkpoints where they were, and died lately."""
-    try:
-        directory = Path(os.fsdecode((folder / _DIRECTORY).read_bytes()))
-        copied_at = max(entry.stat().st_mtime for entry in os.scandir(folder) if _SLOT.fullmatch(entry.name))
-    except (OSError, ValueError):
-        return False
-    return folder_name(directory, create=False) == folder.name and time.time() - copied_at < _KEPT_S
+    copied_at = max((slot.stat().st_mtime for slot in folder.glob("rank_*")), default=0.0)
+    return folder_name(folder / _OWNER) == folder.name and time.time() - copied_at < _KEPT_S
 
 
-def folder_name(directory: Path, *, create: bool) -> str | None:
-    """Name of the folder of the run that saves in ``directory``; None: its file is missing.
+def folder_name(directory: Path) -> str | None:
+    """Name of the folder of the run that saves in ``directory``; None: its file is missing."""
+    with contextlib.suppress(OSError), filesystem.open_regular(directory / MARKER) as file:
+        token, status = file.read(64).decode("ascii", "replace").strip(), os.fstat(file.fileno())
+        if re.fullmatch("[0-9a-f]{16}", token):
+            return f"ignite-engine-{token}-{status.st_dev:x}-{status.st_ino:x}"
+    return None
 
-    Args:
-        create: write the file if it is missing.
+
+def named_folder(directory: Path) -> str:
+    """As :func:`folder_name`; the file is written if it is missing.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written, or read.
     """
-    path = directory / MARKER
-    while True:
-        try:
-            with filesystem.open_regular(path) as file:
-                token, status = file.read(64).decode("ascii", "replace").strip(), os.fstat(file.fileno())
-            if re.fullmatch("[0-9a-f]{16}", token):
-                return f"ignite-engine-{token}-{status.st_dev:x}-{status.st_ino:x}"
-        except OSError:
-            if create and os.path.lexists(path):
-                raise
-        if not create:
-            return None
+    if (name := folder_name(directory)) is None:
         filesystem.ensure_directory(directory)
-        filesystem.replace_file(path, lambda file: file.write(f"{secrets.token_hex(8)}\n".encode()))
-
-
-def check_usable() -> None:
-    """Refuse a machine without shared memory, by an OSError whose message is the rest of a sentence."""
-    if not ROOT.is_dir():
-        raise OSError(f"there is no {ROOT}")
-    if not os.access(ROOT, os.W_OK | os.X_OK):
-        raise OSError(f"{ROOT} cannot be written to")
+        filesystem.replace_file(directory / MARKER, lambda file: file.write(f"{secrets.token_hex(8)}\n".encode()))
+        name = folder_name(directory)
+    if name is None:
+        raise OSError(f"{directory / MARKER} cannot be read")
+    return name
 
 
 def node() -> str:
-    """The same for all processes that share this memory, and for no others."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    with contextlib.suppress(OSError):
-        return f"{boot.read_text().strip()} {os.stat(ROOT).st_dev}"
-    return os.uname().nodename
+    """The same for all processes that share this memory, and for no others.
+
+    Raises:
+        OSError: there is none that can be used.
+    """
+    if not os.access(ROOT, os.W_OK | os.X_OK):
+        raise OSError(f"there is no {ROOT} that can be written to")
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {os.stat(ROOT).st_dev}"

@@ -85,7 +85,7 @@ def copies_of(folder):
     found = []
     for path in SHARED_MEMORY.glob("ignite-engine-*"):
         with contextlib.suppress(OSError):
-            if Path((path / "directory").read_text()).is_relative_to(folder):
+            if (path / "directory").readlink().is_relative_to(folder):
                 found.append(path)
     return found
 
