@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import mmap
 import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
 
+from ignite.engine import Engine, Events
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from ignite_engine import devices
 from ignite_engine.errors import check_type, is_whole
 from ignite_engine.ext.recovery.forking import ready_to_fork
-from ignite_engine.ext.recovery.status import RankStatus, shared_rows, supervised
-from ignite_engine.ranks import agreement, signals
+from ignite_engine.ranks import agreement, attempt, signals, watch
 from ignite_engine.ranks.attempt import Attempt
 from ignite_engine.ranks.joining import Work
 from ignite_engine.ranks.launch import Ranks
+from ignite_engine.trainer import attached_to_each
 
 logger = logging.getLogger(__name__)
 
@@ -29,25 +31,17 @@ _HOUR_S = 3600.0
 _STOPPED = frozenset(128 + signals.treated_as(stop) for stop in signals.STOPS)
 
 
-@dataclass(frozen=True)
-class _Death:
-    """A rank that has died or hangs.
+class RankStatus(ctypes.Structure):
+    """What one rank writes, and its supervisor reads when it has died: it is in memory that both share.
 
     Attributes:
-        how: as the end of a sentence about it, with the iteration.
-        begun: that iteration; 0: none had begun.
-        number: of the signal that killed it; None: it hangs.
+        begun: the newest iteration; 0: none.
+        hung: one more than the rank that hangs, as the watch says; 0: none does.
     """
 
-    rank: int
-    pid: int
-    how: str
+    _fields_ = [("begun", ctypes.c_int64), ("hung", ctypes.c_int64)]
     begun: int
-    number: int | None = None
-
-    @property
-    def line(self) -> str:
-        return f"Rank {self.rank} (process {self.pid}) {self.how}"
+    hung: int
 
 
 class _ForkedRanks(Ranks):
@@ -55,14 +49,16 @@ class _ForkedRanks(Ranks):
 
     def __init__(self, backend: str | None, params: Mapping[str, Any], timeout: timedelta | None) -> None:
         super().__init__(backend, {**params, "start_method": "fork"}, timeout)
-        self.rows = shared_rows(params.get("nproc_per_node") or 1)
+        count, size = params.get("nproc_per_node") or 1, ctypes.sizeof(RankStatus)
+        memory = mmap.mmap(-1, count * size)
+        self.rows = [RankStatus.from_buffer(memory, rank * size) for rank in range(count)]
         self.ended = False
         """They were killed here because one of them had died."""
 
     def attempt(self, work: Work, **environment: object) -> None:
         self.ended = False
         for row in self.rows:
-            row.clear()
+            row.begun = row.hung = 0
         super().attempt(work, **environment)
 
     def _end_peers(self, failed_s: float) -> None:
@@ -72,22 +68,17 @@ class _ForkedRanks(Ranks):
         else:
             super()._end_peers(failed_s)
 
-    @property
-    def stopped(self) -> bool:
-        """The ranks have agreed to end the run before its end."""
-        return any(code in _STOPPED for code in self.codes)
+    def deaths(self) -> dict[int, int | None]:
+        """By rank the signal that has killed it; or the one that hangs, with None. Of no run that was stopped."""
+        if any(code in _STOPPED for code in self.codes):
+            return {}
+        return {**self.killed} or dict([(row.hung - 1, None) for row in self.rows if row.hung][:1])
 
-    def deaths(self) -> list[_Death]:
-        """Of ranks that were killed, or else the one that hangs."""
-        if killed := self.killed:
-            return [
-                self._death(rank, f"was killed by {signals.name_of(number)}", number) for rank, number in killed.items()
-            ]
-        return [self._death(row.hung - 1, "hangs") for row in self.rows if row.hung][:1]
-
-    def _death(self, rank: int, how: str, number: int | None = None) -> _Death:
-        row, pid = self.rows[rank], self.processes[rank].pid
-        return _Death(rank, pid, f"{how} {row.where}", row.begun, number)
+    def line(self, rank: int, number: int | None) -> str:
+        how = "hangs" if number is None else f"was killed by {signals.name_of(number)}"
+        begun = self.rows[rank].begun
+        where = f"in iteration {begun}" if begun else "before its first iteration"
+        return f"Rank {rank} (process {self.processes[rank].pid}) {how} {where}"
 
 
 class Supervisor:
@@ -131,57 +122,66 @@ class Supervisor:
             LaunchError: this process cannot fork ranks.
             ProcessExitedException: (of torch) a rank died, and is not started again; the message says why.
         """
-        attempt, ranks = Attempt(), _ForkedRanks(backend, params, timeout)
+        told, ranks = Attempt(), _ForkedRanks(backend, params, timeout)
         with ready_to_fork(), ranks.passing_signals_on():
             while True:
-                in_rank = partial(_in_rank, ranks.rows, attempt, work)
+                in_rank = partial(_in_rank, ranks.rows, told, work)
                 ranks.attempt(in_rank, TORCHELASTIC_RESTART_COUNT=self._restarts)
-                deaths = [] if ranks.stopped else ranks.deaths()
+                deaths = ranks.deaths()
                 if not deaths or (ranks.stop is not None and not ranks.ended):
                     ranks.finish()
                     return
-                self._count(deaths, ranks.rows)
-                is_known = attempt.is_known or any(row.updates for row in ranks.rows)
-                attempt = Attempt(self._announced(deaths), is_known)
+                self._count(ranks, deaths)
+                lines = "; ".join(ranks.line(rank, number) for rank, number in deaths.items())
+                why = f"{lines}. Restart {self._restarts}, of at most {self._allowed} in an hour."
+                logger.warning("%s", why)
+                told = Attempt(why, told.is_known or any(row.begun for row in ranks.rows))
                 if ranks.stop is not None:
                     sys.exit(128 + signals.treated_as(ranks.stop))
 
-    def _count(self, deaths: Sequence[_Death], rows: Sequence[RankStatus]) -> None:
+    def _count(self, ranks: _ForkedRanks, deaths: Mapping[int, int | None]) -> None:
         """Take down what an attempt has come to.
 
         Raises:
             ProcessExitedException: another one would come to no more.
         """
-        died = {death.rank: death.begun for death in deaths}
-        for death in deaths:
-            if death.begun and death.begun == self._died_at.get(death.rank):
-                _give_up(death, ", where it died before. The run ends, as it would end there again.")
+        for rank, number in deaths.items():
+            if ranks.rows[rank].begun and ranks.rows[rank].begun == self._died_at.get(rank):
+                _give_up(ranks, rank, number, ", where it died before. The run ends, as it would end there again.")
         now = time.monotonic()
         if len(self._restarted_at) == self._allowed and now - self._restarted_at[0] < _HOUR_S:
             times = "once" if self._allowed == 1 else f"{self._allowed} times"
-            _give_up(deaths[0], f". The run ends: it was started again {times} within an hour.")
+            _give_up(
+                ranks, *next(iter(deaths.items())), f". The run ends: it was started again {times} within an hour."
+            )
         self._restarted_at.append(now)
         self._restarts += 1
-        for rank, row in enumerate(rows):
-            if died.get(rank):
-                self._died_at[rank] = died[rank]
-            elif row.begun > self._died_at.get(rank, 0):
-                self._died_at.pop(rank, None)
-
-    def _announced(self, deaths: Sequence[_Death]) -> str:
-        line = "; ".join(death.line for death in deaths)
-        why = f"{line}. Restart {self._restarts}, of at most {self._allowed} in an hour."
-        logger.warning("%s", why)
-        return why
+        for rank, row in enumerate(ranks.rows):
+            if row.begun and (rank in deaths or row.begun > self._died_at.get(rank, 0)):
+                self._died_at[rank] = row.begun if rank in deaths else 0
 
 
-def _in_rank(rows: Sequence[RankStatus], attempt: Attempt, work: Work, local_rank: int) -> None:
-    supervised(rows[agreement.rank()], attempt)
+def _in_rank(rows: Sequence[RankStatus], told: Attempt, work: Work, local_rank: int) -> None:
+    """From here on the rank writes where it is into its row."""
+    row = rows[agreement.rank()]
+
+    def note_hang(failure: watch.Failure) -> None:
+        if failure.kind == "lost":
+            row.hung = 1 + (failure.ranks[0] if failure.ranks else agreement.rank())
+
+    def note_iteration(trainer: Any, ahead: int) -> None:
+        row.begun = trainer.state.iteration + ahead
+
+    def attach(trainer: Engine) -> None:
+        trainer.add_event_handler(Events.GET_BATCH_STARTED, note_iteration, 1)
+        trainer.add_event_handler(Events.ITERATION_STARTED, note_iteration, 0)
+
+    attempt.current, watch.learned = told, note_hang
+    attached_to_each.append(attach)
     work(local_rank)
 
 
-def _give_up(death: _Death, reason: str) -> NoReturn:
-    name = None if death.number is None else signals.name_of(death.number)
-    code = 1 if death.number is None else -death.number
-    text = death.line + reason
-    raise ProcessExitedException(text, death.rank, death.pid, exit_code=code, signal_name=name)
+def _give_up(ranks: _ForkedRanks, rank: int, number: int | None, reason: str) -> NoReturn:
+    name, code = (None, 1) if number is None else (signals.name_of(number), -number)
+    text = ranks.line(rank, number) + reason
+    raise ProcessExitedException(text, rank, ranks.processes[rank].pid, exit_code=code, signal_name=name)

@@ -197,7 +197,7 @@ def test_stopped_rank_is_killed_by_its_peers_and_all_go_on(tmp_path, weights):
 @pytest.mark.nightly  # the peers wait three seconds
 def test_rank_that_its_peers_wait_for_in_vain_hangs_and_all_go_on(tmp_path, weights):
     options = {"deaths": [{"rank": 1, "at": 7, "how": "hang"}]}
-    process = supervised(tmp_path, ranks=2, task_options=options, distributed={"timeout": {"seconds": 3}})
+    process = supervised(tmp_path, ranks=2, task_options=options, distributed={"timeout": 3})
     assert finish(tmp_path, process)["weights_sha256"] == weights(2)
     assert re.search(r"Rank 1 \(process \d+\) hangs in iteration 7\. Restart 1, of", output(tmp_path))
 
@@ -237,8 +237,8 @@ def test_killed_at_random_instants_it_loses_an_iteration_each_time_and_no_bit(tm
                 rank.kill()
             kills += 1
         # beyond the iteration of this kill: one that dies twice ends the run
-        again = draw.random() < 0.3 and before == 0
-        wait_until(lambda before=before, again=again: again or number_in(folder / "at_0") > before + 2, process)
+        again, killed_at = draw.random() < 0.3 and before == 0, number_in(folder / "at_0")
+        wait_until(lambda at=killed_at, again=again: again or number_in(folder / "at_0") > at + 2, process)
     ended = finish(folder, process)
     pairs = re.findall(r"iteration (\d+)\. Restart|Resumed from .*? at iteration (\d+)", output(folder))
     lost = [int(at) - int(to) for (at, _), (_, to) in itertools.pairwise(pairs) if at and to]
