@@ -9,9 +9,8 @@ from pathlib import Path
 
 from ignite_engine.checkpoint.layout import scan
 from ignite_engine.checkpoint.lock import in_use
-from ignite_engine.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
+from ignite_engine.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from ignite_engine.checkpoint.retention import CheckpointInfo, Retention, of_one_run
-from ignite_engine.checkpoint.states.tiers import order
 from ignite_engine.errors import CheckpointError
 from ignite_engine.ext.mirror.remote import Remote, why
 
@@ -21,7 +20,7 @@ _LAST_TRIES = 3
 """Tries after the run has ended."""
 
 
-def upload(remote: Remote, checkpoint: Path) -> Manifest:
+def upload(remote: Remote, checkpoint: Path) -> None:
     """Put a committed checkpoint there, its manifest last; what is there under its name is replaced.
 
     Raises:
@@ -35,7 +34,6 @@ def upload(remote: Remote, checkpoint: Path) -> Manifest:
         for name, record in manifest.files.items():
             remote.put(checkpoint / name, f"{checkpoint.name}/{name}", record)
         remote.write(f"{checkpoint.name}/{MANIFEST_NAME}", manifest.to_json())
-    return manifest
 
 
 class Uploader:
@@ -51,9 +49,7 @@ class Uploader:
         self._changed = threading.Condition()
         self._is_due = self._is_ending = False
         self._thread: threading.Thread | None = None
-        self._there: dict[str, Manifest] | None = None
-        """What is complete there; None: it is to be looked for, at first and after a failure."""
-        self._refused: dict[str, Manifest] = {}
+        self._damaged: list[CheckpointInfo] = []
         """What is damaged here."""
         self.missing: str | None = None
         """The name of one that is not there yet."""
@@ -91,7 +87,7 @@ class Uploader:
             try:
                 self._bring_up_to_date()
             except BaseException as error:  # a store may raise anything, in this thread no interruption comes
-                self.why, self._there = why(error), None
+                self.why = why(error)
                 failures, last_tries = failures + 1, last_tries + 1 if is_ending else 0
                 if failures == 1:
                     what = self.missing or "What was measured"
@@ -117,48 +113,38 @@ class Uploader:
 
     def _bring_up_to_date(self) -> None:
         self._remote.moved_at = time.monotonic()
-        if self._there is None:
-            self._there = self._look()
-        while (checkpoint := self._next(self._there)) is not None:
-            self.missing = checkpoint.path.name
-            self._upload(checkpoint, self._there)
+        while (checkpoint := self._next()) is not None:
+            self.missing = name = checkpoint.path.name
+            try:
+                upload(self._remote, checkpoint.path)
+            except CheckpointError as error:  # of what is here
+                if checkpoint.path.exists():  # it was not deleted meanwhile
+                    self._damaged.append(checkpoint)
+                    logger.warning("%s is not uploaded to %s: %s.", name, self._remote.url, str(error).rstrip("."))
+            else:
+                logger.info("Uploaded %s to %s.", name, self._remote.url)
+                self._tidy(checkpoint)
         self.missing = None
 
-    def _upload(self, checkpoint: CheckpointInfo, there: dict[str, Manifest]) -> None:
-        """Upload one and delete what retention does not keep beside it."""
-        name, run_id = checkpoint.path.name, checkpoint.manifest.run_id
-        there.pop(name, None)
-        try:
-            there[name] = upload(self._remote, checkpoint.path)
-        except CheckpointError as error:  # of what is here
-            if checkpoint.path.exists():  # it was not deleted meanwhile
-                self._refused[name] = checkpoint.manifest
-                logger.warning("%s is not uploaded to %s: %s.", name, self._remote.url, str(error).rstrip("."))
-            return
-        logger.info("Uploaded %s to %s.", name, self._remote.url)
-        mine = [CheckpointInfo(Path(name), each) for name, each in there.items() if each.run_id == run_id]
-        kept = self._retention.kept(sorted(mine, key=order))
-        for old in [each.path.name for each in mine if each not in kept and each.path.name != name]:
-            self._remote.delete(old)
-            del there[old]
-
-    def _next(self, there: dict[str, Manifest]) -> CheckpointInfo | None:
+    def _next(self) -> CheckpointInfo | None:
         """The newest of those that the folder keeps which is not there; what was measured since is written."""
+        there = {known.path.name: known.manifest for known in self._remote.checkpoints()[0]}
         for checkpoint in reversed(self._retention.kept(of_one_run(scan(self._directory)[0]))):
             name, manifest = checkpoint.path.name, checkpoint.manifest
-            known = there.get(name)
-            if known is None or known.files != manifest.files:
-                if self._refused.get(name) != manifest:
+            if name not in there or there[name].files != manifest.files:
+                if checkpoint not in self._damaged:
                     return checkpoint
-            elif known != manifest:
+            elif there[name] != manifest:
                 self._remote.write(f"{name}/{MANIFEST_NAME}", manifest.to_json())
-                there[name] = manifest
         return None
 
-    def _look(self) -> dict[str, Manifest]:
-        """What is complete there; what a killed upload has left goes."""
-        readable, unreadable = self._remote.checkpoints()
-        there = {checkpoint.path.name: checkpoint.manifest for checkpoint in readable}
-        for name in {*self._remote.names()} - there.keys() - {name for name, _ in unreadable}:
-            self._remote.delete(name)
-        return there
+    def _tidy(self, uploaded: CheckpointInfo) -> None:
+        """Delete what retention does not keep beside one that was uploaded, and what a killed upload has left."""
+        readable, damaged = self._remote.checkpoints()
+        mine = [each for each in readable if each.manifest.run_id == uploaded.manifest.run_id]
+        kept = self._retention.kept(mine)
+        old = {each.path.name for each in mine if each not in kept} - {uploaded.path.name}
+        whole = {each.path.name for each in readable} | {name for name, _ in damaged}
+        for name in self._remote.names():
+            if name in old or name not in whole:
+                self._remote.delete(name)
