@@ -121,23 +121,17 @@ def metrics_reduce(ranks: Sequence[int] | None = None) -> Iterator[None]:
         functions["get_rank"] = partial(dist.get_rank, group)
         functions["get_world_size"] = partial(dist.get_world_size, group)
         functions["broadcast"] = partial(_broadcast, group)
-    with _calling(functions):
-        yield
-
-
-_instead: ContextVar[Mapping[str, Any]] = ContextVar("instead", default=MappingProxyType({}))
-"""What this thread calls in the place of functions of ``ignite.distributed``, by their names."""
-
-
-@contextmanager
-def _calling(functions: Mapping[str, Any]) -> Iterator[None]:
     for name in functions:
         setattr(idist, name, partial(_call, name))  # for good: which function it is each thread says for itself
-    token = _instead.set({**_instead.get(), **functions})
+    token = _instead.set(functions)
     try:
         yield
     finally:
         _instead.reset(token)
+
+
+_instead: ContextVar[Mapping[str, Any]] = ContextVar("instead", default=MappingProxyType({}))
+"""What this thread calls in the place of functions of ``ignite.distributed``, by their names."""
 
 
 def _call(name: str, *args: Any, **kwargs: Any) -> Any:

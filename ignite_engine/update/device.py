@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -66,13 +66,8 @@ def mapped(batch: Any, move: Callable[[Any], Any]) -> Any:
     """``batch`` with ``move`` of its tensors, and of what has a method ``to`` and is no mapping."""
 
     def leaf(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            moved = mapped(dict(value), move)
-            if not isinstance(value, MutableMapping):
-                return type(value)(moved)  # type: ignore[call-arg]  # as Ignite's does
-            anew = copy.copy(value)  # with whatever else it holds
-            anew.update(moved)
-            return anew
+        if isinstance(value, Mapping):  # Hugging Face's have a ``to`` that changes the host's batch
+            return type(value)(mapped(dict(value), move))  # type: ignore[call-arg]  # as Ignite's does
         if isinstance(value, type):
             return value
         if callable(getattr(value, "to", None)):
