@@ -32,7 +32,7 @@ from ignite_engine.runs.run_directory import RunDirectoryInUse
 from ignite_engine.runs.task import TaskError, find_task
 
 FAILED = 1
-USER_ERRORS = (ConfigError, StateMismatch, NotExact, ReplayError, RunDirectoryInUse)
+USER_ERRORS = (ConfigError, StateMismatch, NotExact, ReplayError, RunDirectoryInUse, TaskError)
 """What a user can fix, whatever the command: one line and code 2."""
 RUN_ERRORS = (CheckpointError, LaunchError, NotFinite, RanksDiffer)
 """What ends a run and needs no traceback: one line and code 1."""

@@ -28,7 +28,7 @@ COMMANDS: Table = {
         "print the schedule, the learning rates and the bus, without running",
     ),
     "verify-resume": (
-        "ignite_engine.ext.replay.verify_command:verify_resume",
+        "ignite_engine.ext.replay.commands:verify_resume",
         "kill the run, resume it, and compare every piece of state with the run that was not killed",
     ),
     "doctor": (

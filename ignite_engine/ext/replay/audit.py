@@ -7,9 +7,9 @@ import secrets
 import shutil
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
-from ignite_engine.checkpoint.retention import CheckpointInfo
 from ignite_engine.checkpoint.store import CheckpointStore
 from ignite_engine.errors import ReplayError
 from ignite_engine.ext.replay.compare import Difference, first_difference
@@ -24,7 +24,6 @@ class Segment:
 
     first: int
     last: int
-    checkpoint: Path
 
     def __str__(self) -> str:
         return f"iterations {self.first + 1} to {self.last}"
@@ -100,16 +99,9 @@ def segments_of(directory: Path) -> list[Segment]:
     Raises:
         ReplayError: it has no checkpoint.
     """
-    line: list[CheckpointInfo] = []
+    ends = [0]
     for checkpoint in CheckpointStore(RunDirectory(directory).checkpoints).checkpoints():
-        while line and line[-1].iteration >= checkpoint.iteration:
-            line.pop()
-        line.append(checkpoint)
-    if not line:
+        ends = [*(end for end in ends if end < checkpoint.iteration), checkpoint.iteration]
+    if ends == [0]:
         raise ReplayError(f"{directory} has no checkpoint, at which a segment could end.")
-    firsts = [0, *(checkpoint.iteration for checkpoint in line)]
-    return [
-        Segment(first, checkpoint.iteration, checkpoint.path)
-        for first, checkpoint in zip(firsts, line)
-        if checkpoint.iteration > first
-    ]
+    return [Segment(first, last) for first, last in pairwise(ends)]

@@ -1,12 +1,16 @@
-"""The commands that go back in runs: ``replay``, ``compare-runs`` and ``audit``."""
+"""The commands ``replay``, ``compare-runs``, ``audit`` and ``verify-resume``."""
 
 from __future__ import annotations
 
 import argparse
 import bdb
+import json
+import os
 import pdb
 import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,18 +18,23 @@ from typing import Any
 
 from ignite.engine import Events
 
-from ignite_engine.cli.launch import FAILED, on_ranks
-from ignite_engine.cli.parsing import Parser, takes_ranks, whole_number
+from ignite_engine.cli.launch import FAILED, on_ranks, on_ranks_of_config
+from ignite_engine.cli.parsing import Parser, takes_backend, takes_config, takes_ranks, whole_number
 from ignite_engine.errors import ReplayError, shapes_of
 from ignite_engine.ext.replay import audit as audit_run
 from ignite_engine.ext.replay import compare_runs, rerun
 from ignite_engine.ext.replay.compare import compare as compare_folders
-from ignite_engine.ext.replay.rerun import start_of
+from ignite_engine.ext.replay.rerun import built, moved, start_of
 from ignite_engine.ext.replay.steps import rates_of, scalars_of
+from ignite_engine.ext.replay.verify import NotProven, Phase, verify
 from ignite_engine.handlers.digest_trail import digests_of
 from ignite_engine.ranks import agreement
-from ignite_engine.runs.task import TaskError, find_task
+from ignite_engine.runs.config import Config, ConfigError, load_config
+from ignite_engine.runs.run_directory import RunDirectory
+from ignite_engine.runs.task import IN_PYTHON, find_object
 from ignite_engine.trainer import Trainer
+
+ITERATIONS = 20
 
 
 def replay(command: Parser) -> None:
@@ -61,7 +70,7 @@ def _takes_runs(command: Parser, *runs: str) -> None:
 
 def _replay(options: argparse.Namespace) -> int:
     """Print what the iteration was; code 1 where the run is not what it has logged."""
-    build, call = (name and function_of(name) for name in (options.build, options.call))
+    build, call = (name and find_object(name) for name in (options.build, options.call))
     at, before = options.at, dict[str, Any]()
 
     def attach(trainer: Trainer) -> None:
@@ -104,7 +113,7 @@ def _replay(options: argparse.Namespace) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     """Print what differs first; code 1 if anything does."""
-    result = compare_runs(options.run, options.second, options.build and function_of(options.build))
+    result = compare_runs(options.run, options.second, options.build and find_object(options.build))
     if agreement.rank() == 0:
         print(*result.lines(), sep="\n")
     return 0 if result.files.difference is None else FAILED
@@ -113,26 +122,110 @@ def _compare(options: argparse.Namespace) -> int:
 def _audit(options: argparse.Namespace) -> int:
     """Print what was covered and found; code 1 where a segment is not what was saved and logged."""
     result = audit_run(
-        options.run, options.build and function_of(options.build), segments=options.segments, seed=options.seed
+        options.run, options.build and find_object(options.build), segments=options.segments, seed=options.seed
     )
     if agreement.rank() == 0:
         print(*result.lines(), sep="\n")
     return FAILED if result.found else 0
 
 
-def function_of(name: str) -> Callable[[Any], Any]:
-    """The function that an option names.
-
-    Raises:
-        ReplayError: one line; there is none.
-    """
-    try:
-        return find_task(name)
-    except TaskError as error:
-        raise ReplayError(str(error)) from error.__cause__
-
-
 def _on_ranks(work: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
     """On as many ranks as the run had, if nothing else is asked for."""
     processes = options.nproc_per_node or start_of(options.run, getattr(options, "at", 1)).world_size
     return on_ranks(options, work, processes)
+
+
+# -- verify-resume: train, kill the process, resume in a fresh one, and compare every piece of state at every step ----
+
+
+def verify_resume(command: Parser) -> None:
+    takes_config(command, or_function=True)
+    takes_ranks(command)
+    takes_backend(command)
+    command.add_argument(
+        "--iterations",
+        type=whole_number,
+        default=ITERATIONS,
+        metavar="N",
+        help=f"compared updates, default {ITERATIONS}",
+    )
+    command.add_argument(
+        "--kill-at", type=whole_number, metavar="K", help="the update in which it is killed; default: past the middle"
+    )
+    # for the processes that this command starts
+    command.add_argument("--phase", type=lambda text: Phase(**json.loads(text)), help=argparse.SUPPRESS)
+    command.set_defaults(work=_verify_resume)
+
+
+def _verify_resume(options: argparse.Namespace) -> int:
+    is_built = _is_built(options)
+    if options.phase is None:
+        if not is_built:
+            load_config(options.config, options.overrides)  # a mistake is said once
+        return _verify(options)
+    if is_built:
+        return on_ranks(options, partial(_train_phase, None), options.nproc_per_node, options.backend)
+    return on_ranks_of_config(options, _train_phase)
+
+
+def _is_built(options: argparse.Namespace) -> bool:
+    """Whether a function builds the run, and no config."""
+    path: Path = options.config
+    is_function = ":" in path.name
+    if is_function and options.overrides:
+        raise ConfigError(f"{path}: got {options.overrides[0]!r}, and a function has its settings itself.")
+    if path.suffix == ".py" or (path.is_file() and f"task: {IN_PYTHON}\n" in path.read_text(errors="replace")):
+        raise ConfigError(
+            f"{path}: only its program has the model and the data of this run: give FILE:FUNCTION, which builds it in "
+            "a folder."
+        )
+    return is_function
+
+
+def _verify(options: argparse.Namespace) -> int:
+    """Print the verdict; 1 if the resumed run is not equal, or did not complete.
+
+    Raises:
+        ConfigError: ``--kill-at`` leaves nothing to compare.
+    """
+    kill_at, iterations = options.kill_at, options.iterations
+    if iterations < 3 or (kill_at is not None and not 2 <= kill_at < iterations):
+        settings = f"--iterations {iterations}" + (f" --kill-at {kill_at}" if kill_at is not None else "")
+        raise ConfigError(f"{settings}: expected at least 3 iterations and a kill after the first and before the last.")
+    with tempfile.TemporaryDirectory(prefix="verify-resume-", ignore_cleanup_errors=True) as folder:
+        try:
+            print(*verify(lambda phase: _start(options, phase), Path(folder), iterations, kill_at), sep="\n")
+        except NotProven as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return FAILED
+    return 0
+
+
+def _train_phase(config: Config | None, options: argparse.Namespace) -> None:
+    """One start of the run, on one rank, in the process that was started for it."""
+    folder = Path(options.phase.directory)
+    with RunDirectory(folder).logging_to(agreement.rank()):
+        build = moved(config.to_dict(), config.source.path, folder) if config else find_object(str(options.config))
+        options.phase.train(*built(build, folder))
+
+
+def _start(options: argparse.Namespace, phase: Phase) -> None:
+    """Train a phase in new processes.
+
+    Raises:
+        NotProven: it was not to be killed, and has not ended with code 0.
+    """
+    command = [sys.executable, "-m", "ignite_engine", "verify-resume", str(options.config), "--phase", str(phase)]
+    command += options.overrides
+    command += ["--nproc-per-node", str(options.nproc_per_node)] if options.nproc_per_node is not None else []
+    command += ["--backend", options.backend] if options.backend is not None else []
+    # to a file: loader workers that survive a kill for a moment keep a pipe open
+    output = Path(phase.directory).with_name("output.txt")
+    with output.open("w") as file:
+        code = subprocess.run(
+            command, stdout=file, stderr=file, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        ).returncode
+    said = [line.strip() for line in output.read_text(errors="replace").splitlines() if line.strip()]
+    if phase.kill_at is None and code != 0:
+        last = said[-1] if said else "it printed nothing."
+        raise NotProven(f"The {Path(phase.directory).name} run ended with code {code}: {last}")
