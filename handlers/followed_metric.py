@@ -34,7 +34,9 @@ class FollowedMetric:
         self.key, self.setting, self._elsewhere = key, setting, elsewhere
         if mode is not None and usual_mode(key) not in (None, mode) and agreement.rank() == 0:
             better = "larger" if mode == "max" else "smaller"
-            logger.warning("%s takes %s values for better: is that meant? mode=%r.", setting, better, mode)
+            logger.warning(
+                "%s treats %s values as better (mode=%r): check that this is intended.", setting, better, mode
+            )
         self.seen_at: int | None = None
         """The iteration of the last value, for the handler's state: each value is used once, also over a resume."""
         self._warned = False

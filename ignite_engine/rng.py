@@ -73,7 +73,7 @@ def restore(state: dict[str, Any]) -> None:
     before, now = state["numpy"]["bit_generator"], type(_bit_generator()).__name__
     if before != now:
         raise StateMismatch(
-            f"NumPy's random numbers were saved of {before}, and this process has {now}: call "
+            f"The checkpoint has the state of NumPy's {before}, and this process uses {now}: call "
             f"np.random.set_bit_generator(np.random.{before}()) before the run."
         )
     version, internal, gauss = state["python"]

@@ -163,7 +163,9 @@ class Trainer(Engine):
 
     @accumulation_steps.setter
     def accumulation_steps(self, steps: int) -> None:
-        raise AttributeError("accumulation_steps is a Trainer's for good: end the run, and resume it with another.")
+        raise AttributeError(
+            "The accumulation_steps of a Trainer cannot change: end the run, and resume it with another Trainer."
+        )
 
     @property
     def global_micro_batches(self) -> int | None:

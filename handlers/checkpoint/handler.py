@@ -471,7 +471,7 @@ class Checkpoint:
         reasons = [reason for reason in reasons if reason not in self._named]
         self._named.update(reasons)
         if reasons and agreement.rank() == 0:
-            logger.warning("A run resumed from these checkpoints may have other bits: %s.", "; ".join(reasons))
+            logger.warning("A run that is resumed from these checkpoints may not be bit-exact: %s.", "; ".join(reasons))
 
     def weights_replaced(self) -> None:
         """Weights were loaded again within the run: this boundary was not saved, and what was measured came before."""

@@ -45,7 +45,7 @@ def dry_run(evaluation: Evaluation, trainer: Trainer, batches: int, error: Calla
         if any(row[0] for row in agreement.gather_floats([float(_is_read_once(data))])):
             if agreement.rank() == 0:
                 name = evaluation.label
-                logger.info("%r is not tried before training: what is read of it is gone for its evaluations.", name)
+                logger.info("The sanity check leaves out %r: its data can be read only once.", name)
             return
         iterator = begin_pass(data)
         try:

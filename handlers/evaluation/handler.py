@@ -169,7 +169,7 @@ class Evaluation:
             if self._rng is not None:
                 rng.restore(self._rng)
             if (data := self._data()) is None:
-                logger.warning("No window is there to be evaluated as %s.", self.label)
+                logger.warning("There is no window to evaluate as %s.", self.label)
                 return
             self._unfinished_at = state.iteration
             share_buffers(trainer.update.model)
@@ -231,7 +231,7 @@ class Evaluation:
             found = [f"its {type(self.loader()).__name__} is not made by loader()"]
         if found:
             logger.warning(
-                "The evaluation of %s may have other bits on another number of ranks: %s.",
+                "The evaluation of %s may not be bit-exact on another number of ranks: %s.",
                 self.label,
                 ", ".join(found),
             )

@@ -156,7 +156,7 @@ class Clock(Interval):
 
 
 class Intervals:
-    """What one trainer counts and measures for the intervals of its handlers; where there is none, nothing."""
+    """The counters and clocks behind a trainer's intervals; empty if none are used."""
 
     def __init__(self) -> None:
         self.before: dict[str, float] = {}

@@ -96,7 +96,7 @@ def test_checkpoint_without_any_parameters_is_said_to_be_inexact(tmp_path, caplo
 
     assert trainer.reproducibility() == [reason] and reason in trainer.describe()
     trainer.run([1, 2])
-    assert f"may have other bits: {reason}" in caplog.text
+    assert f"may not be bit-exact: {reason}" in caplog.text
     strict = Trainer(lambda engine, batch: 1.0)
     Checkpoint(tmp_path / "strict", strict=True).attach(strict)
     with pytest.raises(NotExact, match="no parameters are saved"):

@@ -160,7 +160,7 @@ def test_stream_that_can_be_read_once_is_left_to_its_evaluation(tmp_path, caplog
         for name, val in {"once": kind(), "set": VAL}.items()
     ]
     assert values[0] == pytest.approx(values[1], rel=1e-6)
-    assert sum("'val' is not tried before training" in line for line in caplog.messages) == 1
+    assert sum("leaves out 'val'" in line for line in caplog.messages) == 1
 
 
 def needs_each_class(predictions, targets):
