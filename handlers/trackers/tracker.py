@@ -95,7 +95,8 @@ class Tracker:
         if agreement.rank() != 0:
             return
         try:
-            _start_process(self, agreement.world_size())
+            if self.name not in _sending.get(self.directory, {}):  # else the run has gone back to a checkpoint
+                _start_process(self, agreement.world_size())
         except OSError as error:
             logger.warning("%s gets nothing: %s. Training continues.", self.name, error)
         else:
@@ -104,7 +105,8 @@ class Tracker:
     _start.phase = 5  # type: ignore[attr-defined]  # Phase.LAST, whose import is torch's: the summary is written by then
 
     def _end(self, trainer: Trainer) -> None:
-        if read_object(self.directory / "summary.json").get("status") != "running":  # else the Run has more to write
+        # that of a Run has more to write, and one that goes back to a checkpoint goes on
+        if "running" not in (trainer.state.status, read_object(self.directory / "summary.json").get("status")):
             end_of_run(self.directory, trainer.state.status, trainer.state.reason)
 
 

@@ -13,16 +13,17 @@ import time
 from collections import Counter
 
 import pytest
+import torch
 from ignite.engine import Events
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from ignite_engine.cli import main
-from ignite_engine.handlers import ClearML, MemoryLogger, MLflow, TensorBoard, WandB
+from ignite_engine.handlers import Checkpoint, ClearML, MemoryLogger, MetricLogger, MLflow, TensorBoard, WandB
 from ignite_engine.handlers.trackers.tracker import Tracker
 from tests.handlers.trackers.sent import settled
 from tests.kit.processes import start, wait_until
-from tests.kit.tiny import logging_to, numbers_loader
+from tests.kit.tiny import logging_to, numbers_loader, trainer_of
 
 CONFIG = {"optimizer": {"lr": 0.5, "betas": [1, 2]}, "name": "a", "no": None}
 FLAT = {"optimizer.lr": 0.5, "optimizer.betas": "[1, 2]", "name": "a"}
@@ -251,6 +252,10 @@ class Listing(Tracker):
             time.sleep(1000)
         self.write([row["iteration"] for row in rows])
 
+    def end(self, outcome):
+        with (self.directory / "ends").open("a") as file:
+            file.write(outcome["status"] + "\\n")
+
     def write(self, what):
         with (self.directory / "listing.jsonl").open("a") as file:
             file.write(json.dumps(what) + "\\n")
@@ -289,6 +294,22 @@ def test_tracker_of_the_users_own_begins_anew_where_the_log_has_changed(own, tmp
     rewrite(tmp_path, 1.0)
     assert main(["track", str(tmp_path)]) == 0
     assert main(["track", str(tmp_path)]) == 0
+
+
+def test_run_that_goes_back_to_a_checkpoint_is_one_run_of_its_tracker(own, tmp_path):
+    trainer, damaged = trainer_of(non_finite="rollback"), []
+    MetricLogger(tmp_path, console=False).attach(trainer)
+    own(tmp_path).attach(trainer)
+    Checkpoint(tmp_path / "checkpoints").attach(trainer, Events.ITERATION_COMPLETED(every=2))
+
+    @trainer.on(Events.ITERATION_STARTED)
+    def damage():
+        if trainer.state.iteration == 4 and not damaged:
+            damaged.append(trainer.state.batch[0].fill_(torch.nan))
+
+    trainer.run(numbers_loader(16))
+    assert damaged and (tmp_path / "ends").read_text() == "completed\n"
+    assert listed(tmp_path)[-1][-1] == trainer.state.iteration
 
 
 def test_tracker_that_hangs_costs_a_stopped_run_less_than_a_second(own, tmp_path, caplog):
