@@ -106,13 +106,7 @@ def loader(
     )
 
 
-def resumable(
-    data: Any,
-    seed: int | None = None,
-    *,
-    any_sampler: bool = False,
-    agree: Callable[[int], int] = agreement.broadcast_object,
-) -> Any:
+def resumable(data: Any, seed: int | None = None, *, any_sampler: bool = False) -> Any:
     """``data``, or the same plain ``DataLoader`` rebuilt by :func:`loader`, sharded over the ranks.
 
     Only a ``DataLoader`` itself (no subclass) over map-style data with torch's sequential, random (without
@@ -120,26 +114,24 @@ def resumable(
     else is returned as it is.
 
     Args:
-        seed: of a random order that has no generator of its own; None: the seed of the process.
+        seed: of a random order; None: that of its generator or of the process, on rank 0.
         any_sampler: also rebuild one with another sampler of torch's, or on one process with any, whose order is then
             drawn for each pass as a function of (seed, pass).
-        agree: makes one seed of those of the ranks; not called where the order is not random.
     """
     if not _is_plain(data):
         return data
     sampler, drawn = data.sampler, None
     if type(sampler) is SequentialSampler:
         shuffle, own_seed = False, 0
-    elif (random_seed := seed_of_order(data, seed)) is not None:
-        shuffle, own_seed = True, agree(random_seed)
+    elif type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(data.dataset):
+        shuffle, own_seed = True, _agreed_seed(seed, data.generator or sampler.generator)
     elif type(sampler) is DistributedSampler and (sampler.num_replicas, sampler.rank) == (
         mesh.data_size(),
         mesh.data_rank(),
     ):
         shuffle, own_seed = sampler.shuffle, sampler.seed
     elif any_sampler and _can_be_drawn(sampler):
-        own_seed = agree(rng.mix(torch.initial_seed()) >> 1) if seed is None else seed
-        shuffle, drawn = False, sampler
+        shuffle, drawn, own_seed = False, sampler, _agreed_seed(seed, None)
     else:
         return data
     order = f"shuffle={shuffle}" if drawn is None else type(drawn).__name__
@@ -159,19 +151,11 @@ def resumable(
     return rebuilt
 
 
-def seed_of_order(data: Any, seed: int | None = None) -> int | None:
-    """The seed with which this rank's :func:`resumable` would rebuild a random order; None: there is none to rebuild.
-
-    Args:
-        seed: as of :func:`resumable`.
-    """
-    if not _is_plain(data) or type(sampler := data.sampler) is not RandomSampler:
-        return None
-    if sampler.replacement or sampler.num_samples != len(data.dataset):
-        return None
-    generator = data.generator or sampler.generator
-    if generator is not None or seed is None:
-        seed = generator.initial_seed() if generator is not None else torch.initial_seed()
+def _agreed_seed(seed: int | None, generator: torch.Generator | None) -> int:
+    """The same on every rank; a collective, unless it is given."""
+    if seed is None:
+        own = torch.initial_seed() if generator is None else generator.initial_seed()
+        seed = int(agreement.broadcast_object(own))
     return rng.mix(seed) >> 1
 
 

@@ -54,29 +54,26 @@ class Files:
         check_type("end", end, end is None or isinstance(end, str), "the name of a file or None")
         self.directory, self.pattern, self.end = Path(directory), pattern, end
         self._last = ""
-        self._seen: set[str] | None = None
+        self._seen: set[str] = set()
 
     def next_window(self) -> Path | None:
         # the end first: what is there by then is all
         ends = self.end is not None and (self.directory / self.end).exists()
         names = self._names()
-        self._name_late_ones(names)
+        if late := {name for name in names if name < self._last} - self._seen:
+            logger.warning(
+                "%s came after %s was taken, so it is left out: name files in the order in which they come.",
+                ", ".join(sorted(late)),
+                self._last,
+            )
+        self._seen = names
         following = min((name for name in names if name > self._last), default=None)
-        if following is None:
-            if ends:
-                raise StopIteration
-            return None
-        self._last = following
-        return self.directory / following
-
-    def again(self, name: str) -> Path | None:
-        """The file that was taken where the state that was loaded was saved; another one if it is gone."""
-        names = self._names()
-        if name not in names:
-            return self.next_window()
-        self._last = name
-        self._name_late_ones(names)
-        return self.directory / name
+        if following is not None:
+            self._last = following
+            return self.directory / following
+        if ends:
+            raise StopIteration
+        return None
 
     def _names(self) -> set[str]:
         try:
@@ -87,24 +84,12 @@ class Files:
             return set()
         return names - {self.end}
 
-    def _name_late_ones(self, names: set[str]) -> None:
-        late = {name for name in names if name < self._last} - (names if self._seen is None else self._seen)
-        if late:
-            logger.warning(
-                "%s came after %s was taken, so it is left out: name files in the order in which they come.",
-                ", ".join(sorted(late)),
-                self._last,
-            )
-        self._seen = names
-
     def state_dict(self) -> dict[str, Any]:
         """The file that was taken last, and those that were there before it."""
-        seen = None if self._seen is None else sorted(name for name in self._seen if name <= self._last)
-        return {"last": self._last, "seen": seen}
+        return {"last": self._last, "seen": sorted(name for name in self._seen if name <= self._last)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        seen = state.get("seen")  # it was not always saved
-        self._last, self._seen = state["last"], None if seen is None else set(seen)
+        self._last, self._seen = state["last"], set(state["seen"])
 
     def __repr__(self) -> str:
         return f"Files({str(self.directory)!r}, {self.pattern!r})"
@@ -172,9 +157,7 @@ class Beginnings:
     def begun_by(self, reader: Any) -> WindowStream:
         """The stream at its beginning; from now on it is this reader's."""
         if isinstance(self._given, Files):
-            files = copy(self._given)
-            files.load_state_dict({"last": ""})
-            return files
+            return copy(self._given)
         if self._single is None:
             return CountedWindows(self._given)
         self._reader = reader
@@ -204,5 +187,6 @@ def is_sequence(stream: Any) -> bool:
 def text_of(name: Any) -> str | None:
     """How a checkpoint names a window; empty where its text may differ in another process."""
     if isinstance(name, os.PathLike):  # wherever the directory is
-        return Path(name).name
+        path = Path(name)
+        return f"{path.name} ({path.stat().st_size} bytes)" if path.is_file() else path.name
     return None if name is None else str(name) if isinstance(name, str | Integral | tuple) else ""

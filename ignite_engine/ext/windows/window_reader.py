@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ignite_engine.data.readers import length_of
 from ignite_engine.errors import StateMismatch, StopRequested, leave_out
-from ignite_engine.ext.windows.streams import CountedWindows, Files, text_of
+from ignite_engine.ext.windows.streams import CountedWindows, text_of
 from ignite_engine.ranks import agreement
 
 if TYPE_CHECKING:
@@ -38,8 +35,6 @@ class WindowReader:
         """Before the window that was taken last."""
         self.name: Any = None
         """Of the window that was taken last, or the window itself, until it is done."""
-        self._fingerprint: str | None = None
-        """Of the file of that name, if this rank takes it."""
         self.over = False
         """The stream had no more when it was asked last."""
 
@@ -68,7 +63,6 @@ class WindowReader:
             """Whether this rank has a window, waits for one, is to stop; and the window, of a shared stream."""
             nonlocal ended
             if looks and self.name is None and not ended:
-                self._before = self._stream.state_dict()
                 ended = self._look()
             has = looks and self.name is not None
             waits = looks and not has and not ended and time.monotonic() < until
@@ -85,14 +79,13 @@ class WindowReader:
         self.over = not any(has for has, _, _, _ in rows)
         return not self.over
 
-    def _look(self, again: str | None = None) -> bool:
-        """Take the next window, or that file again if it is one; whether the stream has ended."""
-        self.name, self._fingerprint, stream = None, None, self._stream
+    def _look(self) -> bool:
+        """Take the next window; whether the stream has ended."""
+        self.name, self._before = None, self._stream.state_dict()
         try:
-            self.name = stream.again(again) if again and isinstance(stream, Files) else stream.next_window()
+            self.name = self._stream.next_window()
         except StopIteration:
             return True
-        self._fingerprint = _fingerprint(self.name)
         return False
 
     def done(self) -> None:
@@ -124,10 +117,8 @@ class WindowReader:
 
     def state_dict(self) -> dict[str, Any]:
         """Before the window that was taken and is not done, or after the last one."""
-        if self.name is None:
-            return {"stream": self._stream.state_dict(), "name": None, "over": self.over}
-        state = {"stream": self._before, "name": text_of(self.name), "over": self.over}
-        return state | {"fingerprint": self._fingerprint}
+        stream = self._stream.state_dict() if self.name is None else self._before
+        return {"stream": stream, "name": text_of(self.name), "over": self.over}
 
     def load_state_dict(self, state: dict[str, Any], *, begun: bool = True) -> None:
         """Continue there; a window that was taken and not done is taken again. A collective.
@@ -144,45 +135,14 @@ class WindowReader:
             self._stream.load_state_dict(state["stream"])
             if state["name"] is None:
                 return None
-            self._before = self._stream.state_dict()
-            self._look(state["name"])
-            if begun:
-                self._check_is_the_same(state)
+            self._look()
+            name, now = state["name"], text_of(self.name)
+            if begun and (now is None or name not in ("", now)):
+                found = "there is none" if now is None else f"the next one is {now}"
+                raise StateMismatch(
+                    f"The checkpoint was made in the window {name}, now {found}: bring it back, or leave the position "
+                    f"out with {leave_out('data')}."
+                )
             return self.name
 
         self.name = agreement.on_rank_0(load) if self.windows.shared else agreement.together(load)
-
-    def _check_is_the_same(self, state: dict[str, Any]) -> None:
-        name, now = state["name"], text_of(self.name)
-        if now is None or name not in ("", now):
-            found = "there is none" if now is None else f"the next one is {now}"
-            problem = f"The checkpoint was made in the window {name}, now {found}: bring it back"
-        elif self._fingerprint != state.get("fingerprint", self._fingerprint):
-            problem = f"The window {name} has other bytes than where the checkpoint was made: bring them back"
-        else:
-            return
-        raise StateMismatch(f"{problem}, or leave the position out with {leave_out('data')}.")
-
-
-def _fingerprint(name: Any) -> str | None:
-    """A hash of the size and the ends of a file, or of each file in a folder; None: it is neither.
-
-    The ends of ``.npz`` and Parquet files have checksums or statistics of what is between them.
-    """
-    if not isinstance(name, str | os.PathLike) or not os.path.exists(name):
-        return None
-    path, found = Path(name), hashlib.sha256()
-    try:
-        for file_path in filter(Path.is_file, sorted(path.iterdir()) if path.is_dir() else [path]):
-            with file_path.open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                found.update(f"{file_path.name} {size} ".encode())
-                for place in (0, max(0, size - _END_BYTES)):
-                    file.seek(place)
-                    found.update(file.read(_END_BYTES))
-    except OSError:  # it is no end of a run if ``open`` can make something of it
-        return None
-    return found.hexdigest()
-
-
-_END_BYTES = 1 << 16

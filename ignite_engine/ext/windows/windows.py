@@ -6,16 +6,14 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from copy import copy
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
-from ignite_engine.data.loader import resumable, seed_of_order
+from ignite_engine.data.loader import resumable
 from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.data.source import DataSource, OwnSource
-from ignite_engine.data.workers import begin_pass, end_workers
 from ignite_engine.errors import EmptyData, check_type, is_number, is_whole
 from ignite_engine.ext.windows.streams import Beginnings, Files, WindowStream, text_of
 from ignite_engine.ext.windows.window_reader import WindowReader
@@ -133,50 +131,15 @@ class Windows(OwnSource):
             raise RuntimeError(
                 "No window is open: use Windows.again from TrainingEvents.WINDOW_STARTED to WINDOW_COMPLETED."
             )
-        return self._made_of(self._opened(self.present), 0)
-
-    def whole(self) -> Iterator[Any]:
-        """The batches of all windows, one after the other: ``Evaluation(evaluator, windows.whole)`` evaluates
-        them as one set. It does not wait for windows that have not come; a collective.
-
-        Raises:
-            Exception: of the stream, on every rank.
-        """
-
-        def names_of_all() -> list[Any]:
-            stream, names = self.beginnings.begun_by(self), list[Any]()
-            with suppress(StopIteration):
-                while (name := stream.next_window()) is not None:
-                    names.append(name)
-            return names
-
-        for name in agreement.on_rank_0(names_of_all) if self.shared else agreement.together(names_of_all):
-            # without a collective: each rank comes to a window when it has evaluated the one before
-            data = self._made_of(self._opened(name), 0)
-            iterator = begin_pass(data)
-            try:
-                yield from iterator
-            finally:
-                end_workers(iterator, data)
+        return self._opened(self.present)
 
     def loader_of(self, name: Any) -> Any:
-        """The loader of a window; where it has no sample, or there is no window (None), an empty tuple.
-
-        A collective: a rank may have none where its peers have a ``DataLoader`` whose order they agree on.
+        """The loader of a window; where it has no sample, or there is no window (None), an empty tuple; a collective.
 
         Raises:
             Exception: of ``open``, on every rank.
         """
-        data = list[Any]()
-
-        def open_here() -> int | None:
-            data.append(self._opened(name))
-            return seed_of_order(data[0], seed=0)
-
-        seeds = agreement.agreed(open_here)
-        if self.shared:
-            return self._made_of(data[0], next((seed for seed in seeds if seed is not None), 0))
-        return self._made_of(data[0], seeds[agreement.rank()] or 0)
+        return agreement.together(lambda: self._opened(name))
 
     def _opened(self, name: Any) -> Any:
         if name is None:
@@ -192,10 +155,7 @@ class Windows(OwnSource):
             return ()
         is_data = isinstance(data, Iterable) and not isinstance(data, str | os.PathLike)
         check_type("the window's data", data, is_data, "an iterable of batches, or None")
-        return data
-
-    def _made_of(self, data: Any, seed: int) -> Any:
-        data = resumable(data, seed=0, agree=lambda own: seed)
+        data = resumable(data, seed=0)
         if not self.shared and isinstance(sampler := getattr(data, "sampler", None), ResumableSampler):
             sampler.rank, sampler.world_size = 0, 1  # the window is this rank's alone: none of it is for its peers
         return data

@@ -90,17 +90,6 @@ def stopped_while_it_waits(rank, folder):
     return state.status, time.monotonic() - began < 20
 
 
-def evaluated_as_one(rank):
-    """Batches of this rank, and the mean over all windows of all ranks."""
-    evaluator = Engine(lambda engine, batch: batch.float().mean())
-    Average(lambda output: output).attach(evaluator, "mean")
-    trainer = Trainer(lambda engine, batch: None)
-    windows = Windows(OWN[rank], OPEN["batches"], shared=False)
-    Evaluation(evaluator, windows.whole).attach(trainer, Events.EPOCH_COMPLETED)
-    trainer.run([0], max_epochs=1)
-    return evaluator.state.iteration, trainer.state.metrics["val/mean"]
-
-
 def evaluated_and_killed(rank, folder):
     """Own windows, each evaluated before it is trained on, of which rank 1 has none in the end; killed there."""
     found = {"evaluated": []}
@@ -162,12 +151,6 @@ def test_a_stop_is_heard_while_all_wait_for_a_window(tmp_path):
 def test_a_rank_without_a_window_evaluates_and_resumes_with_its_peers(tmp_path):
     expected = {"evaluated": [1.5, 4.5], "ended": ("max_epochs", 6, 2)}
     assert ranks(2, evaluated_and_killed, tmp_path) == [expected] * 2
-
-
-def test_all_windows_of_all_ranks_are_one_evaluation():
-    samples = [sample for rank in (0, 1) for window in OWN[rank] for sample in window]
-    mean = pytest.approx(sum(samples) / len(samples))
-    assert ranks(2, evaluated_as_one) == [(6, mean), (5, mean)]
 
 
 def test_settings_of_windows_that_differ_are_refused_on_both():

@@ -306,34 +306,6 @@ def test_what_is_measured_before_a_window_is_in_the_line_of_its_first_iteration(
     assert not any("val/window" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    "kind", ["own", "list", "files", "iterable", pytest.param("workers", marks=pytest.mark.nightly)]
-)
-def test_an_evaluation_of_all_windows_is_one_each_time(tmp_path, kind):
-    """Also of windows that are trained on, and of a stream that has one position."""
-    streams = {
-        "own": Counting(4),
-        "files": Files(write_windows(tmp_path, 1, 2, 0, 3, 4), "hour_*"),
-        "iterable": {1: "a", 2: "b", 0: "c", 3: "d", 4: "e"},
-    }
-    opens = {"files": open_file, "workers": lambda count: loader(Numbers(count), 2, num_workers=1) if count else None}
-    windows = Windows(streams.get(kind, [1, 2, 0, 3, 4]), opens.get(kind, open_numbers))
-    evaluator = create_evaluator(torch.nn.Identity(), lambda model, batch: batch[1].mean(), {})
-    Average(lambda output: output).attach(evaluator, "target")
-    trainer, seen = trainer_of(), list[Any]()
-    Evaluation(evaluator, windows.whole).attach(trainer, Events.EPOCH_COMPLETED)
-    trainer.add_event_handler(
-        TrainingEvents.EVALUATION_COMPLETED,
-        lambda: seen.append((evaluator.state.iteration, trainer.state.metrics["val/target"])),
-    )
-    trainer.run(windows if kind in ("list", "workers") else loader(Numbers(4), 2), max_epochs=2)
-
-    batches = [Numbers(count).targets[at : at + 2] for count in (1, 2, 3, 4) for at in range(0, count, 2)]
-    assert [count for count, _ in seen] == [6, 6] == [len(batches)] * 2
-    if kind == "workers":  # in the order of the data
-        assert seen[0][1] == pytest.approx(float(torch.stack([batch.mean() for batch in batches]).mean()), abs=1e-6)
-
-
 @pytest.mark.parametrize("kind", ["generator", "own", "list", "files", "iterable"])
 def test_what_trains_and_what_evaluates_never_take_each_others_windows(tmp_path, kind):
     streams = {
