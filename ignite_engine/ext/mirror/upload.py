@@ -79,10 +79,14 @@ class Uploader:
         return not thread.is_alive() or self._remote.is_silent
 
     def _run(self) -> None:
-        failures = last_tries = 0
+        failures, last_tries, is_ending = 0, 0, False
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_due or self._is_ending)
+                if failures:
+                    pause = 1.0 if is_ending else min(2.0 ** min(failures - 1, 9), _LONGEST_PAUSE_S)
+                    self._changed.wait_for(lambda: self._is_ending and not is_ending, pause)  # noqa: B023  # called here
+                else:
+                    self._changed.wait_for(lambda: self._is_due or self._is_ending)
                 self._is_due, is_ending = False, self._is_ending
             try:
                 self._bring_up_to_date()
@@ -94,22 +98,15 @@ class Uploader:
                     logger.warning(
                         "%s was not uploaded to %s: %s; it is tried again.", what, self._remote.url, self.why
                     )
-                if last_tries < _LAST_TRIES:
-                    self._pause(1.0 if is_ending else min(2.0 ** min(failures - 1, 9), _LONGEST_PAUSE_S))
-                    continue
             else:
                 if failures:
                     logger.warning("%s takes uploads again.", self._remote.url)
                 failures, self.why = 0, ""
             with self._changed:
-                if is_ending and self._is_ending and not self._is_due:
+                has_tried = not failures or last_tries >= _LAST_TRIES
+                if has_tried and is_ending and self._is_ending and not self._is_due:
                     self._thread = None
                     return
-
-    def _pause(self, seconds: float) -> None:
-        with self._changed:
-            was_ending, self._is_due = self._is_ending, True
-            self._changed.wait_for(lambda: self._is_ending and not was_ending, seconds)
 
     def _bring_up_to_date(self) -> None:
         self._remote.moved_at = time.monotonic()
