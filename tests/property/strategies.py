@@ -73,10 +73,13 @@ updates = drawn(
     sizes=st.lists(st.integers(2, 5), min_size=2, max_size=7).map(tuple),
 )
 captured = drawn(
-    {name: UPDATE[name] for name in ("precision", "steps", "clip", "weights", "seed", "hooked")},
+    {name: UPDATE[name] for name in ("steps", "clip", "weights", "seed")},
     settled_update,
     layers=st.sampled_from(((), ("dropout",), ("batchnorm",))),
-    optimizer=st.sampled_from(("SGD", "SGD momentum", "AdamW for-loop", "RMSprop")),
+    precision=st.sampled_from(("fp32", "bf16")),
+    hooked=st.sampled_from(("nothing", "LR scheduler")),
+    epochs=st.just(1),
+    optimizer=st.sampled_from(("SGD", "SGD momentum", "AdamW for-loop")),
     sizes=st.integers(4, 8).map(lambda count: (4,) * count),
 )
 resumes = drawn(

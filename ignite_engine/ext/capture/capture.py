@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from ignite_engine.events import TrainingEvents
 from ignite_engine.ext.capture.compiling import compiler, not_captured
 from ignite_engine.ext.capture.gradients import GradientGraph, signature_of
-from ignite_engine.ext.capture.step import StepGraph, why_not
+from ignite_engine.ext.capture.step import StepGraph, check_optimizers
 from ignite_engine.update.accumulation import Accumulation, Listeners
 from ignite_engine.update.losses import scalar
 from ignite_engine.update.micro_batches import reducing_modules
@@ -32,15 +32,10 @@ MAX_GRAPHS = 8
 
 
 class Capture(Accumulation):
-    """The gradients of a group, and clip and step, as graphs.
-
-    A group in which a micro-batch weighs nothing is computed the ordinary way, and so is the step in fp16, with a
-    policy of what is not finite, and with an optimizer that is not known.
-    """
+    """The gradients of a micro-batch, and clip and step, as graphs."""
 
     outside_of_run: str | None = None
     """Why a resumed run may have other bits, for the reproducibility report; None: it has the same."""
-    _step: StepGraph | None = None
 
     def bind(self, update: Update) -> None:
         super().bind(update)
@@ -50,13 +45,14 @@ class Capture(Accumulation):
             raise not_captured("loss_parallel is on")
         if reducing := reducing_modules(update.model):
             raise not_captured(f"{type(reducing[0]).__name__} reduces gradients over ranks; one process is captured")
-        if update.scaler is None and update.non_finite is None:
-            self._step = StepGraph(update.clip_norm, update.log_grad_norm)
+        if update.scaler is not None or update.non_finite is not None:
+            raise not_captured("a step of fp16, or with non_finite, may be skipped")
+        check_optimizers(update.optimizers.values())
+        self._step = StepGraph(update.clip_norm, update.log_grad_norm)
         self._dtype = DTYPES[update.precision]
         self._graphs: dict[tuple[Any, ...], GradientGraph] = {}
         self._tensors: list[Tensor] = []
         """The parameters and buffers that the graphs were made for."""
-        self._group_is_captured = False
 
     def stateful(self) -> list[tuple[str, Any, bool]]:
         return [("capture", self, True)]
@@ -74,16 +70,13 @@ class Capture(Accumulation):
         """The id of torch's next hook when the trained parameters were looked up."""
 
     def __call__(self, engine: Engine, micro_batches: Sequence[Any], scales: Sequence[float]) -> dict[str, Tensor]:
-        self._group_is_captured = all(scales)
-        if self._group_is_captured and RemovableHandle.next_id != self._checked_at:  # somebody may have added a hook
+        if RemovableHandle.next_id != self._checked_at:  # somebody may have added a hook
             self._check()
         return super().__call__(engine, micro_batches, scales)
 
     def forward_backward(
         self, engine: Engine, batch: Any, scale: float, extras: list[Mapping[str, Tensor]], listeners: Listeners
     ) -> Tensor:
-        if not self._group_is_captured:
-            return super().forward_backward(engine, batch, scale, extras, listeners)
         graph = self._graph_of(batch)
         if listeners[0]:
             engine.fire_event(TrainingEvents.FORWARD_STARTED)
@@ -91,10 +84,7 @@ class Capture(Accumulation):
             engine.fire_event(TrainingEvents.FORWARD_COMPLETED)
         try:
             with torch.no_grad():
-                start = torch.full((), scale, device=self.update.device)
-                if self.update.scaler is not None:
-                    start = self.update.scaler.scale(start)
-                gradients, loss, extra = graph(batch, start)
+                gradients, loss, extra = graph(batch, torch.full((), scale, device=self.update.device))
         except FailOnRecompileLimitHit as error:
             raise not_captured("it changes from one iteration to another") from error
         for parameter, gradient in zip(graph.parameters, gradients, strict=True):
@@ -107,12 +97,9 @@ class Capture(Accumulation):
         return loss
 
     def clip_and_step(self) -> tuple[bool, Tensor | None]:
-        if self._step is not None and self._group_is_captured:
-            self.update.stepping = True
-            stepped, norm = self._step(self.update.optimizers)
-            if stepped:
-                return True, norm
-        return super().clip_and_step()
+        self.update.stepping = True
+        stepped, norm = self._step(self.update.optimizers)
+        return (True, norm) if stepped else super().clip_and_step()
 
     def _graph_of(self, batch: Any) -> GradientGraph:
         """The graph for a micro-batch, compiled where it is the first of its kind."""
@@ -141,9 +128,7 @@ class Capture(Accumulation):
             raise not_captured("a module has hooks")
         if any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in trained):
             raise not_captured("a parameter has hooks of its gradient")
-        if self._step is not None and (why := why_not(self.update.optimizers.values())) is not None:
-            logger.info("The optimizers' step is not captured: %s.", why)
-            self._step = None
+        check_optimizers(self.update.optimizers.values())
         self._checked_at = RemovableHandle.next_id
 
 

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim import optimizer as torch_optimizer
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from ignite_engine.ext.capture.compiling import Graph, compiled, first_call
+from ignite_engine.ext.capture.compiling import Graph, compiled, first_call, not_captured
 
 _ADAM = (
     ("exp_avg", "exp_avg_sq", "step"),
@@ -23,31 +22,29 @@ _KINDS: dict[type[Optimizer], tuple[tuple[str, ...], tuple[str, ...]]] = {AdamW:
 """By class the names of its states and of its settings."""
 
 
-def why_not(optimizers: Iterable[Optimizer]) -> str | None:
-    """Why the step is not captured, as the end of a sentence; None: it is."""
+def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse what :class:`StepGraph` does not know.
+
+    Raises:
+        ValueError: an optimizer is of another kind, is set otherwise, has hooks, or shares a parameter with another.
+    """
     trained = list[int]()
     for optimizer in optimizers:
         if type(optimizer) not in _KINDS:
-            return f"{type(optimizer).__name__} is none of {', '.join(kind.__name__ for kind in _KINDS)}"
+            raise not_captured(f"{type(optimizer).__name__} is none of {', '.join(kind.__name__ for kind in _KINDS)}")
+        replaced = optimizer.__dict__.get("step")
+        hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        # a scheduler of torch puts a step in its place that only counts
+        if any(hooks) or (replaced is not None and not getattr(replaced, "_wrapped_by_lr_sched", False)):
+            raise not_captured(f"the step of {type(optimizer).__name__} has hooks, or was replaced")
         for group in optimizer.param_groups:
             if group.get("amsgrad") or group.get("differentiable"):
-                return "amsgrad or differentiable is on"
+                raise not_captured("amsgrad or differentiable is on")
             if any(isinstance(group.get(name), Tensor) for name in ("betas", "eps", "weight_decay", "momentum")):
-                return "a setting beside the LR is a tensor"
+                raise not_captured("a setting beside the LR is a tensor")
             trained += map(id, group["params"])
-    return "two optimizers train one parameter" if len({*trained}) < len(trained) else None
-
-
-def _has_hooks(optimizer: Optimizer) -> bool:
-    """Whether somebody listens to its steps, or has put another one in their place; torch's schedulers only count."""
-    replaced = optimizer.__dict__.get("step")
-    return bool(
-        (replaced is not None and not getattr(replaced, "_wrapped_by_lr_sched", False))
-        or getattr(optimizer, "_optimizer_step_pre_hooks", None)
-        or getattr(optimizer, "_optimizer_step_post_hooks", None)
-        or getattr(torch_optimizer, "_global_optimizer_pre_hooks", None)
-        or getattr(torch_optimizer, "_global_optimizer_post_hooks", None)
-    )
+    if len({*trained}) < len(trained):
+        raise not_captured("two optimizers train one parameter")
 
 
 class StepGraph:
@@ -67,13 +64,11 @@ class StepGraph:
         """One step of each.
 
         Returns:
-            Whether it was done: not where an optimizer has yet to make its states, or has hooks; and the norm before
-            clipping, shape ``()``.
+            Whether it was done: not where an optimizer has yet to make its states; and the norm before clipping, shape
+            ``()``.
         """
         groups, rates, key = list[list[list[Tensor]]](), list[Tensor](), list[Any]()
         for number, optimizer in enumerate(optimizers.values()):
-            if _has_hooks(optimizer):
-                return False, None
             kind, state = type(optimizer), optimizer.state
             names, settings = _KINDS[kind]
             for index, group in enumerate(optimizer.param_groups):

@@ -87,9 +87,8 @@ def momentum(parameters, lr):
     [
         ({}, 12),
         ({"steps": 3, "optimizer": momentum, "clip_norm": None, "log_grad_norm": True}, 4),
-        ({"optimizer": torch.optim.RMSprop, "non_finite": "skip"}, 12),
     ],
-    ids=["adamw", "sgd, accumulated", "a step that is not captured"],
+    ids=["adamw", "sgd, accumulated"],
 )
 @pytest.mark.nightly  # compiles
 def test_its_losses_and_weights_are_those_of_the_plain_update(options, updates):
@@ -181,6 +180,12 @@ def update(model=None, **options):
     return Update(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, accumulate="capture", **options)
 
 
+def with_a_hook(parameters, lr):
+    optimizer = torch.optim.AdamW(parameters, lr)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
 def of_an_object():
     """Each would be another kind of batch, with a graph of its own."""
     trainer = trainer_with(True, linear_of_8, lambda model, batch: loss_fn(model, (batch["x"], batch["y"]))[0])
@@ -191,6 +196,9 @@ test_refusals = refusals(
     [
         ("a recipe", lambda: update(precision=torch.no_grad), ValueError, "precision is a function"),
         ("loss parallel", lambda: update(loss_parallel=True), ValueError, "loss_parallel is on"),
+        ("a policy", lambda: update(non_finite="skip"), ValueError, "non_finite skipped"),
+        ("an optimizer", lambda: trainer_of(True, optimizer=torch.optim.RMSprop), ValueError, "RMSprop AdamW"),
+        ("hooks", lambda: trainer_of(True, optimizer=with_a_hook), ValueError, "step of AdamW has hooks"),
         ("a batch in an object", of_an_object, ValueError, "batch UserDict torch"),
     ]
 )
@@ -295,11 +303,11 @@ def writes_to_the_batch(model, batch):
 
 
 def trainer_with(mode, kind, loss, *, steps=None, **options):
-    """Of a model of its own, by RMSprop, whose step is not captured."""
+    """Of a model of its own."""
     seed_everything(0)
     model = kind()
     update = Update(
-        model, torch.optim.RMSprop(model.parameters(), lr=1e-2), loss, accumulate="capture" if mode else None, **options
+        model, momentum(model.parameters(), lr=1e-2), loss, accumulate="capture" if mode else None, **options
     )
     return Trainer(update, accumulation_steps=steps)
 
