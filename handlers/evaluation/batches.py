@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader
 
 from ignite_engine import Trainer
 from ignite_engine.data.loader import resumable
-from ignite_engine.data.place import Place
-from ignite_engine.data.readers import length_of
+from ignite_engine.data.readers import Place, length_of
 from ignite_engine.data.source import DataSource
 from ignite_engine.data.workers import begin_pass, end_workers, with_own_iterator
 from ignite_engine.errors import StopRequested

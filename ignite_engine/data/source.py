@@ -14,23 +14,14 @@ from torch.utils.data import DataLoader
 from ignite_engine import rng
 from ignite_engine.data import agreed, shares
 from ignite_engine.data.fingerprint import fingerprint
-from ignite_engine.data.own_state import Stateful, keeps_state
-from ignite_engine.data.place import Place
 from ignite_engine.data.read_errors import ReadErrors
-from ignite_engine.data.readers import Indexed, Replayed
+from ignite_engine.data.readers import Indexed, Place, reader_of
 from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.errors import StateMismatch, StopRequested, leave_out
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.update.micro_batches import Group, WeightFn
 
 logger = logging.getLogger(__name__)
-
-
-def reader_of(data: Any, *, marks: bool = False) -> Replayed:
-    """How ``data`` is read from a place on; with ``marks`` an error stands in the place of a batch."""
-    if type(data) is DataLoader and isinstance(data.sampler, ResumableSampler):
-        return Indexed(data, marks=marks)
-    return (Stateful if keeps_state(data) else Replayed)(data, marks=marks)
 
 
 class Waiting(Protocol):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from ignite_engine.checkpoint.states.model_and_optimizer import reshard, unwrap
-from ignite_engine.data.own_state import generators_of
+from ignite_engine.data.readers import generators_of
 from ignite_engine.data.sampler import Dealing, ResumableSampler
 from ignite_engine.errors import check_type, shapes_of
 from ignite_engine.loop import bus

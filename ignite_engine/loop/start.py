@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from ignite_engine import rng
 from ignite_engine.checkpoint.states.registry import Registry, ResumeState
-from ignite_engine.data.place import Place
+from ignite_engine.data.readers import Place
 from ignite_engine.data.source import DataSource, OwnSource
 from ignite_engine.errors import is_whole
 from ignite_engine.loop.position import EpochIs, Plan, Position, limit_reached

@@ -12,10 +12,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ignite_engine import devices
 from ignite_engine.data.loader import loader, resumable
-from ignite_engine.data.own_state import Stateful
-from ignite_engine.data.readers import length_of
+from ignite_engine.data.readers import Stateful, length_of, reader_of
 from ignite_engine.data.sampler import DrawnSampler, ResumableSampler
-from ignite_engine.data.source import OwnSource, reader_of
+from ignite_engine.data.source import OwnSource
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.runs.config import Config
 from ignite_engine.runs.task import Task

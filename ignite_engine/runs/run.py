@@ -20,7 +20,7 @@ from ignite_engine.checkpoint.sources import NAMES, find_source, followed, score
 from ignite_engine.checkpoint.states.loading import load_evaluated
 from ignite_engine.checkpoint.states.model_and_optimizer import unwrap
 from ignite_engine.checkpoint.store import CheckpointStore, Loaded
-from ignite_engine.data.place import Place
+from ignite_engine.data.readers import Place
 from ignite_engine.data.workers import note_dead_worker
 from ignite_engine.errors import Interrupted, NotExact, PeerFailed, StateMismatch
 from ignite_engine.events import Phase

@@ -11,7 +11,7 @@ from ignite.engine import Events
 
 from ignite_engine import rng
 from ignite_engine.data.loader import resumable
-from ignite_engine.data.place import Place
+from ignite_engine.data.readers import Place
 from ignite_engine.data.source import DataSource
 from ignite_engine.errors import StopRequested
 from ignite_engine.events import TrainingEvents
