@@ -90,7 +90,7 @@ def test_what_is_not_its_own_is_left(tmp_path):
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine").write_text("work")
-    files = ["notes.txt", "iteration_00000009", "iteration_1", ".tmp-iteration_00000300-0123abcd"]
+    files = ["notes.txt", "iteration_00000009", "iteration_1"]
     for name in files:
         (tmp_path / name).write_text("a file, no checkpoint")
     before = content(tmp_path)

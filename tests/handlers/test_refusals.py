@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPl
 from ignite_engine import Trainer, create_evaluator
 from ignite_engine import handlers as ours
 from ignite_engine.handlers.meters import Meter
+from ignite_engine.handlers.model_bank import ModelBank
 from ignite_engine.schedules import constant, warmup_cosine, warmup_linear, warmup_polynomial, warmup_wsd
 from tests.kit.refusals import refusals
 from tests.kit.tiny import numbers_loader, trainer_of
@@ -151,6 +152,6 @@ test_refusals = refusals(
         ("metric, too large", written("big", 10**400), ValueError, "'big' float"),
         ("metric, epoch", written("epoch", 7.0), ValueError, "'epoch' column"),
         ("metric, iteration", written("iteration", 7.0), ValueError, "'iteration' column"),
-        ("no source", lambda: ours.ModelBank([]), ValueError, "source"),
+        ("no source", lambda: ModelBank([]), ValueError, "source"),
     ]
 )
