@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch.utils.data import DataLoader
 
 from ignite_engine import rng
-from ignite_engine.data import agreed, shares
+from ignite_engine.data import groups
 from ignite_engine.data.fingerprint import fingerprint
 from ignite_engine.data.read_errors import ReadErrors
 from ignite_engine.data.readers import Indexed, Place, reader_of
@@ -105,7 +105,7 @@ class DataSource:
         data: a loader or any iterable of batches.
         accumulation_steps: batches in a group; None: one.
         global_micro_batches: batches in a group of all ranks, of one order, of which each rank reads a share
-            (``data/shares.py``); then ``accumulation_steps`` is None.
+            (``data/groups.py``); then ``accumulation_steps`` is None.
         may_be_empty: yield an empty group where the tail of a pass has nothing for this rank. Otherwise it is a batch
             that weighs nothing: a wrapped model's peers wait for one.
         weigh: weight of a batch, which ranks exchange; None: none.
@@ -115,7 +115,7 @@ class DataSource:
     At most one group is in hand, fetched and not consumed; :meth:`put_back` undoes the fetch.
 
     Ranks exchange the lengths of sized loaders when a pass starts; nothing more is needed where they are equal.
-    Otherwise, and where groups are weighed or batches may be left out, they agree on each group (``data/agreed.py``).
+    Otherwise, and where groups are weighed or batches may be left out, they agree on each group (``data/groups.py``).
 
     Raises:
         ValueError: ranks that share their data might read something else, or cannot share it out.
@@ -163,7 +163,7 @@ class DataSource:
         """What the fetch of the group in hand has changed, as it was: of the place, and :func:`rng.snapshot`."""
         self.fingerprint = fingerprint(data.dataset) if isinstance(data, DataLoader) else None
         """Of the dataset; None: it is not known what it holds."""
-        self.dealing = None if self._micro_batches is None else shares.deal(self.reader, self._micro_batches)
+        self.dealing = None if self._micro_batches is None else groups.deal(self.reader, self._micro_batches)
         """How the micro-batches of all ranks are shared out; None: each rank has data of its own."""
 
     @property
@@ -187,7 +187,7 @@ class DataSource:
         Raises:
             ValueError: the ranks share out one order, and one of them has another order or other data.
         """
-        lengths, by_index = agreed.lengths(self, self.reader.measure(self.place))
+        lengths, by_index = groups.lengths(self, self.reader.measure(self.place))
         self._said = max(lengths) if min(lengths) >= 0 else None
         self.batches = self._said if by_index and self.read_errors is None else None
         differ = self.batches is None or len(set(lengths)) > 1
@@ -195,7 +195,7 @@ class DataSource:
         self._exchanges = not alone and (differ or (self.weigh is not None and self.dealing is None))
         self._waiting = self._given_waiting if alone or self._exchanges else None  # else a peer would not learn of it
         if self.dealing is not None and (self._exchanges or not (self.batches or self.place.skipped)):
-            shares.refuse(self)
+            groups.refuse_lengths(self)
 
     def begin_after(self, place: Place) -> None:
         """Begin with the pass after ``place``, which is one in other data: the same order would be the same samples."""
@@ -234,9 +234,9 @@ class DataSource:
             self._opened_with = None
             try:
                 if self._exchanges or self.read_errors is not None:
-                    group = agreed.group(self, batches)
+                    group = groups.agreed_group(self, batches)
                 elif self.dealing is not None:
-                    group = shares.group(self, self.dealing, batches)
+                    group = groups.dealt_group(self, self.dealing, batches)
                 else:
                     read = self.read(batches, self.steps)
                     group = Group(read) if read else None

@@ -28,7 +28,7 @@ class Progress:
 
     Args:
         grouping: as the Trainer was built.
-        may_be_empty, weigh, waiting: of the source (``data/shares.py``).
+        may_be_empty, weigh, waiting: of the source (``data/groups.py``).
     """
 
     def __init__(

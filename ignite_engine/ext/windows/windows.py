@@ -16,8 +16,7 @@ from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.data.source import DataSource, OwnSource
 from ignite_engine.errors import EmptyData, check_type, is_number, is_whole
 from ignite_engine.ext.windows.streams import Beginnings, Files, WindowStream, text_of
-from ignite_engine.ext.windows.window_reader import WindowReader
-from ignite_engine.ext.windows.windowed_source import WindowedSource
+from ignite_engine.ext.windows.windowed_source import WindowedSource, WindowReader
 from ignite_engine.ranks import agreement, mesh
 
 __all__ = ["Files", "WindowStream", "Windows"]
