@@ -10,8 +10,7 @@ from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
-from ignite_engine.runs.config import sections
-from ignite_engine.runs.config.load import default_values
+from ignite_engine.runs.config import config_from_dict, sections
 
 PAGE = Path(__file__).resolve().parents[1] / "configuration.md"
 SECTIONS = {
@@ -33,7 +32,9 @@ def table(section: str) -> str:
     """Key, meaning, choices and default of each setting of a section."""
     kind = SECTIONS[section]
     meanings = dict(_FIELD.findall(inspect.getsource(kind)))
-    defaults, hints = default_values()[section], get_type_hints(kind)
+    defaults = config_from_dict({"task": "task.py:build", "run": {"max_epochs": 1}}).to_dict()[section]
+    defaults |= dict.fromkeys(["max_epochs", "name", "directory"] if section == "run" else [])
+    hints = get_type_hints(kind)
     rows = ["| key | meaning | default |", "|---|---|---|"]
     for field in fields(kind):
         meaning = meanings[field.name] + _choices(hints[field.name])

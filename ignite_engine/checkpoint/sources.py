@@ -66,7 +66,10 @@ def find_directory(path: str | Path) -> Path:
     if not path.exists():
         near = did_you_mean(path.name, ["best", "last"])
         hint = near if near.startswith("; did") else "."
-        raise CheckpointError(f"{path} does not exist; expected a run's folder or a folder of checkpoints{hint}")
+        raise CheckpointError(
+            f"{path} does not exist; expected a run's folder, a folder of checkpoints or, to load, a file of "
+            f"weights{hint}"
+        )
     for candidate in (path, path / RUNS_FOLDER):
         if any(layout.scan(candidate)):
             return candidate

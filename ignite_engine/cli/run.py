@@ -104,8 +104,7 @@ def _evaluate_one(config: Config, options: argparse.Namespace) -> None:
 
 def _follow(follow: Any, config: Config, options: argparse.Namespace) -> None:
     run = recipe.build_run(config)
-    if run.load is not None and run.always_load:
-        run.load()
+    run.load_excluded()
     settings: dict[str, Any] = {"every_checkpoint": options.all}
     if options.wait is not None:
         settings["wait_s"] = options.wait

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ from ignite_engine.ranks.joining import is_launched
 from ignite_engine.ranks.launch import Parallel
 from ignite_engine.runs import recipe
 from ignite_engine.runs.config import Config, ConfigError
-from ignite_engine.runs.config.load import validated, with_changes
+from ignite_engine.runs.config.load import validated
 from ignite_engine.runs.config.tables import HANDLERS
 from ignite_engine.runs.config.yaml_file import ConfigSource
 from ignite_engine.runs.loaders import is_loader
@@ -61,16 +61,6 @@ _REFUSALS = (
 )
 
 
-class Sections(TypedDict, total=False):
-    """Further settings, by the sections of a config (``docs/configuration.md``)."""
-
-    run: Values
-    data: Values
-    update: Values
-    distributed: Values
-    load: Sequence[Values]
-
-
 _SETTINGS = {
     "directory": "run.directory",
     "restart": "run.restart",
@@ -89,13 +79,13 @@ _SETTINGS = {
 }
 """Arguments of :func:`fit` and the settings that they are."""
 
-_BUILT_WITH: ContextVar[Mapping[str, Any] | None] = ContextVar("built_with", default=None)
+_BUILT_WITH: ContextVar[Callable[[Values], Values] | None] = ContextVar("built_with", default=None)
 
 
 @contextmanager
-def built_with(settings: Mapping[str, Any]) -> Iterator[None]:
-    """Within it :func:`fit` has these settings, nested as in a config, and returns the run untrained."""
-    token = _BUILT_WITH.set(settings)
+def built_with(change: Callable[[Values], Values]) -> Iterator[None]:
+    """Within it :func:`fit` has other settings, nested as in a config, and returns the run untrained."""
+    token = _BUILT_WITH.set(change)
     try:
         yield
     finally:
@@ -107,7 +97,12 @@ def _in_one_line(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        known = [*inspect.signature(function).parameters]
         try:
+            for name in kwargs.keys() - {*known}:
+                names = [*known, *(f"handlers.{label}" for label in HANDLERS)]
+                near = did_you_mean(name, names, limit=len(names))
+                raise ConfigError(f"fit(): got {name}, which it does not take{near}")
             return function(*args, **kwargs)
         except _REFUSALS as error:
             raise error.with_traceback(None) from None
@@ -148,7 +143,11 @@ def fit(
     weight_fn: Callable[[Any], int | float] | None = None,
     tokens_fn: Callable[[Any], int] | None = None,
     handlers: Mapping[str, Any] | Sequence[Any] = (),
-    **sections: Unpack[Sections],
+    run: Values | None = None,
+    data: Values | None = None,
+    update: Values | None = None,
+    distributed: Values | None = None,
+    load: Sequence[Values] | None = None,
 ) -> Run:
     """Train a model, with the parts, defaults and files of ``ignite-engine train``.
 
@@ -173,9 +172,8 @@ def fit(
         schedule: by name (``constant``, ``linear``, ``cosine``, ``wsd``, ...); its options with their names,
             ``{"name": "cosine", "warmup": 0.1}``; or a function of the optimizer that makes any scheduler that
             ``LRSchedule`` takes. Default: constant; ``none`` leaves the rate to the optimizer and your handlers.
-        schedule_per: whether a scheduler that a function has made steps with the optimizer (``step``) or once per
-            ``epoch``. Default: torch's per epoch, but ``OneCycleLR``, ``CyclicLR`` and those of ``transformers`` per
-            step, and so any other.
+        schedule_per: whether a torch scheduler that a function has made steps with the optimizer (``step``) or once per
+            ``epoch``; any other steps with the optimizer by default.
         metrics: Ignite's, by name; without them the loss is evaluated.
         predict: ``predict(model, batch)``, what the metrics take. Default, for batches ``(inputs, targets)``:
             ``(model(inputs), targets)``.
@@ -196,22 +194,49 @@ def fit(
         handlers: by label, as a config has them: settings, ``{"MetricLogger": {"every": 10}}``, or None to turn one
             off; or handlers of your own, attached last, as objects with ``attach(trainer)``, or pairs of one, or of a
             function, with its event. A list is of the latter only.
-        sections: any other setting, under the name of its config section, such as ``data={"shuffle": False}``.
+        run, data, update, distributed, load: any other setting, under the name of its section in a config
+            (``docs/configuration.md``), such as ``data={"shuffle": False}``.
 
     Returns:
         The run: ``run.trainer``, ``run.checkpoint``, ``run.metrics`` (the last values), ``run.summary``, and
         ``run.evaluate()``, which loads the best checkpoint into the model and returns its metrics on all sets.
 
     Raises:
-        ConfigError: a value is wrong; the message names the argument.
-        TypeError: an argument has another type.
+        ConfigError: an argument is wrong; one line that names it, what was given and what is expected.
         Interrupted: a signal stopped the run. In an interactive session Ctrl-C returns the run instead.
         ProcessRaisedException, ProcessExitedException: (of torch, with ``restarts``) the process that trains has
             failed, or was killed and is not started again.
 
     Under torchrun or SLURM every process calls it and they train together; in a ``Parallel`` it is called by each rank.
     """
-    called_with = dict(locals())
+    given = dict(locals())
+    try:
+        config, task = _settled(given)
+    except (TypeError, ValueError) as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(f"fit(): {error}") from None
+    runs: list[Run] = []
+
+    def train(local_rank: int = 0) -> None:
+        # a program that has set up its own logging shows these lines by it
+        with recipe.logged(config, console=not logging.getLogger().hasHandlers()):
+            runs.append(recipe.build_run(config, task))
+            if _BUILT_WITH.get() is None:
+                runs[0].train()
+
+    if restarts is not None and _BUILT_WITH.get() is None:
+        return _restarted(config, task, train, restarts)
+    if is_launched() and not dist.is_initialized():
+        backend = config.distributed.backend or devices.default_backend()
+        with Parallel(backend, heartbeat_timeout=config.distributed.heartbeat_timeout) as parallel:
+            parallel.run(train)
+    else:
+        train()
+    return runs[0]
+
+
+def _settled(given: dict[str, Any]) -> tuple[Config, Task]:
+    """The config and the task of the arguments of a call; whatever is wrong with one is a ValueError or TypeError."""
+    model, loss_fn, directory, metrics = (given[name] for name in ("model", "loss_fn", "directory", "metrics"))
     check_type("model", model, isinstance(model, nn.Module), "a module")
     check_type("directory", directory, isinstance(directory, str | os.PathLike), "the path of the run's folder")
     if "\0" in str(directory):
@@ -222,69 +247,59 @@ def fit(
             "Trainer, as examples/gan.py does."
         )
     if metrics is not None and (problem := problem_of_metrics(metrics)) is not None:
-        raise ConfigError(f"fit() got {problem}")
-    own, entries = _split(handlers)
+        raise ValueError(f"got {problem}")
+    if metrics and given["val_set"] is None and given["test_set"] is None:
+        raise ValueError("metrics: got some, but no val_set to measure them on.")
+    handlers = given["handlers"]
+    by_label = handlers if isinstance(handlers, Mapping) else {}
+    entries = {label: entry for label, entry in by_label.items() if entry is None or isinstance(entry, Mapping)}
     task = Task(
         model,
         loss_fn,
-        _checked_data("train_set", train_set),
-        _named_sets("val", "val_set", val_set),
-        predict=predict or (_predict_pair if metrics else None),
+        _checked_data("train_set", given["train_set"]),
+        _named_sets("val", "val_set", given["val_set"]),
+        predict=given["predict"] or (_predict_pair if metrics else None),
         metrics=metrics or {},
-        weight_fn=weight_fn,
-        collate_fn=collate_fn,
-        tokens_fn=tokens_fn,
-        sampler=sampler,
-        test_sets=_named_sets("test", "test_set", test_set),
-        handlers=own,
+        test_sets=_named_sets("test", "test_set", given["test_set"]),
+        handlers={label: by_label[label] for label in by_label if label not in entries} if by_label else handlers,
+        **{name: given[name] for name in ("weight_fn", "collate_fn", "tokens_fn", "sampler", "schedule_per")},
     )
-    if is_loader(train_set):
-        batch_size, num_workers = _of_loader(train_set, batch_size, num_workers)
-    if metrics and val_set is None and test_set is None:
-        raise ConfigError("fit(): metrics: got some, but no val_set to measure them on.")
-    check_type("resume", resume, resume is None or isinstance(resume, Mapping), "a mapping such as {'lr': 0.0001}")
-    values = {"task": IN_PYTHON, **_sections(sections), "handlers": _as_in_config(entries)}
-    if isinstance(optimizer, str | Mapping):
-        values["optimizer"] = {"name": optimizer} if isinstance(optimizer, str) else _as_in_config(optimizer)
-    elif optimizer is not None:
-        if lr is not None:
-            raise ConfigError("fit(): lr: got a value with an optimizer that has its own; give it to the optimizer.")
-        task.optimizer = _made_of_model(optimizer)
-    if isinstance(schedule, str | Mapping):
-        values["schedule"] = {"name": schedule} if isinstance(schedule, str) else _as_in_config(schedule)
-    elif schedule is not None:
-        check_type("schedule", schedule, callable(schedule), "a name, options, or a function of the optimizer")
-        task.schedule, task.schedule_per = schedule, schedule_per or "usual"
-    if schedule_per is not None and task.schedule is None:
-        raise TypeError(
-            f"fit() got schedule_per={schedule_per!r} without a scheduler made by a function: leave it out."
-        )
-    called_with |= {"restart": restart or None, "batch_size": batch_size, "num_workers": num_workers}
-    given = {name: _as_in_config(called_with[name]) for name in _SETTINGS if called_with[name] is not None}
-    for name, value in given.items():
-        _set(values, name, value)
-    values["run"].setdefault("name", Path(directory).name or "run")
-    built_only = _BUILT_WITH.get()
-    changed_values = with_changes(values, built_only or {})
-    config = validated(ConfigSource(changed_values, name="fit()", arguments={_SETTINGS[name]: name for name in given}))
-    runs: list[Run] = []
+    sections = {name: given[name] for name in ("run", "data", "update", "distributed", "load")}
+    values: dict[str, Any] = {name: section for name, section in sections.items() if section is not None}
+    values = {"task": IN_PYTHON, **values, "handlers": entries}
+    for name in ("optimizer", "schedule"):
+        if isinstance(given[name], str | Mapping):
+            values[name] = {"name": given[name]} if isinstance(given[name], str) else given[name]
+        elif given[name] is not None:
+            setattr(task, name, _made_of_model(given[name]) if name == "optimizer" else given[name])
+    if task.optimizer is not None and given["lr"] is not None:
+        raise ValueError("lr: got a value with an optimizer that has its own; give it to the optimizer.")
+    expected = "a name, options, or a function of the optimizer"
+    check_type("schedule", task.schedule, task.schedule is None or callable(task.schedule), expected)
+    if is_loader(given["train_set"]):
+        given |= _of_loader(given["train_set"], given)
+    given["restart"] = given["restart"] or None
+    source = ConfigSource(_as_in_config(values), name="fit()", arguments={"task": ""})
+    arguments = {name: key for name, key in _SETTINGS.items() if given[name] is not None}
+    for name, key in arguments.items():
+        _refuse_twice(source.values, name, key)
+        source.put(key, _as_in_config(given[name]))
+    source.arguments = {"task": "", **{key: name for name, key in arguments.items()}}
+    source.values["run"].setdefault("name", Path(directory).name or "run")
+    if (change := _BUILT_WITH.get()) is not None:
+        source.values = dict(change(source.values))
+    return validated(source), task
 
-    def train(local_rank: int = 0) -> None:
-        # a program that has set up its own logging shows these lines by it
-        with recipe.logged(config, console=not logging.getLogger().hasHandlers()):
-            runs.append(recipe.build_run(config, task))
-            if built_only is None:
-                runs[0].train()
 
-    if restarts is not None and built_only is None:
-        return _restarted(config, task, train, restarts)
-    if is_launched() and not dist.is_initialized():
-        backend = config.distributed.backend or devices.default_backend()
-        with Parallel(backend, heartbeat_timeout=config.distributed.heartbeat_timeout) as parallel:
-            parallel.run(train)
-    else:
-        train()
-    return runs[0]
+def _refuse_twice(values: Any, argument: str, key: str) -> None:
+    """Refuse a setting that its section has, too, or whose section is turned off."""
+    for part in key.split("."):
+        if not isinstance(values, dict) or part not in values:
+            return
+        values = values[part]
+        if values is None or part == key.rpartition(".")[2]:
+            state = "is turned off" if values is None else "is given twice"
+            raise ValueError(f"{argument}: {key} {state}, in its section; give one of them.")
 
 
 def _restarted(config: Config, task: Task, train: Callable[[int], None], restarts: int) -> Run:
@@ -314,14 +329,15 @@ def _predict_pair(model: nn.Module, batch: Any) -> Any:
     return model(batch[0]), batch[1]
 
 
-def _of_loader(loader: Any, batch_size: int | None, num_workers: int | None) -> tuple[int | None, int | None]:
+def _of_loader(loader: Any, given: Values) -> dict[str, int | None]:
     """The batch size and the workers of a loader, which the run's other sets get, too."""
-    for name, value in {"batch_size": batch_size, "num_workers": num_workers}.items():
-        if value is not None:
+    names = ("batch_size", "num_workers")
+    for name in names:
+        if given[name] is not None:
             kind = type(loader).__name__
-            raise TypeError(f"fit() got {name}={value} with a {kind} as train_set, which has its own: leave it out.")
-    size, workers = getattr(loader, "batch_size", None), getattr(loader, "num_workers", None)
-    return size if is_whole(size) else None, workers if is_whole(workers) else None
+            raise TypeError(f"{name}: got {given[name]} with a {kind} as train_set, which has its own: leave it out.")
+    values = {name: getattr(loader, name, None) for name in names}
+    return {name: value if is_whole(value) else None for name, value in values.items()}
 
 
 def _checked_data(name: str, given: Any) -> Any:
@@ -361,41 +377,6 @@ def _made_of_model(optimizer: Any) -> Callable[[nn.Module], Any]:
     expected = "a name, options, an optimizer, or a function that makes it of the model"
     check_type("optimizer", optimizer, callable(optimizer), expected)
     return optimizer  # type: ignore[no-any-return]  # the user's
-
-
-def _split(handlers: Any) -> tuple[Any, dict[str, Any]]:
-    """The handlers that are objects, and the settings of others, each by label."""
-    if not isinstance(handlers, Mapping):
-        return handlers, {}
-    entries = {label: given for label, given in handlers.items() if given is None or isinstance(given, Mapping)}
-    return {label: given for label, given in handlers.items() if label not in entries}, entries
-
-
-def _sections(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections as plain values."""
-    for name, section in sections.items():
-        if name not in Sections.__annotations__:
-            known = [*inspect.signature(fit).parameters][:-1]  # the last is all sections
-            names = [*known, *Sections.__annotations__]
-            near = did_you_mean(name, [*names, *(f"handlers.{label}" for label in HANDLERS)], limit=len(names))
-            raise TypeError(f"fit() got {name}, which it does not take{near}")
-        kind, expected = (list | tuple, "a list of sources") if name == "load" else (Mapping, "a mapping of settings")
-        check_type(name, section, isinstance(section, kind), expected)
-    return {name: _as_in_config(section) for name, section in sections.items()}
-
-
-def _set(values: dict[str, Any], argument: str, value: Any) -> None:
-    """Put the value of an argument where a config has it."""
-    *sections, key = _SETTINGS[argument].split(".")
-    inner = values
-    for section in sections:
-        inner = inner.setdefault(section, {})
-        if inner is None:
-            raise TypeError(f"fit() got {argument}={value!r}, but handlers turn {section} off: leave one of them out.")
-    if key in inner:
-        where = "optimizer" if sections == ["optimizer"] else ".".join(sections)
-        raise TypeError(f"fit() got {_SETTINGS[argument]} twice, as {argument} and in {where}: give one of them.")
-    inner[key] = value
 
 
 def _as_in_config(value: Any) -> Any:

@@ -22,7 +22,7 @@ from ignite_engine.checkpoint.states.model_and_optimizer import unwrap
 from ignite_engine.checkpoint.store import CheckpointStore, Loaded
 from ignite_engine.data.readers import Place
 from ignite_engine.data.workers import note_dead_worker
-from ignite_engine.errors import Interrupted, NotExact, PeerFailed, StateMismatch
+from ignite_engine.errors import Interrupted, NotExact, PeerFailed, StateMismatch, one_line
 from ignite_engine.events import Phase
 from ignite_engine.loop.describe import lr_text, model_table
 from ignite_engine.ranks import agreement, attempt
@@ -59,7 +59,6 @@ class Run:
         startup: seconds of the phases of the start-up so far.
         config: the resolved config as plain values; after a resume with the settings of optimizers that are in force.
         checkpoint: saves it; None: nothing does.
-        resume: arguments of ``checkpoint.resume``.
         first_iteration: at which ``train`` started, after the resume; None before.
         load: loads other weights where there is nothing to resume; None: the run starts fresh.
         write_report: writes the page of the run when it has ended, and says where; None: there is none.
@@ -76,7 +75,6 @@ class Run:
     startup: PhaseTimes
     config: dict[str, Any]
     checkpoint: Checkpoint | None = None
-    resume: Mapping[str, Any] = field(default_factory=dict)
     first_iteration: int | None = None
     load: Callable[[], object] | None = None
     write_report: Callable[[], Path] | None = None
@@ -101,10 +99,12 @@ class Run:
         entry = {key: value for key, value in self.settings.handler("Evaluation").items() if key in known}
         return Evaluations(self, **entry).of({**self.task.val_sets, **self.task.test_sets})
 
-    @property
-    def always_load(self) -> bool:
-        """Whether it loads before a resume, too, because its own checkpoints are saved without some of the weights."""
-        return self.load is not None and self.checkpoint is not None and bool(self.checkpoint.options.exclude)
+    def load_excluded(self) -> bool:
+        """Load the sources before a checkpoint, if those of this run are saved without some of the weights."""
+        if self.load is None or self.checkpoint is None or not self.checkpoint.options.exclude:
+            return False
+        self.load()
+        return True
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -137,8 +137,27 @@ class Run:
         """
         with contextlib.ExitStack() as held, on_failure(self._write_failure):
             # rank 0 locks the folder for all ranks; if it cannot, all raise
-            agreement.on_rank_0(lambda: held.enter_context(self.directory.held()))
+            agreement.on_rank_0(lambda: self._take_folder(held))
             return self._train()
+
+    def _take_folder(self, held: contextlib.ExitStack) -> None:
+        """Lock the folder; a run that it holds is moved aside, or refused, where the config says so."""
+        directory, section = self.directory, self.settings.run
+        key = "restart" if section.restart else "directory"
+        try:
+            if section.restart and (aside := directory.move_aside()) is not None:
+                logger.info("The run that was in %s is now in %s.", directory.given, aside)
+            held.enter_context(directory.held())
+        except (OSError, ValueError) as error:
+            problem = str(error) if isinstance(error, ValueError) else one_line(error)
+            complaint = f"got '{getattr(section, key)}', but the folder cannot be used: {problem}."
+            raise self.settings.error(f"run.{key}", complaint) from None
+        if section.must_be_new and (files := directory.files_of_a_run()):
+            raise self.settings.error(
+                "run.must_be_new",
+                f"got true, but {directory.given} holds a run ({', '.join(files)}); give another run.directory, or set "
+                "it to false to resume.",
+            )
 
     def _train(self) -> dict[str, Any]:
         trainer, rank = self.trainer, agreement.rank()
@@ -221,20 +240,22 @@ class Run:
 
     def begin(self) -> Path | None:
         """Resume the newest checkpoint, or else load other weights if asked to; rank 0 decides."""
-        if self.load is not None and self.always_load:
-            self.load()
-        resumed = self.checkpoint.resume(**self.resume) if self.checkpoint is not None else None
-        if resumed is None and self.load is not None and not self.always_load:
+        has_loaded = self.load_excluded()
+        options = self.settings.handler("Checkpoint").get("resume") or {}
+        resumed = self.checkpoint.resume(**options) if self.checkpoint is not None else None
+        if resumed is None and self.load is not None and not has_loaded:
             self.load()
         return resumed
 
     def log_length(self, trainer: Trainer) -> None:
         """On STARTED: a fresh run's model, and whether there is anything to train."""
         state, epochs, end = trainer.state, trainer.progress.epochs_completed, trainer.last_iteration
-        if state.start is Start.FRESH and agreement.rank() == 0 and self._has_console:
+        if state.start is Start.FRESH and agreement.rank() == 0:
             update: Any = trainer.update  # build_run gave it an Update
+            entry = self.settings.handlers.get("MetricLogger")
+            on_console = entry is not None and entry.get("console") is not False
             for line in model_table(update.model, Parameters(update.optimizers).all()):
-                logger.info("%s", line)
+                logger.info("%s", line, extra={"console": on_console})
         if end is not None and state.iteration >= end:
             epoch_or_iteration = (
                 ("epoch", epochs, state.max_epochs)
@@ -246,16 +267,6 @@ class Run:
                 "restart=True (config: run.restart) or another directory trains anew.",
                 *epoch_or_iteration,
             )
-
-    @property
-    def _has_console(self) -> bool:
-        logger = self.settings.handlers.get("MetricLogger")
-        return logger is not None and logger.get("console") is not False
-
-    def schedule_name(self, optimizer: str) -> str:
-        """The name of the handler that steps the schedule of an optimizer."""
-        is_named = bool(self.settings.optimizers) or set(self.trainer.update.optimizers) != {"optimizer"}
-        return f"lr_schedule/{optimizer}" if is_named else "lr_schedule"
 
     def evaluate(self, checkpoint: Path | str | None = None) -> dict[str, Any]:
         """Metrics of every validation and test set with the weights of a checkpoint; a collective, nothing is written.
@@ -272,8 +283,7 @@ class Run:
             FileNotFoundError: this run has none.
         """
         store = CheckpointStore(self.directory.checkpoints) if self.checkpoint is None else self.checkpoint.store
-        if self.load is not None and self.always_load:
-            self.load()
+        self.load_excluded()
 
         def load(path: Path) -> Loaded:
             loaded = agreement.together(lambda: store.load(path, agreement.rank(), whole=False))
@@ -394,14 +404,15 @@ class Run:
 
     def _best(self) -> dict[str, Any] | None:
         """The best checkpoint of the run so far, as ``summary.json`` has it."""
-        has_started = self.first_iteration is not None
-        checkpoint = self.checkpoint
-        best = checkpoint.best if checkpoint and agreement.rank() == 0 and has_started else None
-        if checkpoint is None or best is None:
+        if self.checkpoint is None or self.first_iteration is None or agreement.rank() != 0:
             return None
-        mode = checkpoint.options.mode
-        place_of_best = {"iteration": best.iteration, "checkpoint": best.path.name}
-        return {"metric": best.metric, "mode": mode, "value": best.value, **place_of_best}
+        if (best := self.checkpoint.best) is None:
+            return None
+        mode = self.checkpoint.options.mode
+        return {
+            **{"metric": best.metric, "mode": mode, "value": best.value},
+            **{"iteration": best.iteration, "checkpoint": best.path.name},
+        }
 
     def _write_failure(self, line: str) -> None:
         """A rank failed; this one writes it, whichever it is. The main thread may be blocked and never do so."""

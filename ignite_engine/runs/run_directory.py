@@ -10,7 +10,6 @@ import json
 import logging
 import logging.handlers
 import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -106,11 +105,6 @@ class RunDirectory:
             os.rename(self.path, aside)
             (aside / LOCK_NAME).unlink(missing_ok=True)
         return aside
-
-    def put_back(self, aside: Path) -> None:
-        """Undo :meth:`move_aside`; what is in the folder now, the log of a start that has begun no run, is deleted."""
-        shutil.rmtree(self.path)
-        os.rename(aside, self.path)
 
     @contextmanager
     def held(self) -> Iterator[None]:

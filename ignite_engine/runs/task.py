@@ -57,8 +57,8 @@ class Task:
         optimizer: ``optimizer(model)`` makes the optimizer, or several by name, of the model as it is trained, instead
             of the config's sections.
         schedule: ``schedule(optimizer)`` makes a scheduler for each optimizer, instead of the config's sections.
-        schedule_per: whether it steps with the optimizer (``step``), once per ``epoch``, or as is ``usual``: torch's
-            once per epoch, except those that its documentation steps after each batch.
+        schedule_per: whether it steps with the optimizer (``step``), as it does by default, or once per ``epoch``; a
+            scheduler of torch needs one of them.
         sampler: the order of a map-style ``train_set``, instead of ``data.shuffle``; see
             :func:`~ignite_engine.loader`.
         parallelize: ``parallelize(model, mesh)`` splits the model over the ranks of a one-dimensional mesh, in place,
@@ -80,7 +80,7 @@ class Task:
     parallelize: Callable[[Any, Any], Any] | None = None
     optimizer: Callable[[Any], Optimizer | Mapping[str, Optimizer]] | None = None
     schedule: Callable[[Optimizer], Any] | None = None
-    schedule_per: Literal["step", "epoch", "usual"] = "step"
+    schedule_per: Literal["step", "epoch"] | None = None
     sampler: Any = None
 
 

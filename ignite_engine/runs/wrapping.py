@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import ignite.distributed as idist
@@ -121,7 +121,8 @@ def _in_ddp(config: Config, model: nn.Module) -> nn.Module:
         raise config.error("distributed.sync_bn", "got true on cpu; torch has it on accelerators only.")
     model = _placed(nn.SyncBatchNorm.convert_sync_batchnorm(model) if section.sync_bn else model)
     # not Ignite's auto_model, for which a rank's device is that of its number: ranks of gloo may share one
-    return DistributedDataParallel(model, **{"gradient_as_bucket_view": True} | section.ddp_options)
+    options = {name: value for name, value in asdict(section.ddp_options).items() if value is not None}
+    return DistributedDataParallel(model, **options)
 
 
 def _shard(model: nn.Module, over: DeviceMesh, dtype: str) -> None:

@@ -161,6 +161,11 @@ OVERRIDES = {
     "update.precision=bf61": "command line update.precision 'bf16'?",
     "run.max_epoch=3": "command line run.max_epoch 'max_epochs'?",
     "load=[{pth: x}]": "command line load.0.pth 'path'?",
+    "optimizer.lr=-1": "optimizer AdamW learning rate -1",
+    "optimizer.betas=[0.9, 2]": "command line optimizer.betas (0.9, 2) AdamW",
+    "schedule={name: cosine, warmup: 1.5}": "command line schedule.warmup 1.5 fraction",
+    "schedule={name: plateau, metric: loss, factor: 1.0}": "command line schedule.factor 1.0",
+    "update={accumulation_steps: 2, global_micro_batches: 8}": "command line update global_micro_batches both",
     "loging.every=1": "command line loging known handlers",
 }
 
@@ -211,12 +216,12 @@ test_mistakes_in_a_call = refusals(
         ("type", of(Checkpoint={"keep_last": "two"}), ConfigError, "handlers.Checkpoint.keep_last whole number"),
         ("the argument is named", of(batch_size="x"), ConfigError, "fit() batch_size: 'x' number"),
         ("its best", of(best="val/acc", metrics={}), ConfigError, "fit() best 'val/acc'"),
-        ("twice", of(best="val/loss", handlers={"Checkpoint": {"best": "loss"}}), TypeError, "best twice give one"),
-        ("turned off", of(best="val/loss", handlers={"Checkpoint": None}), TypeError, "best Checkpoint off"),
-        ("class", of(handlers={"mine": dict}), TypeError, "handlers['mine'] class object"),
-        ("pair", of(handlers={"mine": (Events.STARTED, print)}), TypeError, "handlers['mine'] order"),
-        ("section", of(chekpoint={}), TypeError, "chekpoint 'handlers.Checkpoint'?"),
-        ("old section", of(logging={"every": 5}), TypeError, "logging handlers"),
+        ("twice", of(best="val/loss", handlers={"Checkpoint": {"best": "loss"}}), ConfigError, "best twice give one"),
+        ("turned off", of(best="val/loss", handlers={"Checkpoint": None}), ConfigError, "best Checkpoint off"),
+        ("class", of(handlers={"mine": dict}), ConfigError, "handlers['mine'] class object"),
+        ("pair", of(handlers={"mine": (Events.STARTED, print)}), ConfigError, "handlers['mine'] order"),
+        ("section", of(chekpoint={}), ConfigError, "chekpoint 'handlers.Checkpoint'?"),
+        ("old section", of(logging={"every": 5}), ConfigError, "logging handlers"),
         ("interval", of(MetricLogger={"every": "often"}), ConfigError, "handlers.MetricLogger.every 'often' {epochs:"),
     ]
 )

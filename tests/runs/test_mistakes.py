@@ -115,6 +115,10 @@ def plateau(optimizer):
     return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
 
 
+def step_lr(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
 ACCURACY = {"accuracy": Accuracy()}
 test_loss_functions = refusals(
     [
@@ -133,33 +137,33 @@ test_loss_functions = refusals(
         (
             "criterion",
             lambda folder: fitted(folder / "run", nn.CrossEntropyLoss()),
-            TypeError,
+            ConfigError,
             "CrossEntropyLoss write",
         ),
     ]
 )
 test_arguments = refusals(
     [
-        ("a handler alone", given(handlers=print), TypeError, "handlers list builtin_function"),
+        ("a handler alone", given(handlers=print), ConfigError, "handlers list builtin_function"),
         (
             "event first",
             given(handlers=[(Events.EPOCH_COMPLETED, print)]),
-            TypeError,
+            ConfigError,
             "handlers order EPOCH_COMPLETED",
         ),
-        ("handler's class", given(handlers=[EarlyStopping]), TypeError, "handlers class EarlyStopping object"),
-        ("no event", given(handlers=[WithAnEvent()]), TypeError, "handlers WithAnEvent pair"),
+        ("handler's class", given(handlers=[EarlyStopping]), ConfigError, "handlers class EarlyStopping object"),
+        ("no event", given(handlers=[WithAnEvent()]), ConfigError, "handlers WithAnEvent pair"),
         (
             "two parameters",
             given(handlers=[(lambda trainer, loss: None, Events.EPOCH_COMPLETED)]),
-            TypeError,
+            ConfigError,
             "handlers (trainer, loss)",
         ),
-        ("epochs", given(epochs=3), TypeError, "epochs did you mean 'max_epochs'?"),
-        ("max_steps", given(max_steps=3), TypeError, "max_steps did you mean 'max_iters'?"),
-        ("train_loader", given(train_loader=3), TypeError, "train_loader did you mean 'train_set'?"),
-        ("callbacks", given(callbacks=[]), TypeError, "callbacks handlers"),
-        ("section's typo", given(distribted={}), TypeError, "distribted did you mean 'distributed'?"),
+        ("epochs", given(epochs=3), ConfigError, "epochs did you mean 'max_epochs'?"),
+        ("max_steps", given(max_steps=3), ConfigError, "max_steps did you mean 'max_iters'?"),
+        ("train_loader", given(train_loader=3), ConfigError, "train_loader did you mean 'train_set'?"),
+        ("callbacks", given(callbacks=[]), ConfigError, "callbacks handlers"),
+        ("section's typo", given(distribted={}), ConfigError, "distribted did you mean 'distributed'?"),
         (
             "key's typo",
             given(Checkpoint={"keep_lst": 3}),
@@ -170,18 +174,19 @@ test_arguments = refusals(
             "recovery",
             [("several forms", given(Checkpoint={"memory": 0}), ConfigError, "handlers.Checkpoint.memory got 0 auto")],
         ),
-        ("no folder", given(directory=None), TypeError, "directory path None"),
-        ("number as folder", given(directory=5), TypeError, "directory path 5"),
+        ("no folder", given(directory=None), ConfigError, "directory path None"),
+        ("number as folder", given(directory=5), ConfigError, "directory path 5"),
         ("no length", given(max_epochs=...), ConfigError, "max_iterations max_epochs"),
-        ("optimizer's class", given(optimizer=torch.optim.SGD), TypeError, "class SGD 'SGD' lambda"),
+        ("optimizer's class", given(optimizer=torch.optim.SGD), ConfigError, "class SGD 'SGD' lambda"),
         ("optimizer's typo", given(optimizer="Adma"), ConfigError, "optimizer.name 'Adma' did you mean 'Adamax'?"),
         ("optimizer of another model", given(optimizer=sgd(net())), ValueError, "SGD no parameter parameters()"),
+        ("how often a scheduler steps", given(schedule=step_lr), ConfigError, "schedule_per StepLR 'epoch' 'step'"),
         ("schedule's typo", given(schedule="cosin"), ConfigError, "schedule.name 'cosin' did you mean 'cosine'?"),
         ("torch's plateau", given(schedule=plateau), ConfigError, "ReduceLROnPlateau metric 'plateau'"),
         ("precision's typo", given(precision="bf61"), ConfigError, "precision 'bf61' 'bf16'"),
         ("rate's type", given(resume={"lr": "x"}), ConfigError, "resume.lr: got 'x'"),
         ("rate's name", given(resume={"lrr": 0.1}), ConfigError, "resume.lrr did you mean 'lr'?"),
-        ("resume's type", given(resume=0.25), TypeError, "resume mapping"),
+        ("resume's type", given(resume=0.25), ConfigError, "resume mapping"),
         (
             "no tokens_fn",
             given(Checkpoint={"every": {"tokens": 12}}),

@@ -27,7 +27,7 @@ from ignite_engine.loop.intervals import Clock
 from ignite_engine.ranks import agreement
 from ignite_engine.runs import recipe
 from ignite_engine.runs.config import Config
-from ignite_engine.runs.config.load import validated, with_changes
+from ignite_engine.runs.config.load import validated
 from ignite_engine.runs.config.yaml_file import ConfigSource
 from ignite_engine.runs.fit import built_with
 from ignite_engine.runs.run import Run
@@ -59,6 +59,27 @@ OFF: dict[str, dict[str, Any]] = {
 def settings_in(folder: Path) -> dict[str, dict[str, Any]]:
     """What a run has instead of its own settings, nested as in a config, to be the same run in another folder."""
     return {**OFF, "run": {**OFF["run"], "directory": str(folder)}}
+
+
+def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values with others in their place; a handler that is turned off stays so, and others of a kind change."""
+    merged = _merged(values, changes)
+    kinds = changes.get("handlers", {})
+    entries = merged.get("handlers", {})
+    for label, entry in entries.items():
+        if entry and (kind := entry.get("use")) in kinds:
+            entries[label] = _merged({label: entry}, {label: kinds[kind]})[label]
+    return merged
+
+
+def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(values)
+    for key, change in changes.items():
+        if not isinstance(change, Mapping):
+            merged[key] = change
+        elif merged.get(key, {}) is not None:
+            merged[key] = _merged(merged.get(key, {}), change)
+    return merged
 
 
 def rerun(
@@ -243,7 +264,7 @@ def built(recipe_or_build: Config | Build, folder: Path) -> tuple[Trainer, Calla
     if isinstance(recipe_or_build, Config):
         made = recipe.build_run(recipe_or_build)
     else:
-        with built_with(settings_in(folder)):
+        with built_with(lambda values: with_changes(values, settings_in(folder))):
             made = recipe_or_build(folder)
     if isinstance(made, Run):
         return made.trainer, made.train

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from ignite_engine.errors import did_you_mean
-from ignite_engine.runs.config.named import Fault, checked, parameters_of
+from ignite_engine.runs.config.named import Fault, checked, only, parameters_of
 from ignite_engine.runs.config.sections import DataSection, DistributedSection, RunSection, UpdateSection
 from ignite_engine.runs.config.tables import (
     HANDLERS,
@@ -22,24 +22,21 @@ from ignite_engine.runs.config.tables import (
 )
 from ignite_engine.runs.config.yaml_file import ConfigError, ConfigSource, ConfigWarning, read_config_source
 
-__all__ = ["Config", "ConfigError", "ConfigWarning", "config_from_dict", "default_values", "load_config", "validated"]
+__all__ = ["Config", "ConfigError", "ConfigWarning", "config_from_dict", "load_config", "validated"]
 
 
 NamedOptimizer = Annotated[dict[str, Any], named_optimizer]
-
-
-def _file_and_function(value: str) -> str:
-    where, _, function = value.rpartition(":")
-    if not where or not function.isidentifier():
-        raise Fault(("", f"got {value!r}, expected file.py:function or package.module:function."))
-    return value
+TaskName = Annotated[
+    str,
+    only(re.compile(r".+:[^\W\d]\w*").fullmatch, "file.py:function or package.module:function"),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Everything a run is made from except the code of its task. Frozen; equal configs compare equal."""
 
-    task: Annotated[str, _file_and_function]  # file.py:function or package.module:function
+    task: TaskName  # file.py:function or package.module:function
     task_options: dict[str, Any]  # passed to that function
     run: RunSection
     data: DataSection
@@ -78,7 +75,13 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """All settings, defaults of the sections filled in, as plain values that ``load_config`` reads back."""
-        return {entry.name: value for entry, value in zip(fields(self), asdict(self).values()) if entry.init}
+        return {name: value for name, value in asdict(self).items() if name != "source"}
+
+    def changed(self, **sections: Any) -> Config:
+        """With other sections."""
+        config = replace(self, **sections)
+        object.__setattr__(config, "source", self.source)
+        return config
 
     def error(self, key: str, complaint: str) -> ConfigError:
         """A one-line error about ``key``, for checks made after loading."""
@@ -94,34 +97,47 @@ class Config:
             raise ConfigError("\n".join(lines)) from fault.__cause__
 
     def warn(self, key: str, complaint: str) -> None:
-        """Warn about ``key``, which ``complaint`` names."""
-        warnings.warn(self.source.say_of(key, complaint), ConfigWarning, stacklevel=4)
+        """Warn about ``key``."""
+        warnings.warn(self.source.say(key, complaint), ConfigWarning, stacklevel=4)
 
-    def without_effect(self) -> Iterator[tuple[str, str]]:
-        """The dotted key of each setting that has no effect with the others as they are, and what it would need."""
-        ranks = self.distributed
+    def warn_of_unused(self) -> None:
+        """Warn about each setting that has no effect with the others as they are."""
+        ranks, best = self.distributed, self.handler("Checkpoint").get("best")
+        workers, is_ddp = self.data.num_workers > 0, ranks.strategy == "ddp"
         rules: dict[str, tuple[bool, str]] = {
-            "data.prefetch_factor": (self.data.num_workers > 0, "data.num_workers"),
-            "data.persistent_workers": (self.data.num_workers > 0, "data.num_workers"),
+            "data.prefetch_factor": (workers, "data.num_workers"),
+            "data.persistent_workers": (workers, "data.num_workers"),
             "update.grad_scaler": (self.update.precision == "fp16", "update.precision=fp16"),
             "distributed.shard_ranks": (ranks.strategy == "hsdp", "strategy=hsdp"),
-            "distributed.param_dtype": (ranks.strategy != "ddp", "strategy=fsdp or hsdp"),
-            "distributed.sync_bn": (ranks.strategy == "ddp", "strategy=ddp"),
-            "distributed.ddp_options": (ranks.strategy == "ddp", "strategy=ddp"),
+            "distributed.param_dtype": (not is_ddp, "strategy=fsdp or hsdp"),
+            "distributed.sync_bn": (is_ddp, "strategy=ddp"),
+            "distributed.ddp_options": (is_ddp, "strategy=ddp"),
             "distributed.loss_parallel": (ranks.tensor_parallel > 1, "distributed.tensor_parallel"),
+            "handlers.Checkpoint.mode": (best is not None, "handlers.Checkpoint.best"),
+            "handlers.Checkpoint.keep_best": (best is not None, "handlers.Checkpoint.best"),
+            "optimizer": (not self.optimizers, "optimizers left out"),
         }
-        for dotted, (has_effect, needs) in rules.items():
-            section, _, key = dotted.partition(".")
-            given = getattr(self, section)
+        usual = {
+            **{name: asdict(section) for name, section in _DEFAULTS.items()},
+            "optimizer": optimizer_entry({}),
+        }
+        for key, (has_effect, needs) in rules.items():
             # in a resolved config every key is given
-            if not has_effect and getattr(given, key) != getattr(type(given)(), key):
-                yield dotted, needs
-        if self.optimizers and self.optimizer != optimizer_entry({}):
-            yield "optimizer", "optimizers left out"
-        checkpoint = self.handler("Checkpoint")
-        for key in ("mode", "keep_best"):
-            if checkpoint.get("best") is None and checkpoint.get(key) is not None:
-                yield f"handlers.Checkpoint.{key}", "handlers.Checkpoint.best"
+            if not has_effect and _value_at(self.to_dict(), key) != _value_at(usual, key):
+                self.warn(key, f"it has no effect without {needs}.")
+
+
+_DEFAULTS: Mapping[str, Any] = {
+    "data": DataSection(),
+    "update": UpdateSection(),
+    "distributed": DistributedSection(),
+}
+
+
+def _value_at(values: Mapping[str, Any], key: str) -> Any:
+    for part in key.split("."):
+        values = (values or {}).get(part)  # type: ignore[assignment]  # the last is a value
+    return values
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -150,70 +166,29 @@ def config_from_dict(values: Mapping[str, Any]) -> Config:
     return validated(ConfigSource(dict(values)))
 
 
-def default_values() -> dict[str, Any]:
-    """The default of every setting that has one, by section, as ``Config.to_dict`` writes them."""
-    values = config_from_dict({"task": "task.py:build", "run": {"max_epochs": 1}}).to_dict()
-    for key in ("max_epochs", "name", "directory"):
-        del values["run"][key]
-    return {key: value for key, value in values.items() if key != "task"}
-
-
-def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested values with others in their place; a handler that is turned off stays so, and others of a kind change."""
-    merged = _merged(values, changes)
-    kinds = changes.get("handlers", {})
-    entries = merged.get("handlers", {})
-    for label, entry in entries.items():
-        if entry and (kind := entry.get("use")) in kinds:
-            entries[label] = _merged({label: entry}, {label: kinds[kind]})[label]
-    return merged
-
-
-def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(values)
-    for key, change in changes.items():
-        if not isinstance(change, Mapping):
-            merged[key] = change
-        elif merged.get(key, {}) is not None:
-            merged[key] = _merged(merged.get(key, {}), change)
-    return merged
-
-
 def validated(source: ConfigSource) -> Config:
     """The config of a source's values.
 
     Raises:
         ConfigError: one line for each mistake, with the place that the source names.
     """
-    known = [entry.name for entry in fields(Config) if entry.init]
-    defaults: dict[str, Any] = {name: [] if name == "load" else {} for name in known if name != "task"}
+    defaults: dict[str, Any] = {
+        name: [] if name == "load" else {} for name in Config.__annotations__ if name not in ("task", "source")
+    }
     # an empty section is the default
     given = {key: value for key, value in source.values.items() if value is not None or key not in defaults}
-    mistakes = [(key, f"got a section that is not known{_near(key)}") for key in given if key not in known]
-    values = {**defaults, **{key: value for key, value in given.items() if key in known}}
-    arguments: dict[str, Any] = {}
+    sections = {"run": RunSection, "data": DataSection, "update": UpdateSection, "distributed": DistributedSection}
+    inner = [f"{section}.{name}" for section, kind in sections.items() for name in parameters_of(kind)[0]]
+    meant = [*inner, "optimizer.lr", *(f"handlers.{label}" for label in HANDLERS)]
     try:
-        arguments = checked(Config, values, given=("task",) if mistakes else ())
+        arguments = checked(Config, {**defaults, **given}, beside=meant)
     except Fault as fault:
-        mistakes += fault.mistakes
-    if mistakes:
-        mistakes.sort(key=lambda mistake: source.lines.get(mistake[0], 0))
-        raise ConfigError("\n".join(source.say(*mistake) for mistake in mistakes))
+        mistakes = sorted(fault.mistakes, key=lambda mistake: source.lines.get(mistake[0], 0))
+        raise ConfigError("\n".join(source.say(*mistake) for mistake in mistakes)) from None
     run = arguments["run"]
     name = run.name or (source.path.stem if source.path else "run")
     arguments["run"] = replace(run, name=name, directory=run.directory or str(Path("runs") / name))
     config = Config(**arguments)
     object.__setattr__(config, "source", source)
-    for key, needs in config.without_effect():
-        config.warn(key, f"{key} has no effect without {needs}.")
+    config.warn_of_unused()
     return config
-
-
-def _near(key: str) -> str:
-    """The end of a sentence about a key that no config has: a section, or a key or a handler of that name in one."""
-    sections = {"run": RunSection, "data": DataSection, "update": UpdateSection, "distributed": DistributedSection}
-    keys = [f"{section}.{name}" for section, kind in sections.items() for name in parameters_of(kind)[0]]
-    top = [entry.name for entry in fields(Config) if entry.init]
-    return did_you_mean(
-        key, [*top, *keys, "optimizer.lr", *(f"handlers.{label}" for label in HANDLERS)], limit=len(top)
-    )

@@ -20,6 +20,7 @@ from ignite_engine.runs.task import TaskError, find_object
 Table = Mapping[str, Any]
 """What names stand for: objects, or ``module:object``, which is imported when it is used."""
 
+_MISSING = object()
 _SEQUENCES = (list, tuple, Sequence, Collection, Iterable)
 
 
@@ -36,11 +37,22 @@ class Fault(ValueError):
 
 
 class WrongType(Fault):
-    """A value of another type than its annotation says."""
+    """A value of another type, or out of the range, that its annotation says."""
 
     def __init__(self, value: object, expected: str, near: str = ".") -> None:
         super().__init__(("", f"got {display(value)}, expected {expected}{near}"))
         self.expected = expected
+
+
+def only(fits: Callable[[Any], bool], expected: str) -> Callable[[Any], Any]:
+    """For ``Annotated``: a value that fits."""
+
+    def check(value: Any) -> Any:
+        if not fits(value):
+            raise WrongType(value, expected)
+        return value
+
+    return check
 
 
 def named(
@@ -69,6 +81,12 @@ def named(
         return make(*args, **supplied, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         raise refusal_of(error, getattr(make, "__name__", str(entry[key])), arguments) from error
+
+
+def checked_entry(entry: Mapping[str, Any], table: Table, *, key: str = "name", skip: int = 0) -> None:
+    """Refuse an entry whose name or arguments are not known, or of another type; nothing is made."""
+    rest = {name: value for name, value in entry.items() if name != key}
+    checked(lookup(entry[key], table, key=key), rest, skip=skip, beside=(key,))
 
 
 def lookup(name: object, table: Table, *, key: str, folder: Path | None = None) -> Any:
@@ -130,25 +148,19 @@ def checked(
     known, takes_any = parameters_of(make, skip)
 
     def check(name: str, value: object) -> object:
+        if value is _MISSING:
+            raise Fault(("", f"this is missing: {_name_of(make)} needs it."))
         if name in known:
             return fitted(value, known[name].annotation)
         if not takes_any:
-            near = did_you_mean(name, [*beside, *known], limit=40)
+            near = did_you_mean(name, [*known, *beside], limit=40)
             raise Fault(("", f"got {display(value)}, but {_name_of(make)} has no '{name}'{near}"))
         return value
 
-    missing = [name for name, parameter in known.items() if parameter.default is parameter.empty]
-    is_misspelt = any(name not in known for name in values)  # which is why another is missing
-    asked = [name for name in missing if name not in values and name not in given and not is_misspelt]
-    arguments: dict[str, Any] = {}
-    mistakes = [(name, f"this is missing: {_name_of(make)} needs it.") for name in asked]
-    try:
-        arguments = for_each(values.items(), check)
-    except Fault as fault:
-        mistakes += fault.mistakes
-    if mistakes:
-        raise Fault(*mistakes)
-    return arguments
+    asked = {name for name, parameter in known.items() if parameter.default is parameter.empty}
+    if values.keys() <= known.keys():  # else one is misspelt, which is why another is missing
+        values = {**dict.fromkeys(asked - {*given}, _MISSING), **values}
+    return for_each(values.items(), check)
 
 
 def for_each(values: Iterable[tuple[str, Any]], check: Callable[[str, Any], Any]) -> dict[str, Any]:
@@ -228,30 +240,22 @@ def fitted(value: Any, kind: Any) -> Any:
         if not isinstance(value, Mapping | None):
             raise WrongType(value, "a mapping of settings")
         return origin(**checked(origin, value or {}))
-    return _plain(value, origin)
+    if origin not in _PLAIN and origin is not Any and isinstance(origin, type) and not isinstance(value, origin):
+        raise WrongType(value, f"a {origin.__name__}")
+    return _PLAIN.get(origin, lambda value: value)(value)
 
 
-_PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
-    NoneType: ("null", lambda value: value is None),
-    bool: ("true or false", lambda value: isinstance(value, bool)),
-    int: ("a whole number", is_whole),
-    float: ("a number", lambda value: is_number(value) and math.isfinite(value)),
-    str: ("text", lambda value: isinstance(value, str)),
-    Path: ("a path", lambda value: isinstance(value, str | PathLike)),
-    PathLike: ("a path", lambda value: isinstance(value, str | PathLike)),
-    Callable: ("a function", callable),
+_PATH = only(lambda value: isinstance(value, str | PathLike), "a path")
+_PLAIN: dict[Any, Callable[[Any], Any]] = {
+    NoneType: only(lambda value: value is None, "null"),
+    bool: only(lambda value: isinstance(value, bool), "true or false"),
+    int: only(is_whole, "a whole number"),
+    float: only(lambda value: is_number(value) and math.isfinite(value), "a number"),
+    str: only(lambda value: isinstance(value, str), "text"),
+    Path: _PATH,
+    PathLike: _PATH,
+    Callable: only(callable, "a function"),
 }
-
-
-def _plain(value: Any, kind: Any) -> Any:
-    if kind not in _PLAIN:
-        if kind is not Any and isinstance(kind, type) and not isinstance(value, kind):
-            raise WrongType(value, f"a {kind.__name__}")
-        return value
-    expected, fits = _PLAIN[kind]
-    if not fits(value):
-        raise WrongType(value, expected)
-    return value
 
 
 def _one_of(value: Any, kinds: Iterable[Any]) -> Any:
@@ -277,22 +281,3 @@ def _either(words: Iterable[str]) -> str:
 def _name_of(make: Any) -> str:
     name = str(getattr(make, "__name__", type(make).__name__))
     return name.removesuffix("Section").lower() if name.endswith("Section") else name
-
-
-def at_least(least: float) -> Callable[[float], float]:
-    """For ``Annotated``: a number that is not below."""
-    return _within(lambda value: value >= least, f"at least {least:g}")
-
-
-def above(bound: float) -> Callable[[float], float]:
-    """For ``Annotated``: a larger number."""
-    return _within(lambda value: value > bound, f"more than {bound:g}")
-
-
-def _within(fits: Callable[[float], bool], expected: str) -> Callable[[float], float]:
-    def check(value: float) -> float:
-        if not fits(value):
-            raise Fault(("", f"got {value}, expected {expected}."))
-        return value
-
-    return check

@@ -19,10 +19,10 @@ from ignite_engine.runs.config.named import (
     Table,
     WrongType,
     checked,
+    checked_entry,
     fitted,
     for_each,
     lookup,
-    named,
     parameters_of,
     refusal_of,
 )
@@ -53,16 +53,10 @@ HANDLERS: Table = {
 }
 """The handlers that a run may have by name, in the order in which they are attached; then come those of the user."""
 
-_TRIED: dict[str, Any] = {
-    "directory": lambda: ".",
-    "config": dict,
-    "since": lambda: None,
-    "tokens_fn": lambda: None,
-    "must_be_new": bool,
-}
-"""What a handler gets that is made to see whether it takes its settings."""
-_BESIDE = ("use", "every", "at")
-SUPPLIED = (*_TRIED, "evaluator", "data", "run", "sources")
+SUPPLIED = (
+    *("directory", "config", "evaluator", "data", "tokens_fn"),
+    *("run", "since", "sources", "must_be_new"),
+)
 """Arguments of handlers that are the run's where an entry does not give them."""
 
 USUAL: Mapping[str, Mapping[str, Any]] = {
@@ -87,75 +81,50 @@ SCHEDULES: Table = {
 }
 
 
-def optimizers() -> Table:
-    """The optimizers of torch that step without a closure, and our own."""
-    types = [
-        value
-        for value in vars(torch.optim).values()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
-    ]
-    types = [kind for kind in types if kind not in (torch.optim.Optimizer, torch.optim.LBFGS)]
-    own = {"RowwiseAdagrad": "ignite_engine.ext.sparse.rowwise_adagrad:RowwiseAdagrad"}
-    return {**{kind.__name__: kind for kind in types}, **own}
-
-
-def make_optimizer(entry: Mapping[str, Any], parameters: Any) -> torch.optim.Optimizer:
-    """The optimizer of an entry; its name may be in any case.
-
-    Raises:
-        Fault: an option does not fit.
-    """
-    table = optimizers()
-    name = entry["name"]
-    if isinstance(name, str):
-        if name.lower() == "lbfgs":
-            complaint = (
-                "got 'LBFGS', which needs a closure; expected an optimizer that steps without one, or for LBFGS: give "
-                "Trainer an update of your own, as examples/own_update.py does."
-            )
-            raise Fault(("name", complaint))
-        name = next((known for known in table if known.lower() == name.lower()), name)
-    made: torch.optim.Optimizer = named({**entry, "name": name}, table, parameters)
-    return made
+def table_of_optimizers() -> Table:
+    """The optimizers of torch, and our own."""
+    kinds = {
+        name: kind
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    }
+    return {**kinds, "RowwiseAdagrad": "ignite_engine.ext.sparse.rowwise_adagrad:RowwiseAdagrad"}
 
 
 def optimizer_entry(given: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's name, rate and options, of which it has made one; or what a task has made, by ``task``."""
+    """An optimizer's name, in any case, its rate and options; or what a task has made, by ``task``."""
     if "task" in given:
         return dict(given)
     entry = {"name": "AdamW", "lr": 1e-3, **given}
-    if given.keys() - {"lr"} or not (is_number(entry["lr"]) and entry["lr"] >= 0):
-        # 2-d: Muon takes nothing else
-        make_optimizer(entry, [torch.zeros(1, 1, requires_grad=True)])
+    table = table_of_optimizers()
+    if isinstance(entry["name"], str):
+        entry["name"] = next((name for name in table if name.lower() == entry["name"].lower()), entry["name"])
+    if entry["name"] == "LBFGS":
+        complaint = (
+            "got 'LBFGS', which needs a closure; expected an optimizer that steps without one, or for LBFGS: give "
+            "Trainer an update of your own, as examples/own_update.py does."
+        )
+        raise Fault(("name", complaint))
+    checked_entry(entry, table, skip=1)
     return entry
 
 
 def named_optimizer(given: Mapping[str, Any]) -> dict[str, Any]:
     """One of several optimizers, which may have a schedule."""
-    entry = optimizer_entry({key: value for key, value in given.items() if key != "schedule"})
-    if (schedule := given.get("schedule")) is None:
-        return entry
+    options = {key: value for key, value in given.items() if key != "schedule"}
+    schedules = {key: value for key, value in given.items() if key == "schedule"}
     return {
-        **entry,
-        **for_each([("schedule", schedule)], lambda _, value: fitted(value, dict) and schedule_entry(value)),
+        **optimizer_entry(options),
+        **for_each(schedules.items(), lambda _, value: schedule_entry(fitted(value, dict))),
     }
 
 
 def schedule_entry(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A schedule's name and options, of which one has been made; or what a task has made, by ``task``."""
-    if "task" in given:
-        return dict(given)
-    entry = {"name": "constant", **given}
-    if entry["name"] != "none":
-        named(entry, SCHEDULES, _OfNothing())
-    return entry
-
-
-class _OfNothing(torch.optim.Optimizer):
-    """What a schedule is tried on; to make an optimizer imports torch._dynamo, a fifth of the time of a command."""
-
-    def __init__(self) -> None:
-        self.param_groups = [{"lr": 1.0}]
+    """A schedule's name and options; or what a task has made, by ``task``."""
+    entry = given if "task" in given else {"name": "constant", **given}
+    if entry.get("name", "none") != "none":
+        checked_entry(entry, SCHEDULES, skip=1)
+    return dict(entry)
 
 
 def load_source(given: Mapping[str, Any]) -> LoadSource:
@@ -198,12 +167,11 @@ def _handler_entry(label: str, entry: dict[str, Any] | None) -> dict[str, Any] |
         raise Fault(("use" if "use" in entry else "", f"got {display(kind)}, which is not a handler{known}{own}"))
     if kind in HANDLERS:  # the user's own code is imported when the run is built
         make = lookup(kind, HANDLERS, key="use")
-        arguments, _ = arguments_of(make, entry)
-        if parameters_of(make)[0].keys().isdisjoint(SUPPLIED[len(_TRIED) :]):
-            named({**arguments, "use": kind}, {kind: make}, key="use", given=_TRIED)
-        event_of(when_of(make, entry), known=True)
+        arguments_of(make, entry)
+        entry_event = when_of(make, entry)
     else:
-        event_of(entry, known=True)
+        entry_event = entry
+    event_of(entry_event, count=len)  # anything may count tokens
     return entry
 
 
@@ -213,30 +181,24 @@ def when_of(make: Any, entry: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if key in ("every", "at") and key not in own}
 
 
-def arguments_of(make: Any, entry: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments of an entry, and those of the ``resume`` of what it makes, under that name.
+def arguments_of(make: Any, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an entry, of a function those after the trainer.
 
     Raises:
-        Fault: one is not known, or of another type.
+        Fault: one is not known, or of another type; also of the ``resume`` of what it makes, under that name.
     """
     rest = {key: value for key, value in entry.items() if key not in ("use", "at", *when_of(make, entry))}
-    resume = {}
     if hasattr(make, "resume") and (options := rest.pop("resume", None)) is not None:
         for_each([("resume", options)], lambda _, value: checked(make.resume, fitted(value, dict), skip=1))
-        resume = options
-    if not isinstance(make, type):  # it is called with the trainer
-        return checked(make, rest, skip=1, given=SUPPLIED, beside=_BESIDE), resume
-    return checked(make, rest, given=SUPPLIED, beside=_BESIDE), resume
+    skip = 0 if isinstance(make, type) else 1
+    return checked(make, rest, skip=skip, given=SUPPLIED, beside=("use", "every", "at"))
 
 
-def event_of(
-    entry: Mapping[str, Any], *, count: Count | None = None, known: bool = False, has_length: bool = True
-) -> Any:
+def event_of(entry: Mapping[str, Any], *, count: Count | None = None, has_length: bool = True) -> Any:
     """The event that ``every`` or ``at`` of an entry names; None: it names none.
 
     Args:
         count: what counts tokens.
-        known: whether anything may count them, when the config is read.
         has_length: whether an epoch has a length.
 
     Raises:
@@ -256,12 +218,12 @@ def event_of(
         return None
     intervals = given if isinstance(given, list | tuple) and given else [given]
     try:
-        return reduce(or_, [_interval(each, count, known, has_length) for each in intervals])
+        return reduce(or_, [_interval(each, count, has_length) for each in intervals])
     except Fault as fault:
         raise fault.inside("every") from None
 
 
-def _interval(given: Any, count: Count | None, known: bool, has_length: bool) -> Any:
+def _interval(given: Any, count: Count | None, has_length: bool) -> Any:
     units = "{epochs: 1}, {windows: 1}, {samples: 50000}, {tokens: 1e6} or {minutes: 10}"
     expected = f"a number of iterations, such as 500, {units}"
     if is_number(given):
@@ -270,7 +232,7 @@ def _interval(given: Any, count: Count | None, known: bool, has_length: bool) ->
         raise WrongType(given, expected)
     checked(every, given)
     ((unit, number),) = given.items()
-    if unit == "tokens" and count is None and not known:
+    if unit == "tokens" and count is None:
         raise Fault(("", f"got {number} tokens, but the task has no tokens_fn to count them."))
     if unit == "epochs" and number != int(number) and not has_length:
         raise Fault(("", f"got {number} epochs, but its data has no known epoch length."))

@@ -12,11 +12,12 @@ from ignite.engine import Events
 
 from ignite_engine.errors import CheckpointError
 from ignite_engine.handlers import Checkpoint
-from ignite_engine.runs.config import ConfigError, config_from_dict
+from ignite_engine.runs.config import ConfigError
 from tests.ext.mirror import faulty
 from tests.ext.mirror.runs import there, train
 from tests.ext.recovery.deaths import Death
 from tests.ext.recovery.runs import KILLED, once, starts, whole
+from tests.kit.fitting import fitted
 from tests.kit.processes import wait_until
 from tests.kit.refusals import command, refusals
 from tests.kit.tiny import trainer_of, weights
@@ -204,9 +205,7 @@ def must_be_new(folder):
 
 
 def config(mirror):
-    return config_from_dict(
-        {"task": "x.py:build", "run": {"max_epochs": 1}, "handlers": {"Checkpoint": {"mirror": mirror}}}
-    )
+    return fitted("never made", Checkpoint={"mirror": mirror})
 
 
 def within(folder):

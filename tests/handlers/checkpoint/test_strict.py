@@ -9,8 +9,9 @@ from torch.utils.data import DataLoader
 import ignite_engine
 from ignite_engine.errors import NotExact
 from ignite_engine.handlers import Checkpoint
-from ignite_engine.runs.config import ConfigError, config_from_dict
+from ignite_engine.runs.config import ConfigError
 from tests.kit import saved
+from tests.kit.fitting import fitted
 from tests.kit.floors import needs
 from tests.kit.processes import ranks
 from tests.kit.refusals import refusals, refuses
@@ -186,8 +187,7 @@ def another_accumulation(tmp_path):
 
 
 def of_a_config(tmp_path):
-    keys = {"strict": True, "on_exception": True}
-    config_from_dict({"task": "a.py:b", "run": {"max_epochs": 1}, "handlers": {"Checkpoint": keys}})
+    fitted(tmp_path, Checkpoint={"strict": True, "on_exception": True})
 
 
 def both(tmp_path):

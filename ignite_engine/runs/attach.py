@@ -1,0 +1,201 @@
+"""Attaches the handlers of a run: those of the table in its order, then those of the user."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from ignite.engine import CallableEventWithFilter, Events
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ignite_engine.checkpoint.sources import LoadSource
+from ignite_engine.data.source import OwnSource
+from ignite_engine.errors import CheckpointError
+from ignite_engine.handlers import LRSchedule
+from ignite_engine.handlers.model_bank import ModelBank
+from ignite_engine.runs.config.named import Fault, lookup, named, parameters_of, refusal_of
+from ignite_engine.runs.config.tables import HANDLERS, arguments_of, event_of, load_source, when_of
+from ignite_engine.runs.evaluations import Evaluations
+from ignite_engine.runs.loaders import data_loader
+from ignite_engine.runs.run import Run
+from ignite_engine.trainer import Trainer
+
+_AT_LOG_POINTS = ("MemoryLogger", "Throughput", "StepTimes", "MetricLogger")
+"""Handlers that write values; their event is the logger's where none is given."""
+
+
+def attach_handlers(run: Run) -> None:
+    """Attach all handlers of the run's config, and those of its task.
+
+    Raises:
+        ConfigError: a setting does not fit.
+    """
+    config, trainer = run.settings, run.trainer
+    trainer.add_event_handler(Events.STARTED, run.log_length)
+    trainer.add_event_handler(Events.STARTED, run.keep_record)
+    _attach_schedules(run)
+    sources = [load_source(entry) for entry in config.load]
+    entries = {label: entry for label, entry in config.handlers.items() if entry is not None}
+    if sources and ("Checkpoint" not in entries or any(load_source.dynamic for load_source in sources)):
+        entries.setdefault("ModelBank", {})
+    # or as often as gives a short run ten points
+    usual = {"every": 50 if run.total is None else max(1, min(50, run.total // 10))}
+    log_point = _event_given(entries.get("MetricLogger", {})) or usual
+    supplied = _supplied(run, sources)
+    events: dict[str, Any] = {}
+    made: dict[str, Any] = {}
+    order = [*HANDLERS]
+    kinds = {label: entry.get("use", label) for label, entry in entries.items()}
+    for label in sorted(entries, key=lambda label: order.index(kinds[label]) if kinds[label] in order else len(order)):
+        entry = entries[label]
+        if kinds[label] in _AT_LOG_POINTS and not _event_given(entry):
+            entry = {**entry, **log_point}
+        with config.at(f"handlers.{label}"):
+            made[label] = _attach_entry(run, label, entry, supplied, events)
+    run.checkpoint = made.get("Checkpoint")
+    if run.checkpoint is not None:
+        run.checkpoint.announces_best = False  # the run's last line does
+        run.checkpoint.asks_tiers = not config.run.restart
+    if sources:
+        run.load = partial(_load, run, sources, made.get("ModelBank"))
+    own = run.task.handlers
+    if not isinstance(own, list | tuple | Mapping):
+        raise config.error("handlers", f"got a {type(own).__name__}, expected a list of handlers, or a mapping.")
+    for key, handler in own.items() if isinstance(own, Mapping) else enumerate(own):
+        with config.at(f"handlers[{key!r}]"):
+            _attach_one(trainer, *(handler if isinstance(handler, tuple) else (handler,)), label=key)
+
+
+def _event_given(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: entry[key] for key in ("every", "at") if entry.get(key) is not None}
+
+
+def _supplied(run: Run, sources: Sequence[LoadSource]) -> dict[str, Callable[[], Any]]:
+    """What a handler gets for arguments of these names."""
+    config, task = run.settings, run.task
+    return {
+        "directory": lambda: run.directory.path,
+        "config": lambda: run.config,
+        "evaluator": lambda: Evaluations(run).evaluator(task),
+        "data": lambda: data_loader(config, task, next(iter(task.val_sets.values()), task.train_set), training=False),
+        "run": lambda: run,
+        "since": lambda: time.monotonic() - (time.perf_counter() - run.startup.began),  # the start-up counts as well
+        "sources": lambda: sources,
+        "tokens_fn": lambda: task.tokens_fn,
+        "must_be_new": lambda: config.run.must_be_new,
+    }
+
+
+def _attach_entry(
+    run: Run, label: str, entry: Mapping[str, Any], supplied: Mapping[str, Callable[[], Any]], events: dict[str, Any]
+) -> Any:
+    """Make and attach the handler of an entry.
+
+    Args:
+        events: those of the entries before; handlers of one clock share it and act together.
+
+    Raises:
+        Fault: a setting does not fit.
+    """
+    config, task = run.settings, run.task
+    kind = entry.get("use", label)
+    make = lookup(kind, HANDLERS, key="use", folder=config.folder)
+    known, _ = parameters_of(make)
+    supplied = dict(supplied)
+    if kind == "Evaluation":
+        del supplied["data"]  # it takes names
+    elif "data" in known and isinstance(name := entry.get("data"), str):
+        supplied["data"] = partial(data_loader, config, task, Evaluations(run, name).sets[name], training=False)
+        entry = {key: value for key, value in entry.items() if key != "data"}
+    if kind == "Checkpoint":
+        supplied["directory"] = lambda: run.directory.checkpoints
+    if kind != label and "name" in known:
+        supplied["name"] = lambda: label
+    arguments = arguments_of(make, entry)
+    arguments.pop("resume", None)
+    if isinstance(make, type):
+        handler = named({**arguments, "use": kind}, {kind: make}, key="use", given=supplied)
+    else:
+        handler = partial(make, **arguments)
+    when = when_of(make, entry)
+    if (key := repr(when)) not in events:
+        has_length = not isinstance(task.train_set, OwnSource) and hasattr(task.train_set, "__len__")
+        events[key] = event_of(when, count=task.tokens_fn or task.weight_fn, has_length=has_length)
+    try:
+        _attach_one(run.trainer, handler, *filter(None, [events[key]]), label=None if kind in HANDLERS else label)
+    except (TypeError, ValueError) as error:
+        raise refusal_of(error, label, entry) from error
+    return handler
+
+
+def _attach_one(trainer: Trainer, handler: Any, *events: Any, label: Any) -> None:
+    """Attach an object with ``attach``, or a function, at its event if it has one.
+
+    Args:
+        label: a text: its state is in checkpoints, under this name unless it has named itself.
+
+    Raises:
+        Fault: it is neither, or takes no event, or needs one.
+    """
+    name = getattr(handler, "__name__", type(handler).__name__)
+    if isinstance(handler, type):
+        raise Fault(("", f"is the class {name}: give an object of it, {name}(...)."))
+    if hasattr(handler, "attach"):
+        if not _takes(handler.attach, trainer, *events):
+            remedy = "has events of its own: leave it out" if events else "takes an event: give the pair of them"
+            raise Fault(("", f"is a {name}, whose attach {remedy}."))
+        handler.attach(trainer, *events)
+    elif not callable(handler) or not events or isinstance(handler, CallableEventWithFilter):
+        expected = "an object with attach(trainer), or one or a function with its event, in this order"
+        raise Fault(("", f"must be {expected}, got {handler!r} and {', '.join(map(str, events)) or 'no event'}."))
+    elif _takes(handler, trainer) or _takes(handler):
+        trainer.add_event_handler(*events, handler)
+    else:
+        shown = f"{name}{inspect.signature(handler)}: trainer.state has what else it needs."
+        raise Fault(("", f"must be a function of the trainer, or of nothing, got {shown}"))
+    has_state = hasattr(handler, "state_dict") and hasattr(handler, "load_state_dict")
+    names = [name for name, known in trainer.registry.objects.items() if known is handler]
+    # one that was attached without a name is known by its class
+    if isinstance(label, str) and has_state and all(name.endswith(type(handler).__name__) for name in names):
+        trainer.register(label, handler)
+
+
+def _takes(function: Callable[..., Any], *arguments: Any) -> bool:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # one of C, which says nothing of itself
+        return True
+    return True
+
+
+def _attach_schedules(run: Run) -> None:
+    config, task = run.settings, run.task
+    for name, schedule in run.schedules.items():
+        _, entry = config.schedule_of(name)
+        is_plateau = task.schedule is None and isinstance(schedule, ReduceLROnPlateau)
+        if task.schedule is not None and isinstance(schedule, LRScheduler) and task.schedule_per is None:
+            kind = type(schedule).__name__
+            raise config.error(
+                "schedule_per",
+                f"got nothing with a {kind}: say 'epoch', or 'step' for each update.",
+            )
+        handler = LRSchedule(
+            schedule,
+            metric=entry["metric"] if is_plateau else None,
+            name="lr_schedule" if [*run.schedules] == ["optimizer"] else f"lr_schedule/{name}",
+        )
+        handler.attach(run.trainer, *([Events.EPOCH_COMPLETED] if task.schedule_per == "epoch" else []))
+
+
+def _load(run: Run, sources: Sequence[LoadSource], bank: ModelBank | None) -> object:
+    """Load what a run begins from; errors say where the sources are written."""
+    assert bank is not None or run.checkpoint is not None
+    try:
+        return bank.load() if bank is not None else run.checkpoint.load(sources)  # type: ignore[union-attr]
+    except (CheckpointError, ValueError) as error:
+        raise run.settings.error("load", str(error)) from error
