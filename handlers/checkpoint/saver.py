@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ignite_engine import rng
 from ignite_engine.checkpoint.lock import DirectoryInUse, held
 from ignite_engine.checkpoint.manifest import Facts, Manifest
+from ignite_engine.checkpoint.pack import Pack
 from ignite_engine.checkpoint.retention import CheckpointInfo
 from ignite_engine.checkpoint.save_options import SaveOptions
 from ignite_engine.checkpoint.shards import Shards, without_shards
@@ -250,7 +251,7 @@ class Saver:
         own = {"data", "rng", "trainer"}  # the state of a loader may start its workers
         states = {name: obj.state_dict() for name, obj in trainer.registry.objects.items() if name not in own}
         states = self.filter(states, trainer.registry.kinds)[0]
-        without_shards(states, {})
+        Pack(without_shards(states, {})[0])
         for name, obj in trainer.registry.objects.items():
             if isinstance(obj, ModelState) and (lost := sorted({*obj.untaken()} & states.get(name, {}).keys())):
                 raise CheckpointError(

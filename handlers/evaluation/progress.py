@@ -10,7 +10,7 @@ from typing import Any
 from ignite.engine import Engine, Events
 
 from ignite_engine import rng
-from ignite_engine.checkpoint.nested import refuse_what_cannot_be_loaded
+from ignite_engine.checkpoint.pack import Pack
 from ignite_engine.checkpoint.states import metrics as metric_state
 from ignite_engine.data.source import DataSource
 from ignite_engine.errors import CheckpointError, one_line
@@ -97,7 +97,7 @@ class EvaluationProgress:
         metrics = {name: metric_state.capture(metric) for name, metric in self._metrics.items()}
         state = {"what": self._what, "metrics": metrics, "rng": rng.capture(), "data": self._source.state_dict()}
         try:
-            refuse_what_cannot_be_loaded(state)
+            Pack(state)  # refuses it
         except CheckpointError as error:
             logger.warning("The evaluation will start over, as its progress cannot be saved: %s", one_line(error))
         else:

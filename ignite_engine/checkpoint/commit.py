@@ -12,37 +12,40 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from ignite_engine.checkpoint import filesystem
 from ignite_engine.checkpoint import layout as names
-from ignite_engine.checkpoint.contents import Contents
 from ignite_engine.checkpoint.environment import environment_values
-from ignite_engine.checkpoint.filesystem import FileRecord, in_threads
-from ignite_engine.checkpoint.lock import lock, unused
+from ignite_engine.checkpoint.filesystem import FileRecord, in_threads, write_file
+from ignite_engine.checkpoint.lock import unused
 from ignite_engine.checkpoint.manifest import (
-    MANIFEST_NAME,
     Facts,
     Manifest,
     current_versions,
     plain_config,
     plain_metrics,
 )
-from ignite_engine.checkpoint.pack import write_pack
+from ignite_engine.checkpoint.nested import is_made_of_tensors, taken_apart, walk
+from ignite_engine.checkpoint.pack import Pack
 from ignite_engine.checkpoint.retention import superseded
+from ignite_engine.checkpoint.shards import PIECES, Shards, without_shards
 from ignite_engine.errors import CheckpointError, one_line
 from ignite_engine.ranks import agreement
 
 logger = logging.getLogger(__name__)
+Parts = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class _Written:
+class Written:
     """What one rank sends to the others about its part."""
 
     iteration: int
@@ -51,161 +54,142 @@ class _Written:
     reproducibility: list[str]
     healthy: bool
     missing: dict[str, int]
-    """See :class:`Contents`."""
+    """A count for each part, whose sum over all ranks is zero if they hold the whole part together."""
+    sharding: list[str]
 
 
-class Commit:
-    """The save of one checkpoint by all ranks; leaving the context without ``finish`` removes what was written.
+def remove_if_there(path: Path) -> None:
+    """For the end of a save: there it is only if the save has failed."""
+    # the error that ended the save is the one to report; what cannot be removed now is swept later
+    with contextlib.suppress(OSError):
+        filesystem.remove_tree(path)
 
-    Args:
-        directory: of the store.
-        iteration: updates done.
-        how: arguments of :func:`~ignite_engine.ranks.agreement.agreed`, by which all ranks succeed or fail.
+
+def write_files(
+    temporary: Path,
+    iteration: int,
+    shared: Parts,
+    local: Parts,
+    shards: Shards | None,
+    writers: int,
+    weights: Collection[str],
+    facts: Facts,
+) -> Written:
+    """Write this rank's files: rank 0 the shared parts, each rank its own with its pieces of sharded tensors.
+
+    See ``CheckpointStore.save`` for the arguments.
     """
+    if shards is None:
+        shared, local, shards = without_shards(shared, local)
+    rank = agreement.rank()
+    tensors = {part: _tensors_in(state) for part, state in {**shared, **local}.items()}
+    pieces = local.get(PIECES, {})
+    values = [value for part in weights for value in tensors.get(part, ()) if not value.is_meta]
+    values += [values for part in weights for _, values in pieces.get(part, {}).values()]
+    files: dict[str, dict[str, Any]] = {}
+    sizes = {part: sum(value.numel() * value.element_size() for value in tensors[part]) for part in shared}
+    file_of = _file_of_parts(sizes, writers)
+    for part, state in shared.items() if rank == 0 else ():
+        files.setdefault(file_of[part], {})[part] = state
+    if local:
+        files[names.rank_file(rank)] = dict(local)
+    packs = {name: Pack(parts) for name, parts in files.items()}  # refuses what cannot be loaded again
+    healthy = all(map(is_finite, values))
+    records = in_threads(
+        lambda name: write_file(temporary / name, lambda file: file.writelines(packs[name].blocks())), packs, writers
+    )
+    return Written(
+        iteration=iteration,
+        files=dict(zip(files, records, strict=True)),
+        parts={name: list(parts) for name, parts in files.items()},
+        reproducibility=list(facts.get("reproducibility", ())),
+        healthy=facts.get("healthy", True) and healthy,
+        missing=shards.missing(rank, pieces),
+        sharding=list(shards.layout),
+    )
 
-    def __init__(self, directory: Path, iteration: int, **how: Any) -> None:
-        self._directory = directory
-        self._iteration = iteration
-        self._how = how
-        self._temporary: Path | None = None
-        self._written: list[_Written] = []
-        self._facts: Facts = {}
-        self._contents = Contents({})
-        self._lock = contextlib.ExitStack()
 
-    def __enter__(self) -> Self:
-        return self
+def is_finite(value: Tensor) -> bool:
+    """Whether a floating point tensor is finite; of a sharded one, this rank's piece. Reads it once, without a copy."""
+    if is_made_of_tensors(value):
+        return all(map(is_finite, taken_apart(value)[0].values()))
+    value = value.detach()
+    if hasattr(value, "to_local"):
+        value = value.to_local()
+    if value.layout != torch.strided:
+        value = value.coalesce().values() if value.layout == torch.sparse_coo else value.values()
+    if value.numel() == 0 or not (value.is_floating_point() or value.is_complex()):
+        return True
+    if value.is_complex():
+        value = torch.view_as_real(value.resolve_conj())
+    if value.element_size() == 1:
+        value = value.float()  # the 8-bit formats have no aminmax
+    smallest, largest = torch.aminmax(value)
+    return bool(torch.isfinite(smallest)) and bool(torch.isfinite(largest))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._lock.close()
-        if agreement.rank() == 0 and self._temporary is not None and self._temporary.exists():
-            # the error that ended the save is the one to report; what cannot be removed now is swept later
-            with contextlib.suppress(OSError):
-                filesystem.remove_tree(self._temporary)
 
-    def begin(self, facts: Facts) -> None:
-        """Make the temporary directory; a collective.
+def _tensors_in(state: Any) -> list[Tensor]:
+    return [value for _, value in walk(state) if isinstance(value, Tensor)]
 
-        Args:
-            facts: what the manifest will say beside what is known here.
-        """
-        self._facts = facts
 
-        def make() -> Path:
-            self._facts = {
-                **facts,
-                "metrics": plain_metrics(facts.get("metrics")),
-                "config": plain_config(facts.get("config")),
-            }
-            filesystem.ensure_directory(self._directory)
-            # known before it is made: an interrupt in between must not leave it behind
-            self._temporary = names.temporary_path(self._directory, self._iteration)
-            filesystem.make_directory(self._temporary)
-            self._lock.enter_context(lock(self._temporary))
-            return self._temporary
+def _file_of_parts(sizes: Mapping[str, int], writers: int) -> dict[str, str]:
+    """The file of each part: whole parts, the largest first, each in the smallest of so many files."""
+    filled = [0] * writers
+    file_of: dict[str, str] = {}
+    for part in sorted(sizes, key=sizes.__getitem__, reverse=True):
+        number = filled.index(min(filled))
+        filled[number] += sizes[part]
+        file_of[part] = names.shared_file(number)
+    return file_of
 
-        self._temporary = agreement.on_rank_0(make, **self._how)
 
-    def write(self, contents_of: Callable[[int], Contents]) -> None:
-        """Write this rank's files; a collective, at whose end all ranks have written theirs.
-
-        Args:
-            contents_of: gives what a rank writes.
-        """
-        assert self._temporary is not None
-        temporary = self._temporary
-
-        def write() -> _Written:
-            self._contents = contents = contents_of(agreement.rank())
-            files = contents.files
-            records = in_threads(
-                lambda name: write_pack(temporary / name, files[name]),
-                *(files, contents.writers),
-            )
-            return _Written(
-                iteration=self._iteration,
-                files=dict(zip(files, records, strict=True)),
-                parts={name: list(parts) for name, parts in files.items()},
-                reproducibility=list(self._facts.get("reproducibility", ())),
-                healthy=self._facts.get("healthy", True) and contents.healthy,
-                missing=dict(contents.missing),
-            )
-
-        self._written = agreement.agreed(write, **self._how)
-
-    def finish(self, epoch: int) -> tuple[Path, Manifest]:
-        """Write the manifest, rename; a collective.
-
-        Returns:
-            The committed directory and its manifest.
-        """
-
-        def commit() -> tuple[Path, Manifest]:
-            assert self._temporary is not None
-            manifest = self._manifest(epoch)
-            filesystem.synchronise_directory(self._temporary)
-            filesystem.write_file(self._temporary / MANIFEST_NAME, lambda file: file.write(manifest.to_json()))
-            filesystem.synchronise_directory(self._temporary)
-            committed = names.free_name(self._directory, self._iteration)
-            filesystem.rename(self._temporary, committed)
-            filesystem.synchronise_directory(self._directory)
-            return self._replace_older(committed), manifest
-
-        return agreement.on_rank_0(commit, **self._how)
-
-    def _replace_older(self, committed: Path) -> Path:
-        """Discard what this checkpoint supersedes and give it the plain name, if that is free then."""
-        plain = self._directory / names.checkpoint_name(self._iteration)
-        if committed == plain:
-            return plain
-        same = [checkpoint for checkpoint in names.scan(self._directory)[0] if checkpoint.iteration == self._iteration]
-        try:
-            with unused(checkpoint.path for checkpoint in superseded(same)) as free:
-                names.discard(sorted(free))
-        except OSError as error:  # the new one is committed
-            logger.warning("A checkpoint that %s replaces cannot be deleted: %s.", committed, one_line(error))
-        # a healthy one that a broken one does not replace, one that others read, or one that cannot be read
-        if os.path.lexists(plain):
-            return committed
-        filesystem.rename(committed, plain)
-        filesystem.synchronise_directory(self._directory)
+def replace_older(directory: Path, iteration: int, committed: Path) -> Path:
+    """Discard what this checkpoint supersedes and give it the plain name, if that is free then."""
+    plain = directory / names.checkpoint_name(iteration)
+    if committed == plain:
         return plain
-
-    def _manifest(self, epoch: int) -> Manifest:
-        iterations = sorted({written.iteration for written in self._written})
-        if len(iterations) > 1:
-            raise CheckpointError(f"the ranks are at different iterations: {iterations}")
-        if incomplete := _incomplete(self._written):
-            raise CheckpointError(f"the ranks do not hold the whole of {', '.join(incomplete)} together")
-        earlier, unreadable = names.scan(self._directory)
-        same = [checkpoint.manifest for checkpoint in earlier if checkpoint.iteration == self._iteration]
-        files = {name: record for written in self._written for name, record in written.files.items()}
-        known = {
-            "iteration": self._iteration,
-            "epoch": epoch,
-            # what cannot be read now may be read again
-            "sequence": 1 + len(unreadable) + max((each.manifest.sequence for each in earlier), default=0),
-            "world_size": agreement.world_size(),
-            "versions": current_versions(),
-            "files": files,
-            "parts": {name: parts for written in self._written for name, parts in written.parts.items()},
-            "created_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "reproducibility": _unique(reason for written in self._written for reason in written.reproducibility),
-            "healthy": all(written.healthy for written in self._written),
-            "labels": _unique(
-                [*(label for manifest in same for label in manifest.labels), *self._facts.get("labels", ())]
-            ),
-            "environment": {**environment_values(agreement.world_size()), **self._contents.environment},
-        }
-        return Manifest(**{**self._facts, **known})  # type: ignore[arg-type]  # keys and types are those of Facts
+    same = [checkpoint for checkpoint in names.scan(directory)[0] if checkpoint.iteration == iteration]
+    try:
+        with unused(checkpoint.path for checkpoint in superseded(same)) as free:
+            names.discard(sorted(free))
+    except OSError as error:  # the new one is committed
+        logger.warning("A checkpoint that %s replaces cannot be deleted: %s.", committed, one_line(error))
+    # a healthy one that a broken one does not replace, one that others read, or one that cannot be read
+    if os.path.lexists(plain):
+        return committed
+    filesystem.rename(committed, plain)
+    filesystem.synchronise_directory(directory)
+    return plain
 
 
-def _incomplete(written: list[_Written]) -> list[str]:
-    """Parts that were not written once and whole."""
+def manifest_of(directory: Path, iteration: int, epoch: int, written: Sequence[Written], facts: Facts) -> Manifest:
+    """What is known of a checkpoint whose files are written."""
+    iterations = sorted({rank.iteration for rank in written})
+    if len(iterations) > 1:
+        raise CheckpointError(f"the ranks are at different iterations: {iterations}")
     parts = _unique(part for rank in written for part in rank.missing)
-    return [part for part in parts if sum(rank.missing.get(part, 0) for rank in written)]
+    if incomplete := [part for part in parts if sum(rank.missing.get(part, 0) for rank in written)]:
+        raise CheckpointError(f"the ranks do not hold the whole of {', '.join(incomplete)} together")
+    earlier, unreadable = names.scan(directory)
+    same = [checkpoint.manifest for checkpoint in earlier if checkpoint.iteration == iteration]
+    known = {
+        "iteration": iteration,
+        "epoch": epoch,
+        # what cannot be read now may be read again
+        "sequence": 1 + len(unreadable) + max((checkpoint.manifest.sequence for checkpoint in earlier), default=0),
+        "world_size": agreement.world_size(),
+        "metrics": plain_metrics(facts.get("metrics")),
+        "config": plain_config(facts.get("config")),
+        "versions": current_versions(),
+        "files": {name: record for rank in written for name, record in rank.files.items()},
+        "parts": {name: held for rank in written for name, held in rank.parts.items()},
+        "created_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "reproducibility": _unique(reason for rank in written for reason in rank.reproducibility),
+        "healthy": all(rank.healthy for rank in written),
+        "labels": _unique([*(label for manifest in same for label in manifest.labels), *facts.get("labels", ())]),
+        "environment": {**environment_values(agreement.world_size()), "sharding": written[0].sharding},
+    }
+    return Manifest(**{**facts, **known})  # type: ignore[arg-type]  # keys and types are those of Facts
 
 
 def _unique(words: Any) -> list[str]:

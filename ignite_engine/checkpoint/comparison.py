@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,65 +13,36 @@ from ignite_engine.checkpoint.shards import whole
 from ignite_engine.errors import shortened
 
 
-@dataclass
-class PartDifference:
-    """One part in two checkpoints; names are paths of its leaves, such as ``state.head.weight.exp_avg``."""
+def compare(first: Any, second: Any) -> tuple[bool, str]:
+    """Whether a part is the same in two checkpoints, and in words what of it is; None: one of them does not have it.
 
-    part: str
-    equal: int = 0
-    """Leaves with the same bits."""
-    values: dict[str, float] = field(default_factory=dict)
-    """Tensors of one shape and type: the largest absolute difference, NaN where only one side has a NaN."""
-    kinds: dict[str, str] = field(default_factory=dict)
-    """Tensors of another shape or type, and leaves that are not tensors: ``before -> after``."""
-    only_first: list[str] = field(default_factory=list)
-    only_second: list[str] = field(default_factory=list)
-
-    @property
-    def same(self) -> bool:
-        """Nothing differs."""
-        return not (self.values or self.kinds or self.only_first or self.only_second)
-
-    def __str__(self) -> str:
-        words = [f"{self.equal} equal"]
-        if self.values:
-            worst = max(self.values, key=lambda name: (self.values[name] != self.values[name], self.values[name]))
-            others = shortened(name for name in self.values if name != worst)
-            also = f", also {others}" if others else ""
-            words.append(f"{len(self.values)} differ: {worst} by {self.values[worst]:.3g}{also}")
-        if self.kinds:
-            words.append(
-                f"{len(self.kinds)} changed: {shortened(f'{name} {kind}' for name, kind in self.kinds.items())}"
-            )
-        for names, which in ((self.only_first, "first"), (self.only_second, "second")):
-            words += [f"{len(names)} only in the {which}: {shortened(names)}"] if names else []
-        return "; ".join(words)
-
-
-def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[PartDifference]:
-    """Compare the parts of two checkpoints, in the order of their names; one on one side only has no ``equal``."""
-    return [_compare_part(part, first.get(part), second.get(part)) for part in sorted({*first, *second})]
-
-
-def _compare_part(part: str, first: Any, second: Any) -> PartDifference:
-    found = PartDifference(part)
+    Names are paths of its leaves, such as ``state.head.weight.exp_avg``. Of tensors of one shape and type the largest
+    absolute difference is told, NaN where only one side has a NaN.
+    """
     before, after = _leaves(first), _leaves(second)
-    found.only_first = [name for name in before if name not in after]
-    found.only_second = [name for name in after if name not in before]
-    for name in (name for name in before if name in after):
+    both = [name for name in before if name in after]
+    apart: dict[str, float] = {}
+    changed: list[str] = []
+    for name in both:
         one, other = whole(before[name]), whole(after[name])
-        if isinstance(one, Tensor) and isinstance(other, Tensor):
-            if (one.shape, one.dtype) != (other.shape, other.dtype):
-                found.kinds[name] = f"{_type_and_shape_text(one)} -> {_type_and_shape_text(other)}"
-            elif _same_bits(one, other):
-                found.equal += 1
-            else:
-                found.values[name] = _largest_difference(one, other)
-        elif type(one) is type(other) and (one == other or (one != one and other != other)):  # both are NaN
-            found.equal += 1
-        else:
-            found.kinds[name] = f"{_short_text(one)} -> {_short_text(other)}"
-    return found
+        are_tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
+        if are_tensors and (one.shape, one.dtype) == (other.shape, other.dtype):
+            if not _same_bits(one, other):
+                apart[name] = _largest_difference(one, other)
+        elif are_tensors or type(one) is not type(other) or not (one == other or (one != one and other != other)):
+            changed.append(f"{name} {_short_text(one)} -> {_short_text(other)}")
+    words = [f"{len(both) - len(apart) - len(changed)} equal"]
+    if apart:
+        worst = max(apart, key=lambda name: (apart[name] != apart[name], apart[name]))
+        others = shortened(name for name in apart if name != worst)
+        words.append(f"{len(apart)} differ: {worst} by {apart[worst]:.3g}{f', also {others}' if others else ''}")
+    lists = {
+        "changed": changed,
+        "only in the first": [name for name in before if name not in after],
+        "only in the second": [name for name in after if name not in before],
+    }
+    words += [f"{len(names)} {what}: {shortened(names)}" for what, names in lists.items() if names]
+    return len(words) == 1, "; ".join(words)
 
 
 def _leaves(state: Any) -> dict[str, Any]:
@@ -100,10 +69,8 @@ def _largest_difference(first: Tensor, second: Tensor) -> float:
     return float(apart.max())
 
 
-def _type_and_shape_text(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
 def _short_text(value: Any) -> str:
-    text = _type_and_shape_text(value) if isinstance(value, Tensor) else repr(value)
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."

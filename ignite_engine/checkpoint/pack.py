@@ -23,6 +23,7 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from ignite_engine.checkpoint.filesystem import (
     PIECE_BYTES,
@@ -31,9 +32,17 @@ from ignite_engine.checkpoint.filesystem import (
     new_hash,
     open_regular,
     read_into,
-    write_file,
 )
-from ignite_engine.checkpoint.nested import is_made_of_tensors, known_class, name_of_class, put_together, taken_apart
+from ignite_engine.checkpoint.nested import (
+    MAX_DEPTH,
+    dotted,
+    is_made_of_tensors,
+    known_class,
+    name_of_class,
+    put_together,
+    refused,
+    taken_apart,
+)
 from ignite_engine.errors import CheckpointError, one_line
 
 DTYPES = {
@@ -68,6 +77,7 @@ _COMPONENTS: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
+_AS_TEXT = frozenset((float, torch.dtype, torch.device))
 _AS_JSON = frozenset((type(None), bool, int, str))
 _MAPPINGS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "Size": torch.Size}
@@ -75,12 +85,15 @@ _BYTES: dict[str, Any] = {"bytes": bytes, "bytearray": bytearray}
 
 
 class Pack:
-    """A state that is about to be written: plain data, as ``nested.tensors_of`` has found it to be.
+    """A state that is about to be written.
 
     It holds the tensors, and copies none before it is written; one that is not contiguous then.
 
     Args:
         about: further words in the header.
+
+    Raises:
+        CheckpointError: names the first value that is not plain data, by its path in the state.
     """
 
     def __init__(self, state: Any, about: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -131,22 +144,37 @@ class Pack:
             return [self._encoded(child, (*path, index)) for index, child in enumerate(value)]
         if kind is dict and all(type(key) is str for key in value) and _KIND not in value:
             return {key: self._encoded(child, (*path, key)) for key, child in value.items()}
+        if len(path) > MAX_DEPTH:
+            raise refused(path[:3], f"nested more than {MAX_DEPTH} deep, or contains itself.")
         of: Any
-        if kind.__name__ in _MAPPINGS:
-            of = [[self._encoded(key, path), self._encoded(child, (*path, key))] for key, child in value.items()]
+        if kind is _MAPPINGS.get(kind.__name__):
+            of = [
+                [self._encoded(key, (*path, key)), self._encoded(child, (*path, key))] for key, child in value.items()
+            ]
             if versions := getattr(value, "_metadata", None):  # of a module's state_dict
                 return {_KIND: kind.__name__, "of": of, "metadata": self._encoded(versions, path)}
-        elif kind.__name__ in _SEQUENCES:
+        elif kind is _SEQUENCES.get(kind.__name__):
             of = [self._encoded(child, (*path, index)) for index, child in enumerate(value)]
         elif isinstance(value, Enum):
             return {_KIND: "enum", "of": [name_of_class(value), value.name]}
         elif kind is complex:
             of = [self._encoded(value.real, path), self._encoded(value.imag, path)]
+        elif kind is _BYTES.get(kind.__name__):
+            of = base64.b64encode(value).decode()
+        elif kind in _AS_TEXT:
+            of = str(value)
         else:
-            of = base64.b64encode(value).decode() if kind.__name__ in _BYTES else str(value)
+            raise refused(path, _not_held(kind))
         return {_KIND: kind.__name__, "of": of}
 
     def _encoded_tensor(self, value: Tensor, path: tuple[Any, ...]) -> dict[str, Any]:
+        if is_lazy(value):
+            raise refused(
+                path,
+                "a parameter of a lazy module, which has no values yet: call the model on a batch before training.",
+            )
+        if hasattr(value, "device_mesh"):  # of the parts of a run it is taken out before
+            raise refused(path, _not_held(type(value)))
         if is_made_of_tensors(value):
             tensors, context = taken_apart(value)
             of: dict[str, Any] = {_SUBCLASS: name_of_class(value), "tensors": tensors}
@@ -161,7 +189,7 @@ class Pack:
             about["requires_grad"], value = True, value.detach()
         if value.is_quantized or not (value.layout is torch.strided or value.layout in _COMPONENTS):
             what = "quantized" if value.is_quantized else str(value.layout)
-            raise CheckpointError(f"{'.'.join(map(str, path))} is a {what} tensor, which a checkpoint cannot hold.")
+            raise refused(path, f"a {what} tensor, which a checkpoint cannot hold.")
         if value.is_meta or value.layout is not torch.strided or value.dtype not in DTYPES:
             about |= {"dtype": str(value.dtype), "shape": [*value.shape]}
         if value.is_meta:
@@ -176,7 +204,7 @@ class Pack:
         if not value.is_contiguous():  # as clone() gives them: fused kernels give other bits for another memory layout
             about["stride"] = [*torch.empty_like(value, device="meta").stride()]
         key = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
-        base = ".".join(map(str, path))
+        base = dotted(path)
         name = self._known.get(key) if value.numel() else None
         if name is not None:
             self._tied[base] = name
@@ -188,6 +216,13 @@ class Pack:
                 name = f"{base}{_KIND}{number}"
             self._known[key], self._tensors[name] = name, value
         return about | {"at": name}
+
+
+def _not_held(kind: type) -> str:
+    return (
+        f"a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: return tensors, numbers, strings, "
+        "lists and dicts from state_dict() instead."
+    )
 
 
 def _bytes_of(value: Tensor) -> memoryview:
@@ -305,11 +340,6 @@ def _dtype(name: str) -> torch.dtype:
 
 
 # -- files ----------------------------------------------------------------------------------------------------------
-
-
-def write_pack(path: Path, state: Mapping[str, Any]) -> FileRecord:
-    """Write a state to a new file, fsynced; the hash is taken while writing."""
-    return write_file(path, lambda file: file.writelines(Pack(state).blocks()))
 
 
 def read_pack(path: Path, file: IO[bytes], record: FileRecord) -> str | dict[str, Any]:

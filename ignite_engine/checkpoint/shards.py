@@ -11,13 +11,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ignite_engine.checkpoint.nested import Path, dotted, rebuilt_with_paths, replaced, tensors_of, walk
+from ignite_engine.checkpoint.nested import Path, TooDeep, dotted, rebuilt_with_paths, refused, walk
 from ignite_engine.errors import CheckpointError
 
 Shape = tuple[int, ...]
@@ -167,20 +168,34 @@ def without_shards(
     Raises:
         CheckpointError: a value cannot be saved; names it and why.
     """
-    tensors = [*tensors_of(shared, is_sharded), *tensors_of(local, is_sharded)]
-    placeholders: dict[tuple[str, Path], Tensor] = {}
-    of_parts: _PiecesOfParts = {}
+    pieces: _PiecesOfParts = {}
+    sharded: list[Tensor] = []
     numbers: Counter[str] = Counter()
-    sharded = [leaf for leaf in tensors if type(leaf.value) is not Tensor and is_sharded(leaf.value)]
-    for part, path, value in sharded:
+
+    def leaf(part: str, path: Path, value: Any) -> Any:
+        if not is_sharded(value):
+            if is_placeholder(value):
+                what = "a tensor on the meta device, which has no values to save: give it some before training."
+                raise refused((part, *path), what)
+            return value
         if (piece := _piece_of(part, path, value)) is not None:
-            of_parts.setdefault(part, {})[path] = piece
+            pieces.setdefault(part, {})[path] = piece
         numbers[part] += value.numel()
-        placeholders[part, path] = torch.empty(value.shape, dtype=value.dtype, device="meta")
-    shared, local = replaced(shared, placeholders), replaced(local, placeholders)
+        sharded.append(value)
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+    def rebuilt(part: str, state: Any) -> Any:
+        if not isinstance(part, str) or not part or not part.isprintable():
+            raise CheckpointError(f"A part of a checkpoint is named by printable text, got {part!r}.")
+        try:
+            return rebuilt_with_paths(state, partial(leaf, part))
+        except TooDeep as error:
+            raise CheckpointError(f"The part {part!r} cannot be saved: {error}.") from None
+
+    shared, local = ({part: rebuilt(part, state) for part, state in parts.items()} for parts in (shared, local))
     if sharded:
-        local[PIECES] = of_parts
-    return shared, local, Shards(layout_of(leaf.value for leaf in sharded), numbers)
+        local[PIECES] = pieces
+    return shared, local, Shards(layout_of(sharded), numbers)
 
 
 def _piece_of(part: str, path: Path, value: Any) -> tuple[list[int], Tensor] | None:

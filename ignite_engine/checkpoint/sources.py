@@ -419,14 +419,9 @@ class LoadSource:
         place, which = self.named
         if not self.required and not is_there(place):
             return None
-        if which != "best":
-            return Found.of(find_source(place))
-        store = CheckpointStore(find_directory(place))
-        metric, mode = scored_by(store, self.metric, self.mode)
-        best = store.best(metric, mode)
-        if best is None and self.required:
-            raise CheckpointError(f"{place} holds no valid checkpoint with {metric}.")
-        return Found.of(best.path, metric) if best else None
+        path = find_source(place, which, metric=self.metric, mode=self.mode)
+        is_best = which == "best"
+        return Found.of(path, scored_by(CheckpointStore(path.parent), self.metric, self.mode)[0] if is_best else None)
 
 
 class SourceWatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +14,10 @@ import torch.distributed as dist
 
 from ignite_engine.checkpoint import filesystem
 from ignite_engine.checkpoint import layout as names
-from ignite_engine.checkpoint.commit import Commit
-from ignite_engine.checkpoint.contents import Contents, contents_of, joined
-from ignite_engine.checkpoint.lock import LOOKS, in_use, one_writer, unused
-from ignite_engine.checkpoint.manifest import MANIFEST_NAME, Facts, Manifest, plain_metrics, read_manifest
+from ignite_engine.checkpoint.commit import Written, manifest_of, remove_if_there, replace_older, write_files
+from ignite_engine.checkpoint.contents import joined
+from ignite_engine.checkpoint.lock import LOOKS, in_use, lock, one_writer, unused
+from ignite_engine.checkpoint.manifest import MANIFEST_NAME, Facts, Manifest, plain_config, plain_metrics, read_manifest
 from ignite_engine.checkpoint.pack import read_parts
 from ignite_engine.checkpoint.retention import CheckpointInfo, Retention, of_one_run, ranked
 from ignite_engine.checkpoint.shards import Shards
@@ -106,14 +107,39 @@ class CheckpointStore:
         if iteration < 0:
             raise ValueError(f"iteration must be at least 0, got {iteration}.")
 
-        def contents(rank: int) -> Contents:
-            wait()  # in the collective write: what fails on one rank fails the save of all
-            return contents_of(shared, local, rank, shards=shards, writers=writers, weights=weights)
+        directory, how = self.directory, self._failing_as(partial(self._not_saved, iteration))
+        with contextlib.ExitStack() as on_exit:
 
-        with Commit(self.directory, iteration, **self._failing_as(partial(self._not_saved, iteration))) as commit:
-            commit.begin(facts)
-            commit.write(contents)
-            path, manifest = commit.finish(epoch)
+            def begin() -> Path:
+                plain_metrics(facts.get("metrics"))  # refused before anything is written
+                plain_config(facts.get("config"))
+                filesystem.ensure_directory(directory)
+                path = names.temporary_path(directory, iteration)
+                # known before it is made: an interrupt in between must not leave it behind
+                on_exit.callback(remove_if_there, path)
+                filesystem.make_directory(path)
+                on_exit.enter_context(lock(path))
+                return path
+
+            temporary = agreement.on_rank_0(begin, **how)
+
+            def write() -> Written:
+                wait()  # in the collective: what fails on one rank fails the save of all
+                return write_files(temporary, iteration, shared, local, shards, writers, weights, facts)
+
+            written = agreement.agreed(write, **how)
+
+            def finish() -> tuple[Path, Manifest]:
+                manifest = manifest_of(directory, iteration, epoch, written, facts)
+                filesystem.synchronise_directory(temporary)
+                filesystem.write_file(temporary / MANIFEST_NAME, lambda file: file.write(manifest.to_json()))
+                filesystem.synchronise_directory(temporary)
+                committed = names.free_name(directory, iteration)
+                filesystem.rename(temporary, committed)
+                filesystem.synchronise_directory(directory)
+                return replace_older(directory, iteration, committed), manifest
+
+            path, manifest = agreement.on_rank_0(finish, **how)
         self.last_saved = manifest
         self._verification.forget(path)
         self._verification.remember_written(path, manifest)

@@ -133,14 +133,16 @@ def _verify(options: argparse.Namespace) -> int:
 def _diff(options: argparse.Namespace) -> int:
     first, second = (read_source(find_source(path), mmap=True, whole=False) for path in (options.first, options.second))
     print(_title("first ", first), _title("second", second), sep="\n")
-    parts = compare(first.parts, second.parts)
-    for line in in_columns(("", comparison.part, str(comparison)) for comparison in parts):
+    parts = {
+        part: compare(first.parts.get(part), second.parts.get(part)) for part in sorted({*first.parts, *second.parts})
+    }
+    for line in in_columns(("", part, what) for part, (_, what) in parts.items()):
         print(line)
     configs = [source.manifest.config or {} if source.manifest else {} for source in (first, second)]
     changes = config_differences(*configs)
     for line in changes:
         print(f"  config: {line}")
-    same = all(comparison.same for comparison in parts) and not changes
+    same = all(is_same for is_same, _ in parts.values()) and not changes
     print("They are the same." if same else "They differ.")
     return int(not same)
 

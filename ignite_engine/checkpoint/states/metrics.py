@@ -14,7 +14,8 @@ from ignite.engine import Engine
 from ignite.metrics import Frequency, Metric
 from torch import Tensor
 
-from ignite_engine.checkpoint.nested import TooDeep, rebuilt, refuse_what_cannot_be_loaded, walk
+from ignite_engine.checkpoint.nested import TooDeep, rebuilt, walk
+from ignite_engine.checkpoint.pack import Pack
 from ignite_engine.errors import CheckpointError
 
 _DEVICE, _TENSOR = "__device__", "__tensor__"
@@ -45,7 +46,7 @@ def unsupported_reason(metric: Metric) -> str | None:
             for inner in _metrics_in(value):
                 if (reason := unsupported_reason(inner)) is not None:
                     return reason
-            refuse_what_cannot_be_loaded({name: _packed(value)})
+            Pack({name: _packed(value)})  # refuses it
         except (CheckpointError, TooDeep):
             kind = type(value)
             return f"{type(metric).__name__} keeps a {kind.__module__}.{kind.__qualname__} in {name}"

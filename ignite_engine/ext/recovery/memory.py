@@ -18,10 +18,9 @@ from ignite_engine import devices
 from ignite_engine.checkpoint.environment import environment_values
 from ignite_engine.checkpoint.filesystem import FileRecord
 from ignite_engine.checkpoint.manifest import Manifest
-from ignite_engine.checkpoint.nested import tensors_of
 from ignite_engine.checkpoint.pack import Pack
 from ignite_engine.checkpoint.retention import CheckpointInfo
-from ignite_engine.checkpoint.shards import PIECES, add_pieces, is_placeholder, join, without_shards
+from ignite_engine.checkpoint.shards import PIECES, add_pieces, join, without_shards
 from ignite_engine.checkpoint.states.loading import layout_of_models
 from ignite_engine.checkpoint.states.tiers import Fetched, Folder, Offer, SavedRun, Tier, order
 from ignite_engine.checkpoint.store import Loaded
@@ -267,7 +266,6 @@ class MemoryTier(Tier):
             "shared": list(shared),
         }
         parts = {**shared, **local}
-        tensors_of(parts, is_placeholder)  # which refuses what cannot be held
         self._number += 1
         if self._number == self._began_with + 2:  # all ranks have made the first
             self._slots.drop(*self._absent())
