@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +30,10 @@ logger = logging.getLogger(__name__)
 _PARTS = ("optimizer", "step", "state_dict", "load_state_dict")
 # the history of a ReduceLROnPlateau; its settings are those given now
 _PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
+
+
+_OF_GROUPS = ("max_lr", "min_lr")  # where OneCycleLR keeps them
+_LITERALS = (bool, int, float, str, type(None))
 
 
 class LRSchedule:
@@ -57,8 +62,8 @@ class LRSchedule:
         TypeError: not a scheduler.
 
     A :class:`Schedule` without a ``total`` is one over the run: over its updates, or, attached per epoch, its epochs.
-    Where a resume changes the length of the run, a log message tells what becomes of the LR. A scheduler of torch has
-    the settings that it was saved with.
+    Where a resume changes the length of the run, a log message tells what becomes of the LR. A scheduler of torch or
+    Ignite has the settings that it was saved with; a warning names those that it was now made with otherwise.
     """
 
     def __init__(self, scheduler: Any, *, metric: str | None = None, name: str = "lr_schedule") -> None:
@@ -101,6 +106,9 @@ class LRSchedule:
         self._primed = not self._called
         self._per_update = True
         self._built_lrs = [float(group["lr"]) for group in self._optimizer.param_groups]
+        honours = is_plateau or isinstance(scheduler, Schedule)
+        self._made_with = {} if honours else _settings(scheduler.state_dict(), self._optimizer)
+        """Settings that a resume replaces by those saved."""
         self._used: list[Any] = []
         self._spans: list[Any] | None = None
         """What the length of the run was computed from, where the schedule spans it."""
@@ -153,6 +161,7 @@ class LRSchedule:
             "lrs": [float(group["lr"]) for group in self._optimizer.param_groups],
             "used": [float(lr) for lr in self._used],
             "kind": self._kind,
+            "made_with": self._made_with,
             "spans": self._spans,
         }
         if self._followed is not None:
@@ -177,12 +186,27 @@ class LRSchedule:
                 f"The saved state of LRSchedule {self.name!r} is that of {state['kind']}, and this is {self._kind}: "
                 f"build the same kind, or leave it out with {leave_out(self.name)}."
             )
+        self._warn_of_settings(state["made_with"])
         self.scheduler.load_state_dict(state["scheduler"])
         for group, lr in zip(groups, state["lrs"]):
             set_lr(group, lr)
         if self._followed is not None:
             self._followed.seen_at = state["seen_at"]
         self._primed, self._used, self._spans = True, list(state["used"]), state["spans"]
+
+    def _warn_of_settings(self, saved: dict[str, str]) -> None:
+        changed = [
+            f"{name} {saved.get(name)} to {self._made_with.get(name)}"
+            for name in dict.fromkeys([*saved, *self._made_with])
+            if saved.get(name) != self._made_with.get(name)
+        ]
+        if changed and agreement.rank() == 0:
+            logger.warning(
+                "The %s of %s was changed (%s): no effect on a resumed run, which restores the saved settings; to "
+                "begin anew with those given, leave it out with %s.",
+                *(type(self.scheduler).__name__, self.name, ", ".join(changed), leave_out(self.name)),
+            )
+        self._made_with = saved  # which are in force from here on
 
     @property
     def _kind(self) -> str:
@@ -285,6 +309,27 @@ class LRSchedule:
             )
 
     _publish.phase = Phase.MEASURE  # type: ignore[attr-defined]  # read by the Trainer
+
+
+def _settings(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, str]:
+    """The values of a scheduler that has just been made, as text, by the names of its arguments where it has those."""
+    groups = optimizer.param_groups
+    of_groups = {name: [group[name] for group in groups] for name in _OF_GROUPS if name in groups[0]}
+    return dict(_plain({**state, **of_groups}, ""))
+
+
+def _plain(value: Any, name: str) -> Iterable[tuple[str, str]]:
+    if isinstance(value, Counter):  # MultiStepLR's milestones
+        value = sorted(value.elements())
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if key != "_last_lr":
+                yield from _plain(inner, f"{name}.{key}".strip("._"))
+    elif isinstance(value, list | tuple) and not all(isinstance(each, _LITERALS) for each in value):
+        for index, inner in enumerate(value):
+            yield from _plain(inner, f"{name}[{index}]")
+    elif isinstance(value, (*_LITERALS, list, tuple)):
+        yield name, repr(value)
 
 
 def _length_follows_from(trainer: Engine) -> list[Any]:
