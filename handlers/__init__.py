@@ -25,35 +25,41 @@ if TYPE_CHECKING:
     from ignite_engine.schedules import warmup_cosine as warmup_cosine
     from ignite_engine.schedules import warmup_linear as warmup_linear
 
-_HOMES = {
-    "Checkpoint": "checkpoint",
-    "DigestTrail": "digest_trail",
-    "EarlyStopping": "early_stopping",
+MODULES = {
+    "LRSchedule": "lr_schedule",
     "EMA": "ema",
     "Evaluation": "evaluation",
-    "Export": "export",
-    "GracefulStop": "graceful_stop",
-    "WallClockLimit": "limits",
-    "LRSchedule": "lr_schedule",
     "MemoryLogger": "memory",
-    "MetricLogger": "metric_logger",
-    "Progress": "progress",
-    "StepTimes": "step_times",
     "Throughput": "throughput",
+    "StepTimes": "step_times",
+    "MetricLogger": "metric_logger",
     "ClearML": "trackers.clearml",
-    "MLflow": "trackers.mlflow",
     "TensorBoard": "trackers.tensorboard",
     "WandB": "trackers.wandb",
+    "MLflow": "trackers.mlflow",
+    "DigestTrail": "digest_trail",
+    "Profiler": "profiler",
+    "Progress": "progress",
+    "EarlyStopping": "early_stopping",
+    "Checkpoint": "checkpoint",
+    "Export": "export",
+    "ModelBank": "model_bank",
+    "GracefulStop": "graceful_stop",
+    "WallClockLimit": "limits",
+    "StopFile": "limits",
 }
-_MODULES = {name: f"ignite_engine.handlers.{home}" for name, home in _HOMES.items()}
-_MODULES |= dict.fromkeys(("warmup_cosine", "warmup_linear"), "ignite_engine.schedules")
-__all__ = sorted(_MODULES)  # each is imported when it is asked for: a run uses some of them
+"""Each handler's module, in the order in which ``fit`` and a config attach them."""
+_RARE = {"ModelBank", "Profiler", "StopFile"}
+"""Imported from their modules."""
+_HOMES = {name: f"ignite_engine.handlers.{module}" for name, module in MODULES.items() if name not in _RARE}
+_HOMES |= dict.fromkeys(("warmup_cosine", "warmup_linear"), "ignite_engine.schedules")
+__all__ = sorted(_HOMES)  # each is imported when it is asked for: a run uses some of them
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
     return globals()[name]
 
 

@@ -13,6 +13,7 @@ from ignite.engine import Events
 from ignite_engine.checkpoint.sources import LoadSource
 from ignite_engine.errors import did_you_mean, is_number, is_there
 from ignite_engine.events import TrainingEvents
+from ignite_engine.handlers import MODULES
 from ignite_engine.loop.intervals import Count, every
 from ignite_engine.runs.config.named import (
     Fault,
@@ -29,26 +30,8 @@ from ignite_engine.runs.config.named import (
 from ignite_engine.runs.config.yaml_file import display
 
 HANDLERS: Table = {
-    "EMA": "ignite_engine.handlers:EMA",
+    **{name: f"ignite_engine.handlers.{module}:{name}" for name, module in MODULES.items() if name != "LRSchedule"},
     "Evaluation": "ignite_engine.runs.evaluations:Evaluations",
-    "MemoryLogger": "ignite_engine.handlers:MemoryLogger",
-    "Throughput": "ignite_engine.handlers:Throughput",
-    "StepTimes": "ignite_engine.handlers:StepTimes",
-    "MetricLogger": "ignite_engine.handlers:MetricLogger",
-    "ClearML": "ignite_engine.handlers:ClearML",
-    "TensorBoard": "ignite_engine.handlers:TensorBoard",
-    "WandB": "ignite_engine.handlers:WandB",
-    "MLflow": "ignite_engine.handlers:MLflow",
-    "DigestTrail": "ignite_engine.handlers:DigestTrail",
-    "Profiler": "ignite_engine.handlers.profiler:Profiler",
-    "Progress": "ignite_engine.handlers:Progress",
-    "EarlyStopping": "ignite_engine.handlers:EarlyStopping",
-    "Checkpoint": "ignite_engine.handlers:Checkpoint",
-    "Export": "ignite_engine.handlers:Export",
-    "ModelBank": "ignite_engine.handlers.model_bank:ModelBank",
-    "GracefulStop": "ignite_engine.handlers:GracefulStop",
-    "WallClockLimit": "ignite_engine.handlers:WallClockLimit",
-    "StopFile": "ignite_engine.handlers.limits:StopFile",
     "Report": "ignite_engine.ext.report.handler:Report",
 }
 """The handlers that a run may have by name, in the order in which they are attached; then come those of the user."""
