@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from ignite.engine import CallableEventWithFilter, Events
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from ignite_engine.checkpoint.sources import LoadSource
 from ignite_engine.data.source import OwnSource
 from ignite_engine.errors import CheckpointError
 from ignite_engine.handlers import LRSchedule
 from ignite_engine.handlers.model_bank import ModelBank
+from ignite_engine.ranks import agreement
 from ignite_engine.runs.config.named import Fault, lookup, named, parameters_of, refusal_of
 from ignite_engine.runs.config.tables import HANDLERS, arguments_of, event_of, load_source, when_of
 from ignite_engine.runs.evaluations import Evaluations
 from ignite_engine.runs.loaders import data_loader
 from ignite_engine.runs.run import Run
+from ignite_engine.runs.task import Task
 from ignite_engine.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 _AT_LOG_POINTS = ("MemoryLogger", "Throughput", "StepTimes", "MetricLogger")
 """Handlers that write values; their event is the logger's where none is given."""
@@ -178,18 +183,27 @@ def _attach_schedules(run: Run) -> None:
     for name, schedule in run.schedules.items():
         _, entry = config.schedule_of(name)
         is_plateau = task.schedule is None and isinstance(schedule, ReduceLROnPlateau)
-        if task.schedule is not None and isinstance(schedule, LRScheduler) and task.schedule_per is None:
-            kind = type(schedule).__name__
-            raise config.error(
-                "schedule_per",
-                f"got nothing with a {kind}: say 'epoch', or 'step' for each update.",
-            )
+        per_epoch = task.schedule is not None and _steps_per_epoch(task, schedule)
         handler = LRSchedule(
             schedule,
             metric=entry["metric"] if is_plateau else None,
             name="lr_schedule" if [*run.schedules] == ["optimizer"] else f"lr_schedule/{name}",
         )
-        handler.attach(run.trainer, *([Events.EPOCH_COMPLETED] if task.schedule_per == "epoch" else []))
+        handler.attach(run.trainer, *([Events.EPOCH_COMPLETED] if per_epoch else []))
+
+
+def _steps_per_epoch(task: Task, scheduler: Any) -> bool:
+    """Whether a scheduler of the task's own steps once per epoch, and not with the optimizer."""
+    if task.schedule_per is not None or not isinstance(scheduler, LRScheduler):
+        return task.schedule_per == "epoch"
+    # transformers has LambdaLR schedules with functions of its own, which count updates
+    functions = [getattr(rate, "func", rate) for rate in getattr(scheduler, "lr_lambdas", ())]
+    of_updates = any(getattr(function, "__module__", "").startswith("transformers.") for function in functions)
+    per_epoch = not (of_updates or isinstance(scheduler, OneCycleLR | CyclicLR))
+    if agreement.rank() == 0:
+        when, other = ("once per epoch", "step") if per_epoch else ("with the optimizer", "epoch")
+        logger.info("%s steps %s; schedule_per=%r changes that.", type(scheduler).__name__, when, other)
+    return per_epoch
 
 
 def _load(run: Run, sources: Sequence[LoadSource], bank: ModelBank | None) -> object:

@@ -172,8 +172,8 @@ def fit(
         schedule: by name (``constant``, ``linear``, ``cosine``, ``wsd``, ...); its options with their names,
             ``{"name": "cosine", "warmup": 0.1}``; or a function of the optimizer that makes any scheduler that
             ``LRSchedule`` takes. Default: constant; ``none`` leaves the rate to the optimizer and your handlers.
-        schedule_per: whether a torch scheduler that a function has made steps with the optimizer (``step``) or once per
-            ``epoch``; any other steps with the optimizer by default.
+        schedule_per: whether a scheduler that a function has made steps with the optimizer (``step``) or once per
+            ``epoch``. Default: those of torch once per epoch, but for OneCycleLR and CyclicLR; others by step.
         metrics: Ignite's, by name; without them the loss is evaluated.
         predict: ``predict(model, batch)``, what the metrics take. Default, for batches ``(inputs, targets)``:
             ``(model(inputs), targets)``.

@@ -57,8 +57,8 @@ class Task:
         optimizer: ``optimizer(model)`` makes the optimizer, or several by name, of the model as it is trained, instead
             of the config's sections.
         schedule: ``schedule(optimizer)`` makes a scheduler for each optimizer, instead of the config's sections.
-        schedule_per: whether it steps with the optimizer (``step``), as it does by default, or once per ``epoch``; a
-            scheduler of torch needs one of them.
+        schedule_per: whether it steps with the optimizer (``step``) or once per ``epoch``. Default: those of torch
+            once per epoch, but for OneCycleLR and CyclicLR; others by step.
         sampler: the order of a map-style ``train_set``, instead of ``data.shuffle``; see
             :func:`~ignite_engine.loader`.
         parallelize: ``parallelize(model, mesh)`` splits the model over the ranks of a one-dimensional mesh, in place,

@@ -157,13 +157,13 @@ STEP, CYCLE = torch.optim.lr_scheduler.StepLR, torch.optim.lr_scheduler.CyclicLR
 @pytest.mark.parametrize(
     ("schedule", "per", "rates"),
     [
-        (lambda optimizer: STEP(optimizer, 1, 0.5), "epoch", [1e-3, 5e-4, 2.5e-4]),
+        (lambda optimizer: STEP(optimizer, 1, 0.5), None, [1e-3, 5e-4, 2.5e-4]),
         (lambda optimizer: STEP(optimizer, 1, 0.5), "step", [1e-3 / 2**5, 1e-3 / 2**11, 1e-3 / 2**17]),
-        (lambda optimizer: CYCLE(optimizer, 1e-3, 5e-3, 3), "step", [1e-3 + 4e-3 / 3] * 3),
+        (lambda optimizer: CYCLE(optimizer, 1e-3, 5e-3, 3), None, [1e-3 + 4e-3 / 3] * 3),
         ("none", None, [1e-3] * 3),
     ],
 )
-def test_a_torch_scheduler_steps_as_it_is_said(schedule, per, rates, tmp_path):
+def test_a_torch_scheduler_steps_once_per_epoch_unless_it_is_meant_for_updates(schedule, per, rates, tmp_path):
     used = []
 
     def note(trainer):

@@ -115,10 +115,6 @@ def plateau(optimizer):
     return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
 
 
-def step_lr(optimizer):
-    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
-
-
 ACCURACY = {"accuracy": Accuracy()}
 test_loss_functions = refusals(
     [
@@ -180,7 +176,6 @@ test_arguments = refusals(
         ("optimizer's class", given(optimizer=torch.optim.SGD), ConfigError, "class SGD 'SGD' lambda"),
         ("optimizer's typo", given(optimizer="Adma"), ConfigError, "optimizer.name 'Adma' did you mean 'Adamax'?"),
         ("optimizer of another model", given(optimizer=sgd(net())), ValueError, "SGD no parameter parameters()"),
-        ("how often a scheduler steps", given(schedule=step_lr), ConfigError, "schedule_per StepLR 'epoch' 'step'"),
         ("schedule's typo", given(schedule="cosin"), ConfigError, "schedule.name 'cosin' did you mean 'cosine'?"),
         ("torch's plateau", given(schedule=plateau), ConfigError, "ReduceLROnPlateau metric 'plateau'"),
         ("precision's typo", given(precision="bf61"), ConfigError, "precision 'bf61' 'bf16'"),
