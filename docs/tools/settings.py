@@ -38,7 +38,9 @@ def table(section: str) -> str:
     rows = ["| key | meaning | default |", "|---|---|---|"]
     for field in fields(kind):
         meaning = meanings[field.name] + _choices(hints[field.name])
-        default = yaml.safe_dump(defaults.get(field.name), default_flow_style=True).removesuffix("...\n").strip()
+        default = (
+            yaml.safe_dump(defaults.get(field.name), default_flow_style=True, width=1000).removesuffix("...\n").strip()
+        )
         rows.append(f"| `{section}.{field.name}` | {meaning} | `{default}` |")
     return "\n".join(rows) + "\n"
 
