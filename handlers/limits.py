@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,40 @@ _CHECK_EVERY_S = 1.0
 _MARGIN_SHARE, _LARGEST_MARGIN_S = 0.05, 30.0
 
 
-class WallClockLimit:
+class _StopCheck:
+    """Checked after iterations and batches of evaluations, and in waits for windows, whether to ask for a stop."""
+
+    def attach(self, engine: Engine, event: Any = Events.ITERATION_COMPLETED) -> None:
+        """Check at ``event``, during evaluations, and while the run waits for a window."""
+        trainer = Trainer.of(engine)
+        trainer.add_event_handler(Events.STARTED, self._start)
+        trainer.add_event_handler(event, self)
+        trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, self._start_evaluation)
+        trainer.check_while_waiting(lambda: self._check(trainer))
+
+    def __call__(self, trainer: Trainer) -> None:
+        self._check(trainer)
+
+    def _begin(self) -> None:
+        """A run starts."""
+        raise NotImplementedError
+
+    def _check(self, trainer: Trainer) -> None:
+        raise NotImplementedError
+
+    def _start(self) -> None:
+        self._begin()
+
+    _start.phase = Phase.PREPARE  # type: ignore[attr-defined]  # an evaluation at STARTED can be stopped too
+
+    def _start_evaluation(self, trainer: Trainer) -> None:
+        ongoing = trainer.state.evaluating
+        assert ongoing is not None
+        after_each = ongoing.evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: self._check(trainer))
+        ongoing.undo.callback(after_each.remove)
+
+
+class WallClockLimit(_StopCheck):
     """Stop early enough that the last checkpoint is on disk before the limit; the run returns as ``interrupted``.
 
     Args:
@@ -60,14 +92,6 @@ class WallClockLimit:
         self._deadline = math.inf
         self._checked_at = self._gap = 0.0
 
-    def attach(self, engine: Engine, event: Any = Events.ITERATION_COMPLETED) -> None:
-        """Read the clock at ``event``, during evaluations, and while the run waits for a window."""
-        trainer = Trainer.of(engine)
-        trainer.add_event_handler(Events.STARTED, self._start)
-        trainer.add_event_handler(event, self)
-        trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, self._start_evaluation)
-        trainer.check_while_waiting(lambda: self._check(trainer))
-
     def __call__(self, trainer: Trainer) -> None:
         now = time.monotonic()
         gap, before = now - self._checked_at, self._gap
@@ -80,22 +104,17 @@ class WallClockLimit:
     def reason(self) -> str:
         return f"time limit of {round(self.limit_s, 3):.16g} s"
 
-    def _start(self) -> None:
+    def _begin(self) -> None:
         self._checked_at, self._gap = time.monotonic(), 0.0
         began = self._checked_at if self.since is None else self.since
         self._deadline = began + self.limit_s - self.margin_s
-
-    _start.phase = Phase.PREPARE  # type: ignore[attr-defined]  # an evaluation at STARTED is limited too
-
-    def _start_evaluation(self, trainer: Trainer) -> None:
-        _while_evaluating(trainer, lambda: self._check(trainer))
 
     def _check(self, trainer: Trainer) -> None:
         if time.monotonic() + _saving_s(trainer) >= self._deadline:
             trainer.request_stop(self.reason)
 
 
-class StopFile:
+class StopFile(_StopCheck):
     """Stop when a file appears: ``touch PATH`` saves and ends the run as ``interrupted``, by ``stop file PATH``.
 
     Args:
@@ -111,33 +130,20 @@ class StopFile:
         self._next_check = 0.0
         self._old: tuple[int, int] | None = None
 
-    def attach(self, engine: Engine, event: Any = Events.ITERATION_COMPLETED) -> None:
-        """Check at ``event``, during evaluations, and while the run waits for a window."""
-        trainer = Trainer.of(engine)
-        trainer.add_event_handler(Events.STARTED, self._start)
-        trainer.add_event_handler(event, self)
-        trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, self._start_evaluation)
-        trainer.check_while_waiting(lambda: self(trainer))
-
-    def __call__(self, trainer: Trainer) -> None:
+    def _check(self, trainer: Trainer) -> None:
         now = time.monotonic()
         if now >= self._next_check:
             self._next_check = now + _CHECK_EVERY_S
             if (found := _identity(self.path)) is not None and found != self._old:
                 trainer.request_stop(f"stop file {self.path}")
 
-    def _start(self) -> None:
+    def _begin(self) -> None:
         self._next_check, self._old = 0.0, _identity(self.path)
         if self._old is not None and agreement.rank() == 0:
             logger.warning(
                 "The stop file %s existed before this run and does not stop it: touch it again to stop, or remove it.",
                 self.path,
             )
-
-    _start.phase = Phase.PREPARE  # type: ignore[attr-defined]  # an evaluation at STARTED can be stopped too
-
-    def _start_evaluation(self, trainer: Trainer) -> None:
-        _while_evaluating(trainer, lambda: self(trainer))
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -152,10 +158,3 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def _saving_s(trainer: Trainer) -> float:
     """Time for two saves: one may be due or in flight in the background when the last one follows."""
     return 2 * trainer.state.save_seconds
-
-
-def _while_evaluating(trainer: Trainer, check: Callable[[], None]) -> None:
-    """Call ``check`` after each batch of the evaluation that is starting."""
-    ongoing = trainer.state.evaluating
-    assert ongoing is not None
-    ongoing.undo.callback(ongoing.evaluator.add_event_handler(Events.ITERATION_COMPLETED, check).remove)
