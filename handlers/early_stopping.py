@@ -117,8 +117,8 @@ class EarlyStopping:
                 self.mode,
             )
             return
-        self.best, self.bad, self._followed.seen_at = state["best"], state["bad"], state["seen_at"]
-        self.last = state.get("last")  # it was not always saved
+        self.best, self.bad, self.last = state["best"], state["bad"], state["last"]
+        self._followed.seen_at = state["seen_at"]
 
     def begin_anew(self) -> None:
         """A run starts over: nothing was measured."""

@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ignite_engine.ranks import agreement
 from ignite_engine.state import TrainingState
@@ -18,38 +19,24 @@ MOST = 1000
 
 
 def publish(state: TrainingState, values: Mapping[str, Any]) -> None:
-    """Write what metrics gave, by whole names: a number, or for a log the lists of several; other objects are not."""
+    """Write what metrics gave, by whole names: a number, or for a log the lists of several; other objects are not.
+
+    Raises:
+        ValueError: a number that no float can hold.
+    """
     parts = [value for value in values.values() if isinstance(value, Mapping)]
     for name, value in values.items():
-        number = number_of(value, name)
-        if number is not None:
-            state.metrics[name] = number
+        if isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+            state.metrics[name] = as_float(f"The metric {name!r}", value)
         # Ignite writes a mapping and each of its parts
         elif not any(value is part for whole in parts for part in whole.values()):
             try:
                 plain = plain_metric(name, value)
             except ValueError:
                 continue
-            if (count := _count(plain)) <= MOST:
+            if (count := len(tree_leaves(plain))) <= MOST:
                 state.metrics[name] = plain
             elif agreement.rank() == 0:
                 warnings.warn(
                     f"The metric {name!r} is {count} numbers, and a log takes {MOST:,}: it is not logged.", stacklevel=2
                 )
-
-
-def number_of(value: Any, name: str) -> float | None:
-    """A metric's value as a number; None: it is several, or none.
-
-    Raises:
-        ValueError: no float can hold it.
-    """
-    if isinstance(value, torch.Tensor):
-        return float(value) if value.numel() == 1 else None
-    return as_float(f"The metric {name!r}", value) if isinstance(value, Real) else None
-
-
-def _count(value: Any) -> int:
-    if isinstance(value, Mapping):
-        return sum(map(_count, value.values()))
-    return sum(map(_count, value)) if isinstance(value, list) else 1
