@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +57,14 @@ OFF: dict[str, dict[str, Any]] = {
 """Settings that decide nothing of what is trained, and would speak, end the run early or write elsewhere."""
 
 
-def settings_in(folder: Path) -> dict[str, dict[str, Any]]:
-    """What a run has instead of its own settings, nested as in a config, to be the same run in another folder."""
-    return {**OFF, "run": {**OFF["run"], "directory": str(folder)}}
+def moved_to(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested settings of a run for the same run in another folder.
 
-
-def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested values with others in their place; a handler that is turned off stays so, and others of a kind change."""
-    merged = _merged(values, changes)
-    kinds = changes.get("handlers", {})
-    entries = merged.get("handlers", {})
+    A handler that is turned off stays so, and one under a label of its own changes as its kind does.
+    """
+    kinds = OFF["handlers"]
+    merged = _merged(values, {**OFF, "run": {**OFF["run"], "directory": str(folder)}})
+    entries = merged["handlers"]
     for label, entry in entries.items():
         if entry and (kind := entry.get("use")) in kinds:
             entries[label] = _merged({label: entry}, {label: kinds[kind]})[label]
@@ -264,7 +263,7 @@ def built(recipe_or_build: Config | Build, folder: Path) -> tuple[Trainer, Calla
     if isinstance(recipe_or_build, Config):
         made = recipe.build_run(recipe_or_build)
     else:
-        with built_with(lambda values: with_changes(values, settings_in(folder))):
+        with built_with(partial(moved_to, folder)):
             made = recipe_or_build(folder)
     if isinstance(made, Run):
         return made.trainer, made.train
@@ -307,7 +306,7 @@ def _config_of(directory: Path, folder: Path, start: Start) -> Config:
 
 def moved(values: Mapping[str, Any], path: Path | None, folder: Path) -> Config:
     """The config of nested values, which are those of a file, for the same run in another folder."""
-    return validated(ConfigSource(with_changes(values, settings_in(folder)), path))
+    return validated(ConfigSource(moved_to(folder, values), path))
 
 
 def _follow_clocks(trainer: Trainer, directory: Path) -> None:
