@@ -16,7 +16,6 @@ from tests.checkpoint.made_states import (
     newest,
     save,
 )
-from tests.kit.processes import child
 from tests.kit.refusals import refusals
 from tests.kit.tiny import numbers_loader, trainer_of
 
@@ -128,18 +127,6 @@ def test_saved_again_at_the_same_iteration_labels_stay(tmp_path):
     assert manifest_of(tmp_path / "iteration_00000100")["labels"] == ["first", "second"]
 
 
-def test_one_is_kept_across_processes(tmp_path):
-    def one_run(iteration):
-        store = CheckpointStore(tmp_path)
-        before = newest(tmp_path)
-        save(store, iteration)
-        store.prune(Retention(keep_last=1))
-        return before
-
-    assert [child(one_run, iteration) for iteration in (1, 2, 3)] == [None, 1, 2]
-    assert iterations(tmp_path) == [3] and holds(CheckpointStore(tmp_path), tmp_path / "iteration_00000003", 3)
-
-
 def read_bytes():
     """How much this process has read until now."""
     return int(Path("/proc/self/io").read_text().split()[1])
@@ -174,13 +161,3 @@ test_refusals = refusals(
         ("no option", handler(keep_lats=3), TypeError, "keep_lats"),
     ]
 )
-
-
-@pytest.mark.parametrize(("name", "mode"), [("val/accuracy", "max"), ("val/loss", "min"), ("val/f1", "max")])
-def test_the_name_of_the_metric_says_what_is_better(tmp_path, name, mode):
-    checkpoint = Checkpoint(tmp_path, best=name)
-    trainer = trainer_of()
-    checkpoint.attach(trainer, Events.ITERATION_COMPLETED)
-    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: trainer.state.metrics.update({name: 1.0}))
-    trainer.run(numbers_loader(), max_iters=1)
-    assert manifest_of(tmp_path / "iteration_00000001")["best"] == {"metric": name, "mode": mode}

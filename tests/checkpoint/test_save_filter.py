@@ -8,7 +8,6 @@ from ignite.engine import Events
 from torch import nn
 
 from ignite_engine import Trainer, Update
-from ignite_engine.checkpoint.part_names import SaveFilter
 from ignite_engine.checkpoint.store import CheckpointStore
 from ignite_engine.errors import StateMismatch
 from ignite_engine.handlers import EMA, Checkpoint
@@ -152,25 +151,3 @@ def test_of_two_checkpoint_handlers_each_reports_its_own(tmp_path):
     assert trainer.reproducibility() == ["optimizer is not saved"] and "optimizer is not saved" in trainer.describe()
     assert light.store.checkpoints()[-1].manifest.reproducibility == ["optimizer is not saved"]
     assert whole.store.checkpoints()[-1].manifest.exact
-
-
-def test_without_a_filter_everything_is_handed_on_as_it_is():
-    state = {"model": {"weight": torch.ones(2)}, "own": {"value": 1}}
-    assert SaveFilter()(state) == (state, {}) and SaveFilter().reasons(lambda: [state]) == []
-
-
-@pytest.mark.row("D7", "D14")
-def test_labels_are_on_every_checkpoint_and_change_without_touching_the_data(tmp_path):
-    trainer, checkpoint, _ = run_of(tmp_path, labels=["sweep 3"])
-    trainer.run(numbers_loader(16), max_iters=8)
-    first, second = checkpoint.store.checkpoints()
-    assert first.manifest.labels == second.manifest.labels == ["sweep 3"]
-    files = {name: (first.path / name).stat() for name in first.manifest.files}
-    checkpoint.store.annotate(first.path, labels=["sweep 3", "for the paper"], metrics={"test/loss": 0.5})
-    again = CheckpointStore(tmp_path).checkpoints()[0].manifest
-
-    assert again.labels == ["sweep 3", "for the paper"] and again.metrics == {"test/loss": 0.5}
-    assert again.sequence == first.manifest.sequence and again.files == first.manifest.files
-    after = {name: (first.path / name).stat() for name in files}
-    assert [(a.st_ino, a.st_mtime_ns) for a in after.values()] == [(b.st_ino, b.st_mtime_ns) for b in files.values()]
-    assert checkpoint.store.verify(first.path) == []

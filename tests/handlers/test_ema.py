@@ -146,19 +146,6 @@ def test_an_average_of_epochs_is_evaluated_with_its_epoch_whatever_was_attached_
     assert len(evaluated) == 3 and all(map(torch.equal, evaluated, averages[5::6]))
 
 
-def test_training_does_not_notice_it():
-    def train(*handlers):
-        trainer = trainer_of(linear(dropout=True))
-        for handler in handlers:
-            handler.attach(trainer)
-        evaluation_of(trainer, []).attach(trainer, Events.ITERATION_COMPLETED(every=2))
-        torch.manual_seed(8)
-        trainer.run(numbers_loader(shuffle=True), max_epochs=2)
-        return weights(trainer)
-
-    assert torch.equal(train(EMA(0.9)), train())
-
-
 def test_buffers_are_the_models_own():
     model, means = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), []
     trainer, ema = trainer_of(model), EMA(0.9)
@@ -205,27 +192,6 @@ def test_evaluation_interrupted_by_a_stop_saves_the_weights(tmp_path):
 
     assert trainer.state.status == "interrupted" and not torch.equal(seen[0], live[-1])
     assert torch.equal(vector(parts["model"]), live[-1]) and torch.equal(vector(parts["ema"]["weights"]), seen[0])
-
-
-class Unsized:
-    """Three batches without a length: the last iteration has its own step boundary before its epoch is evaluated."""
-
-    def __iter__(self):
-        return iter([batch_of(number) for number in range(3)])
-
-
-def test_save_in_the_background_is_of_the_weights_where_the_average_comes_before_the_next_step(tmp_path):
-    trainer, failed = trainer_of(), []
-    EMA(0.9).attach(trainer)
-    live = noted(trainer)
-    evaluation_of(trainer, []).attach(trainer)
-    Checkpoint(tmp_path, background=True, keep_last=9).attach(trainer, Events.ITERATION_COMPLETED)
-    trainer.add_event_handler(TrainingEvents.CHECKPOINT_FAILED, lambda: failed.append(True))
-    trainer.run(Unsized(), max_epochs=2)
-
-    assert failed == [] and saved.iterations(tmp_path) == [1, 2, 3, 4, 5, 6]
-    for iteration, expected in enumerate(live, 1):
-        assert torch.equal(vector(saved.parts(tmp_path, iteration)["model"]), expected)
 
 
 # --- starts -----------------------------------------------------------------------------------------------------------

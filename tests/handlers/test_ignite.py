@@ -1,7 +1,5 @@
 """Ignite's own handlers, metrics and loggers on our bus, attached as its documentation says."""
 
-import io
-import re
 from collections import deque
 from pathlib import Path
 
@@ -11,10 +9,7 @@ from ignite.engine import Events
 from ignite.handlers import (
     Checkpoint,
     DiskSaver,
-    EarlyStopping,
     FastaiLRFinder,
-    ProgressBar,
-    TerminateOnNan,
     global_step_from_engine,
 )
 from ignite.metrics import Average, Frequency, MeanSquaredError, MetricsLambda, RunningAverage
@@ -38,35 +33,6 @@ def losses_of(trainer):
 def predict(model, batch):
     inputs, targets = batch
     return model(inputs), targets
-
-
-# -- stopping ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("by", ["a handler", "Evaluation"])
-def test_early_stopping_on_an_evaluator_stops_the_trainer(by):
-    trainer, scores = trainer_of(), iter([1, 2, 3, 3, 2, 9])
-    stopping = EarlyStopping(patience=2, score_function=lambda engine: next(scores), trainer=trainer)
-    evaluator = create_evaluator(trainer.update.model, predict)
-    evaluator.add_event_handler(Events.COMPLETED, stopping)
-    if by == "Evaluation":
-        Evaluation(evaluator, numbers_loader(4)).attach(trainer)
-    else:
-        trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(numbers_loader(4)))
-    state = trainer.run(numbers_loader(4), max_epochs=10)
-
-    assert (state.epoch, state.status, state.reason) == (5, "completed", "terminate")
-
-
-def test_terminate_on_nan_looks_into_the_updates_output():
-    trainer = trainer_of()
-    trainer.update.loss_fn = lambda model, batch: (
-        model(batch[0]).mean() * 0 + (float("inf") if trainer.state.iteration == 3 else 1.0)
-    )
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
-    state = trainer.run(numbers_loader(12, 2))
-
-    assert (state.iteration, state.reason) == (3, "terminate")
 
 
 # -- files, averages and rates -----------------------------------------------------------------------------------------
@@ -151,20 +117,3 @@ def test_metric_that_cannot_be_saved_is_in_the_exactness_report():
 
     (line,) = trainer.reproducibility()
     assert "Recent" in line and "deque" in line
-
-
-# -- loggers -----------------------------------------------------------------------------------------------------------
-
-
-def test_progress_bar_draws_each_epoch_with_output_and_metrics():
-    screen, trainer = io.StringIO(), trainer_of()
-    losses = losses_of(trainer)
-    RunningAverage(output_transform=loss_of).attach(trainer, "average")
-    bar = ProgressBar(persist=True, file=screen, mininterval=0, ncols=200)
-    bar.attach(trainer, ["average"], output_transform=lambda output: {"loss": loss_of(output)})
-    trainer.run(numbers_loader(6, 2), max_epochs=2)
-    lines = [line for line in re.split(r"[\r\n]+", screen.getvalue()) if line.strip()]
-
-    for epoch, last in ((1, losses[2]), (2, losses[5])):
-        ended = [line for line in lines if line.startswith(f"Epoch [{epoch}/2]") and "3/3" in line]
-        assert "100%" in ended[-1] and f"loss={last:.3g}" in ended[-1] and "average=" in ended[-1]

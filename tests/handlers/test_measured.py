@@ -13,7 +13,6 @@ from ignite_engine import Trainer, TrainingEvents, Update, Updates
 from ignite_engine.handlers import Checkpoint, MemoryLogger, Throughput
 from tests.kit import saved
 from tests.kit.processes import ranks, start_ranks
-from tests.kit.refusals import refusals
 from tests.kit.sharded import in_layout
 from tests.kit.tiny import linear, mse, weights
 
@@ -131,14 +130,6 @@ def test_ones_own_function_is_taken_for_each_micro_batch():
     assert flops_of(trainer) == pytest.approx(7.0)
     mfu = trainer.state.metrics["throughput/mfu"]
     assert mfu == pytest.approx(7 * trainer.state.metrics["throughput/samples_per_s"] / 1e9)
-
-
-test_refusals = refusals(
-    [
-        (f"peak {peak!r}", lambda peak=peak: Throughput(peak_flops=peak), ValueError, "peak_flops above 0")
-        for peak in (0, -1.0, "989e12", True)
-    ]
-)
 
 
 def on_a_rank(rank):

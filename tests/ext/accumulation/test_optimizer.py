@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-from ignite.engine import Engine, Events
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import lr_scheduler as torch_schedulers
@@ -207,18 +206,6 @@ def test_overflow_skips_optimizer_and_scheduler(flushed):
     clear_first(model, optimizer, scheduler, batches[1])
     assert not torch.equal(one(model), before) and one(model).isfinite().all()
     assert scheduler.get_last_lr() == [0.025] and optimizer.optimizer_steps == 2
-
-
-def test_in_an_ignite_engine():
-    batches = micro_batches(5)
-    pair = made(2)
-    engine = Engine(lambda engine, batch: clear_last(*pair, batch))
-    engine.add_event_handler(Events.EPOCH_COMPLETED, lambda: pair[1].flush())
-    engine.run(batches, max_epochs=2)
-
-    expected, lrs = by_hand([batches[:2], batches[2:4], batches[4:]] * 2)
-    assert close(one(pair[0]), expected) and pair[2].get_last_lr()[0] == lrs[-1]
-    assert (engine.state.iteration, pair[1].optimizer_steps) == (10, 6)
 
 
 # -- the scheduler ----------------------------------------------------------------------------------------------------
