@@ -146,9 +146,11 @@ def test_comparison_that_sees_nothing_is_no_proof(tmp_path):
     def start(phase):
         folder = Path(phase.directory)
         folder.mkdir(exist_ok=True)
-        (folder / "summary.json").write_text('{"resumed_from": "iteration_00000003"}')
+        steps = folder / "steps_0.jsonl"
+        first = 4 if steps.exists() else 1  # resumed from 3
         last = phase.until if phase.kill_at is None else phase.kill_at - 1
-        (folder / "steps_0.jsonl").write_text("".join(f'{{"iteration": {at}}}\n' for at in range(1, last + 1)))
+        with steps.open("a") as file:
+            file.writelines(f'{{"iteration": {at}}}\n' for at in range(first, last + 1))
 
     with pytest.raises(NotProven, match="on purpose"):
         compared(start, tmp_path, 6, None)
@@ -198,6 +200,27 @@ def build(directory):
 if __name__ == "__main__":
     build("the users own")
 """
+
+BUILD_TRAINER = """
+import torch
+from ignite_engine import Trainer, Update, loader, seed_everything
+from ignite_engine.handlers import Checkpoint
+
+def build(directory):
+    seed_everything(1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(Update(model, optimizer, lambda model, batch: model(batch).square().mean()))
+    Checkpoint(directory / "checkpoints").attach(trainer)
+    return trainer, {"data": loader(torch.randn(24, 4), 4, shuffle=True), "max_epochs": 3}
+"""
+
+
+@pytest.mark.nightly
+def test_run_of_a_trainer_is_built_by_its_function(tmp_path, verify):
+    (tmp_path / "train.py").write_text(BUILD_TRAINER)
+    said = verify(f"{tmp_path}/train.py:build", "--iterations", 6)[1]
+    assert said.startswith("Resume is exact: killed at iteration 4, resumed from 3")
 
 
 @pytest.mark.nightly
