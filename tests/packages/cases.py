@@ -174,6 +174,22 @@ def torchao_quantization_aware():
     return Case(model)
 
 
+@case
+def torchao_nf4_weights():
+    """As the 4-bit weights of bitsandbytes: they hold an object of torchao's, so they are left out."""
+    nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+
+    class Frozen(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.weight = nn.Parameter(nf4.to_nf4(layer.weight.detach(), 32, 2), requires_grad=False)
+
+        def forward(self, batch):
+            return nf4.linear_nf4(batch, self.weight)
+
+    return Case(on_frozen(Frozen), reason="model is saved without", options={"exclude": ["model:0.*"]})
+
+
 def of_bitsandbytes(kind, **options):
     layer = getattr(pytest.importorskip("bitsandbytes").nn, kind)
 
