@@ -193,12 +193,9 @@ class RunComparison:
         if self.files.difference is None:
             return [*lines, "Nothing that was logged or saved differs."]
         seen = self.files.difference
-        lines += [
-            f"First sign: {seen}.",
-            f"Both were trained again from iteration {self.began_at} to {seen.iteration}.",
-            *self.notes,
-        ]
-        return [*lines, f"First difference: {self.cause}."] if self.cause is not None else lines
+        again = f"Both were trained again from iteration {self.began_at} to {seen.iteration}."
+        cause = [] if self.cause is None else [f"First difference: {self.cause}."]
+        return [*lines, f"First sign: {seen}.", again, *self.notes, *cause]
 
 
 def compare_runs(

@@ -44,17 +44,14 @@ Build = Callable[[Path], Any]
 """
 Call = Callable[[Trainer], object]
 
-OFF: dict[str, dict[str, Any]] = {
-    "run": {"must_be_new": False, "restart": False},
-    "handlers": {
-        "Evaluation": {"sanity_batches": 0},
-        "Checkpoint": {"memory": None, "mirror": None},
-        "MetricLogger": {"console": False},
-        **dict.fromkeys(("ClearML", "MLflow", "Profiler", "Progress", "Report", "StopFile")),
-        **dict.fromkeys(("TensorBoard", "WallClockLimit", "WandB")),
-    },
+OFF: dict[str, dict[str, Any] | None] = {
+    "Evaluation": {"sanity_batches": 0},
+    "Checkpoint": {"memory": None, "mirror": None},
+    "MetricLogger": {"console": False},
+    **dict.fromkeys(("ClearML", "MLflow", "Profiler", "Progress", "Report", "StopFile")),
+    **dict.fromkeys(("TensorBoard", "WallClockLimit", "WandB")),
 }
-"""Settings that decide nothing of what is trained, and would speak, end the run early or write elsewhere."""
+"""Of handlers: what decides nothing of what is trained, and would speak, end the run early or write elsewhere."""
 
 
 def moved_to(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,23 +59,12 @@ def moved_to(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
 
     A handler that is turned off stays so, and one under a label of its own changes as its kind does.
     """
-    kinds = OFF["handlers"]
-    merged = _merged(values, {**OFF, "run": {**OFF["run"], "directory": str(folder)}})
-    entries = merged["handlers"]
-    for label, entry in entries.items():
-        if entry and (kind := entry.get("use")) in kinds:
-            entries[label] = _merged({label: entry}, {label: kinds[kind]})[label]
-    return merged
-
-
-def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(values)
-    for key, change in changes.items():
-        if not isinstance(change, Mapping):
-            merged[key] = change
-        elif merged.get(key, {}) is not None:
-            merged[key] = _merged(merged.get(key, {}), change)
-    return merged
+    run = {**values.get("run", {}), "must_be_new": False, "restart": False, "directory": str(folder)}
+    handlers = {**{label: {} for label in OFF}, **values.get("handlers", {})}
+    for label, entry in handlers.items():
+        if entry is not None and (kind := entry.get("use", label)) in OFF:
+            handlers[label] = None if (change := OFF[kind]) is None else {**entry, **change}
+    return {**values, "run": run, "handlers": handlers}
 
 
 def rerun(
