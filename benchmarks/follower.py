@@ -33,7 +33,7 @@ from benchmarks.turns import take_turns
 from ignite_engine import Trainer, Update, create_evaluator, loader
 from ignite_engine.ext.follow import follow
 from ignite_engine.handlers import Evaluation
-from ignite_engine.runs.run_directory import lines_of
+from ignite_engine.text import lines_of
 
 GOAL = 1.01
 WITH, WITHOUT = "with a follower", "without"
