@@ -164,8 +164,8 @@ class ModelBank:
     def _found(self, at: int) -> Found | None:
         if at not in self.loaded:
             return None
-        values = {name: value for name, value in self.loaded[at].items() if name != "at_iteration"}
-        return Found(**{**values, "path": Path(values["path"])})
+        loaded = self.loaded[at]
+        return Found(Path(loaded["path"]), loaded["identity"], loaded["iteration"])
 
 
 def _read(registry: Registry, found: Found) -> Source | str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -23,20 +22,14 @@ from ignite_engine.checkpoint.retention import CheckpointInfo, of_one_run, ranke
 from ignite_engine.checkpoint.store import CheckpointStore
 from ignite_engine.errors import CheckpointError, check_type, did_you_mean, one_line
 
-Which = Literal["last", "best", "newest"]
-"""The newest valid checkpoint of a folder, by either name, or the valid one with the best score."""
+Which = Literal["last", "best"]
+"""The newest valid checkpoint of a folder, or the valid one with the best score."""
 NAMES: tuple[str, ...] = get_args(Which)
 RUNS_FOLDER = "checkpoints"
 
 
-def check_which(which: str) -> None:
-    """Refuse what is not a name.
-
-    Raises:
-        ValueError: one line.
-    """
-    if which not in NAMES:
-        raise ValueError(f"which must be 'best' or 'last', got {which!r}.")
+class NothingThere(CheckpointError):
+    """A path means nothing: it does not exist, or holds no checkpoint."""
 
 
 def split_name(path: str | Path, which: Which = "last") -> tuple[Path, Which]:
@@ -44,7 +37,12 @@ def split_name(path: str | Path, which: Which = "last") -> tuple[Path, Which]:
 
     Args:
         which: of a path that does not end with a name.
+
+    Raises:
+        ValueError: ``which`` is not a name.
     """
+    if which not in NAMES:
+        raise ValueError(f"which must be 'best' or 'last', got {which!r}.")
     path = Path(path)
     if path.name in NAMES and not path.exists():
         return path.parent, path.name  # type: ignore[return-value]  # it is one of them
@@ -53,35 +51,28 @@ def split_name(path: str | Path, which: Which = "last") -> tuple[Path, Which]:
 
 def is_single(path: Path) -> bool:
     """Whether a path is that of one checkpoint, or of a file of weights."""
-    return path.is_file() or (path / MANIFEST_NAME).exists() or (path.exists() and _is_named_as_one(path))
+    is_named_as_one = layout.named_iteration(path) is not None and path.exists()
+    return path.is_file() or is_named_as_one or (path / MANIFEST_NAME).exists()
 
 
 def find_directory(path: str | Path) -> Path:
     """The folder of checkpoints that a path means: itself, or that of a run.
 
     Raises:
-        CheckpointError: one line; there is none.
+        NothingThere: one line.
     """
     path = Path(path)
     if not path.exists():
-        near = did_you_mean(path.name, ["best", "last"])
+        near = did_you_mean(path.name, NAMES)
         hint = near if near.startswith("; did") else "."
-        raise CheckpointError(
+        raise NothingThere(
             f"{path} does not exist; expected a run's folder, a folder of checkpoints or, to load, a file of "
             f"weights{hint}"
         )
     for candidate in (path, path / RUNS_FOLDER):
         if any(layout.scan(candidate)):
             return candidate
-    raise CheckpointError(f"{path} holds no checkpoint; expected a run's folder or a folder of checkpoints.")
-
-
-def is_there(path: str | Path) -> bool:
-    """Whether there is anything that :func:`find_source` could mean, valid or not."""
-    path, _ = split_name(path)
-    if path.is_dir() and not (path / MANIFEST_NAME).exists() and not _is_named_as_one(path):
-        return any(map(any, map(layout.scan, (path, path / RUNS_FOLDER))))
-    return path.exists()
+    raise NothingThere(f"{path} holds no checkpoint; expected a run's folder or a folder of checkpoints.")
 
 
 def find_source(path: str | Path, which: Which = "last", *, metric: str | None = None, mode: str | None = None) -> Path:
@@ -96,7 +87,6 @@ def find_source(path: str | Path, which: Which = "last", *, metric: str | None =
         CheckpointError: one line; there is none, or none that is valid, or nothing says which is the best.
         ValueError: ``which`` is not a name, or only one of metric and mode is given.
     """
-    check_which(which)
     place, which = split_name(path, which)
     if is_single(place):
         if which == "best":
@@ -146,10 +136,6 @@ def followed(checkpoints: Sequence[CheckpointInfo]) -> tuple[str, str] | None:
 def rule_of(manifest: Manifest) -> tuple[str, str] | None:
     """Metric and mode by which the run kept its best; None: by none."""
     return None if manifest.best is None else (manifest.best["metric"], manifest.best["mode"])
-
-
-def _is_named_as_one(path: Path) -> bool:
-    return layout.named_iteration(path) is not None
 
 
 T = TypeVar("T")
@@ -284,37 +270,29 @@ Rename = Callable[[str], str | None]
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint or a file of weights that a source meant, and enough to know another one from it later."""
+    """A checkpoint or a file of weights that a source meant.
+
+    Attributes:
+        identity: of what was saved, so that it is another one where it was saved again; labels and metrics do not
+            count. Of a file of weights, the hash of its bytes.
+        iteration: of the run that saved it; None for a file of weights.
+    """
 
     path: Path
-    digest: str
-    """A hash of what is in it; labels and metrics do not count."""
+    identity: str
     iteration: int | None = None
-    """The iteration of the run that saved it; a file of weights has None here and in the fields below."""
-    sequence: int | None = None
-    created_at: str | None = None
-    score: float | None = None
-    """Where the best was asked for."""
-
-    @property
-    def identity(self) -> tuple[object, ...]:
-        """Which checkpoint it is: two that were saved with the same bytes differ."""
-        return self.digest, self.sequence, self.created_at
 
     @classmethod
-    def of(cls, path: Path, metric: str | None = None) -> Found:
+    def of(cls, path: Path) -> Found:
         """What is there now.
 
         Raises:
             CheckpointError: one line; it cannot be read.
         """
-        return cls(path, _hash(path)) if path.is_file() else cls.of_checkpoint(path, read_manifest(path), metric)
-
-    @classmethod
-    def of_checkpoint(cls, path: Path, manifest: Manifest, metric: str | None = None) -> Found:
-        """A checkpoint by its manifest."""
-        score = None if metric is None else manifest.metrics.get(metric)
-        return cls(path, _digest(manifest), manifest.iteration, manifest.sequence, manifest.created_at, score)
+        if path.is_file():
+            return cls(path, _hash(path.resolve(), signature(path.resolve())))
+        manifest = read_manifest(path)
+        return cls(path, f"{manifest.run_id} {manifest.sequence} {manifest.created_at}", manifest.iteration)
 
     def read(self, rank: int, *, mmap: bool = False) -> Source:
         """Read exactly this; see :func:`read_source`.
@@ -322,10 +300,8 @@ class Found:
         Raises:
             CheckpointError: one line; it cannot be read, or something else is there by now.
         """
-        before = signature(self.path.resolve())
         source = read_source(self.path, rank, mmap=mmap, whole=False)
-        digest = _hash(self.path) if source.manifest is None else _digest(source.manifest)
-        if digest != self.digest or signature(self.path.resolve()) != before:
+        if Found.of(self.path) != self:
             raise CheckpointError(f"{self.path} was replaced while it was read.")
         return source
 
@@ -345,7 +321,7 @@ class LoadSource:
         ignore: parts and names that stay as they were built, wherever they are missing: ``["model:head.*", "ema"]``.
         strict: what is missing on either side, or of another shape, is an error; otherwise it stays as it was built.
         weights: ``raw``, or the part that holds an average (``ema``), which is then loaded as the model.
-        which: of a folder the ``last`` (or ``newest``) valid checkpoint or the ``best`` one.
+        which: of a folder the ``last`` valid checkpoint or the ``best`` one.
         metric, mode: by which it is the best, and whether ``min`` or ``max`` is good; None: as the run that saved them
             says.
         required: False: it may be missing; one that is there must be valid.
@@ -380,12 +356,12 @@ class LoadSource:
         is_rename = rename is None or callable(rename) or isinstance(rename, Mapping)
         check_type("rename", rename, is_rename, "a function or a mapping of prefixes")
         Patterns(self.parts, "parts"), Patterns(self.ignore, "ignore")
-        check_which(self.which)
         if self.mode not in (None, "min", "max"):
             raise ValueError(f"mode must be 'min', 'max' or None, got {self.mode!r}.")
-        if (self.metric is None) != (self.mode is None) or (self.metric is not None and self.named[1] != "best"):
+        _, which = self.named
+        if (self.metric is None) != (self.mode is None) or (self.metric is not None and which != "best"):
             raise ValueError(
-                f"metric and mode say together which one is the best, for which='best'; got which={self.named[1]!r}, "
+                f"metric and mode say together which one is the best, for which='best'; got which={which!r}, "
                 f"metric={self.metric!r}, mode={self.mode!r}."
             )
         if "data" in self.parts and not {"counters", "trainer", "*"} & set(self.parts):
@@ -417,97 +393,81 @@ class LoadSource:
             CheckpointError: one line; there is none, or none that is valid.
         """
         place, which = self.named
-        if not self.required and not is_there(place):
+        try:
+            return Found.of(find_source(place, which, metric=self.metric, mode=self.mode))
+        except NothingThere:
+            if self.required:
+                raise
             return None
-        path = find_source(place, which, metric=self.metric, mode=self.mode)
-        is_best = which == "best"
-        return Found.of(path, scored_by(CheckpointStore(path.parent), self.metric, self.mode)[0] if is_best else None)
+
+    def look(self) -> Found | None:
+        """What is meant now, as the manifests say, unverified; None: there is none.
+
+        Raises:
+            CheckpointError: one line; it cannot be read, or nothing says which is the best.
+        """
+        place, which = self.named
+        if is_single(place):
+            return Found.of(place)
+        store = CheckpointStore(find_directory(place))
+        known = store.checkpoints()
+        if which == "best":
+            known = ranked(of_one_run(known), *scored_by(store, self.metric, self.mode))[::-1]
+        return Found.of(known[-1].path) if known else None
 
 
 class SourceWatch:
-    """Looks whether a source has something newer, on one rank; what is refused is named once, in a warning."""
+    """Looks whether a source means something else by now, on one rank; what is refused is named once, in a warning."""
 
     def __init__(self, source: LoadSource) -> None:
         self.source = source
-        self._refused: set[tuple[object, ...]] = set()
-        self._file: tuple[Signature | None, Found] | None = None
+        self._refused: set[Any] = set()
 
     def newer(self, than: Found | None) -> Found | None:
-        """The newest, or the best, that is valid and came after ``than``; None: there is none.
+        """What the source means, if that was saved after ``than`` or is another one; None: nothing new that is valid.
 
-        Of a folder that is one that was saved later, or has a better score, perhaps with the same bytes: the run has
-        trained its copy since. A checkpoint or a file that is given by its own path must have changed. One that was
-        refused is looked at again when its files have changed.
+        One that was refused is looked at again when its files have changed.
         """
         try:
-            for found in self._candidates(than):
-                if self._state(found) in self._refused:
-                    continue
-                if not (reason := _problem(found)):
-                    return found
-                self.refuse(found, f"{found.path}: {reason.rstrip('.')}.")
+            found = self.source.look()
+            if found is None or (than is not None and found.identity == than.identity) or self._is_refused(found):
+                return None
+            problem = _problem(found)
         except (CheckpointError, OSError) as error:  # it may be gone by now, as the run that saved it pruned it
             logger.debug("A source is not there: %s", error)
-        return None
+            return None
+        if problem:
+            self.refuse(found, f"{found.path}: {problem.rstrip('.')}.")
+        return None if problem else found
 
     def refuse(self, found: Found, reason: str) -> None:
         """Name what is not loaded and why."""
-        self._refused.add(self._state(found))
+        self._refused.add(_state(found))
         if found.path.exists():
             logger.warning("A newer source is refused, and training goes on with what it has: %s", reason)
 
-    def _candidates(self, than: Found | None) -> Iterator[Found]:
-        path, which = self.source.named
-        if is_single(path):
-            found = self._in_file(path) if path.is_file() else Found.of(path)
-            if than is None or found.digest != than.digest:
-                yield found
-            return
-        if not is_there(path):
-            return
-        store = CheckpointStore(find_directory(path))
-        readable = layout.scan(store.directory)[0]
-        if which != "best":
-            for checkpoint in reversed(readable):
-                found = Found.of_checkpoint(checkpoint.path, checkpoint.manifest)
-                if than is None or than.created_at is None or checkpoint.manifest.created_at > than.created_at:
-                    yield found
-            return
-        metric, mode = scored_by(store, self.source.metric, self.source.mode)
-        sign = 1 if mode == "min" else -1
-        for checkpoint in ranked(of_one_run(readable), metric, mode):
-            found = Found.of_checkpoint(checkpoint.path, checkpoint.manifest, metric)
-            is_another = than is None or found.identity != than.identity
-            if is_another and (than is None or than.score is None or sign * found.score < sign * than.score):  # type: ignore[operator]  # those that are ranked have a score
-                yield found
+    def _is_refused(self, found: Found) -> bool:
+        return bool(self._refused) and _state(found) in self._refused
 
-    def _in_file(self, path: Path) -> Found:
-        """A file of weights is hashed again only where it has changed."""
-        now = signature(path.resolve())
-        if self._file is None or self._file[0] != now:
-            self._file = now, Found.of(path)
-        return self._file[1]
 
-    def _state(self, found: Found) -> tuple[object, ...]:
-        files = sorted(found.path.iterdir()) if found.path.is_dir() else [found.path.resolve()]
-        return found.path, *found.identity, *map(signature, files)
+def _state(found: Found) -> Any:
+    files = sorted(found.path.iterdir()) if found.path.is_dir() else ()
+    return found, *map(signature, files)
 
 
 def _problem(found: Found) -> str:
-    if found.sequence is None:  # a file of weights
+    """Why it is not to be loaded; empty: it may be."""
+    if found.iteration is None:  # a file of weights
         return ""
     problems = CheckpointStore(found.path.parent).verify(found.path)
     return "; ".join(problems) or ("" if read_manifest(found.path).healthy else "its weights are not finite")
 
 
-def _digest(manifest: Manifest) -> str:
-    files = sorted((name, record.hash) for name, record in manifest.files.items())
-    return hashlib.sha256(json.dumps(files).encode()).hexdigest()
-
-
-def _hash(path: Path) -> str:
+@lru_cache(maxsize=16)
+def _hash(path: Path, state: Signature | None) -> str:
+    """Of a file; ``state`` changes when it does."""
     try:
-        with open_regular(path.resolve()) as file:
+        with open_regular(path) as file:
             return hash_file(file).hash
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {one_line(error)}.") from error

@@ -47,7 +47,6 @@ NAMES = [
     ("", "last", {}, 3),
     ("", "best", {}, 2),
     ("last", "last", {}, 3),
-    ("newest", "last", {}, 3),
     ("best", "last", {}, 2),
     ("best", "best", {}, 2),
     ("", "best", ACCURACY, 3),

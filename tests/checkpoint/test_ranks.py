@@ -253,7 +253,7 @@ def refused_load(rank, folder, case):
 
 @pytest.mark.parametrize(
     ("case", "words"),
-    [("another model", "StateMismatch 0.weight (4, 3) (4, 5)"), ("no source", "CheckpointError nowhere")],
+    [("another model", "StateMismatch 0.weight (4, 3) (4, 5)"), ("no source", "NothingThere nowhere")],
 )
 def test_an_error_of_one_rank_is_raised_on_both_and_nothing_is_loaded(folder, case, words):
     (first, unchanged), (second, too) = ranks(2, refused_load, folder, case)

@@ -223,7 +223,7 @@ def test_train_then_the_same_command_then_evaluate(folder):
     best = min(losses, key=losses.get)
     assert (first["best"]["metric"], first["best"]["iteration"]) == ("val/loss", best)
     path = f"run/checkpoints/iteration_{best:08d}"
-    asked = {None: best, "best": best, "run/best": best, "last": 12, "newest": 12, "run": 12, path: best}
+    asked = {None: best, "best": best, "run/best": best, "last": 12, "run": 12, path: best}
     for checkpoint, iteration in asked.items():
         words = ["--checkpoint", checkpoint] if checkpoint else []
         found = json.loads(command("evaluate", "my_config.yaml", *words))

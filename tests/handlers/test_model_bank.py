@@ -126,23 +126,23 @@ def test_what_is_given_by_its_own_path_is_loaded_again_when_it_was_replaced(tmp_
     trainer, again = begun(tmp_path / "run", [LoadSource(path, dynamic=True)])
     trainer.run(numbers_loader(), max_iters=10)
 
-    assert iterations_of(loads) == [1, 4] and len(again) == 1  # what is in it counts, not when it was written
+    assert iterations_of(loads) == [1, 4]
+    assert len(again) == (1 if kind == "link" else 2)  # of a file what is in it counts, not when it was written
 
 
-def test_the_best_one_is_loaded_when_there_is_a_better_one(tmp_path):
+def test_the_best_one_is_loaded_when_it_is_another_one(tmp_path):
     source = tmp_path / "source"
     publish(source, 1, 0.1, metrics={"loss": 1.0})
     best = LoadSource(source, which="best", metric="loss", mode="min", dynamic=True)
     trainer, loads = begun(tmp_path / "run", [best])
     at_iteration(trainer, 2, lambda: publish(source, 2, 0.2, metrics={"loss": 2.0}))
     at_iteration(trainer, 4, lambda: publish(source, 3, 0.3, metrics={"loss": 0.5}))
-    at_iteration(trainer, 6, lambda: shutil.rmtree(source / "iteration_00000003"))  # the one before is no better
     at_iteration(
-        trainer, 8, lambda: CheckpointStore(source).annotate(source / "iteration_00000002", metrics={"loss": 0})
+        trainer, 6, lambda: CheckpointStore(source).annotate(source / "iteration_00000002", metrics={"loss": 0})
     )
-    trainer.run(numbers_loader(), max_iters=10)
+    trainer.run(numbers_loader(), max_iters=8)
 
-    assert [(each, names[0][0][-1]) for each, names in loads] == [(1, "1"), (5, "3"), (9, "2")]
+    assert [(each, names[0][0][-1]) for each, names in loads] == [(1, "1"), (5, "3"), (7, "2")]
 
 
 def test_a_newer_one_with_the_same_bytes_is_loaded_as_the_run_has_trained_its_copy(tmp_path):
@@ -202,7 +202,7 @@ def test_a_checkpoint_has_no_metric_of_other_weights(tmp_path, evaluated, values
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_a_torn_one_is_refused_and_named_and_the_next_valid_one_is_taken(tmp_path, caplog):
+def test_what_is_not_sound_is_refused_and_named_and_the_next_valid_one_is_taken(tmp_path, caplog):
     source = tmp_path / "source"
     publish(source, 1, 0.25)
     trainer, loads = begun(tmp_path / "run", [LoadSource(source, dynamic=True)])
@@ -210,10 +210,13 @@ def test_a_torn_one_is_refused_and_named_and_the_next_valid_one_is_taken(tmp_pat
     def tear():
         publish(source, 2, 0.5)
         saved.damage(source, 2)
-        publish(source, 3, 0.6, healthy=False)
+
+    def other():
         CheckpointStore(source).save({"model": {name: torch.ones(9) for name in NAMES}}, {}, iteration=4, epoch=1)
 
     at_iteration(trainer, 2, tear)
+    at_iteration(trainer, 3, lambda: publish(source, 3, 0.6, healthy=False))
+    at_iteration(trainer, 4, other)
     at_iteration(trainer, 6, lambda: publish(source, 5, 0.75))
     trainer.run(numbers_loader(), max_iters=9)
 
