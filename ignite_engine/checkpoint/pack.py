@@ -376,30 +376,6 @@ def read_pack(path: Path, file: IO[bytes], record: FileRecord) -> str | dict[str
     return problem or state
 
 
-def read_parts(path: Path, record: FileRecord, *, verified: bool = False, mapped: bool = False) -> dict[str, Any]:
-    """The parts in a file of a checkpoint, after its hash was verified.
-
-    Args:
-        verified: the caller has just verified this very file; one that is mapped is not hashed again.
-        mapped: as :func:`map_pack`.
-
-    Raises:
-        CheckpointError: one line; the file is missing, damaged, or no pack (nothing was executed).
-    """
-    try:
-        with open_regular(path) as file:
-            if mapped:
-                problem = None if verified else record.problem(path.name, hash_file(file, record.algorithm))
-                found = problem or map_pack(path)
-            else:
-                found = read_pack(path, file, record)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {one_line(error)}.") from error
-    if isinstance(found, str):
-        raise CheckpointError(f"{path.parent} is damaged: {found}.")
-    return found
-
-
 def map_pack(path: Path) -> dict[str, Any]:
     """The state in a file, which is not verified; tensors are read when they are touched.
 

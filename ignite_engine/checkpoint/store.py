@@ -12,16 +12,14 @@ from typing import Any, NamedTuple, Unpack
 
 import torch.distributed as dist
 
-from ignite_engine.checkpoint import filesystem
+from ignite_engine.checkpoint import filesystem, verification
 from ignite_engine.checkpoint import layout as names
 from ignite_engine.checkpoint.commit import Written, manifest_of, remove_if_there, replace_older, write_files
 from ignite_engine.checkpoint.contents import joined
 from ignite_engine.checkpoint.lock import LOOKS, in_use, lock, one_writer, unused
 from ignite_engine.checkpoint.manifest import MANIFEST_NAME, Facts, Manifest, plain_config, plain_metrics, read_manifest
-from ignite_engine.checkpoint.pack import read_parts
 from ignite_engine.checkpoint.retention import CheckpointInfo, Retention, of_one_run, ranked
 from ignite_engine.checkpoint.shards import Shards
-from ignite_engine.checkpoint.verification import Verification
 from ignite_engine.errors import CheckpointError, one_line
 from ignite_engine.ranks import agreement
 
@@ -60,7 +58,7 @@ class CheckpointStore:
     def __init__(self, directory: str | Path, group: dist.ProcessGroup | None = None) -> None:
         self.directory = Path(directory)
         self._group = group
-        self._verification = Verification()
+        self._kept: verification.Kept = {}
         self.last_saved: Manifest | None = None
         """The manifest of what this store saved last."""
 
@@ -141,8 +139,7 @@ class CheckpointStore:
 
             path, manifest = agreement.on_rank_0(finish, **how)
         self.last_saved = manifest
-        self._verification.forget(path)
-        self._verification.remember_written(path, manifest)
+        verification.remember_written(path, manifest)
         return path
 
     def checkpoints(self) -> list[CheckpointInfo]:
@@ -193,9 +190,10 @@ class CheckpointStore:
             keep: hold what rank 0 loads of it in memory, for the :meth:`load` that follows: it is read once.
         """
         if not isinstance(checkpoint, CheckpointInfo):
-            return self._verification.problems(Path(checkpoint))
-        wanted = _files_of(checkpoint.manifest, 0) if keep else ()
-        return self._verification.problems(checkpoint.path, checkpoint.manifest, wanted)
+            return verification.problems_of(Path(checkpoint))
+        self._kept.clear()
+        kept = _files_of(checkpoint.manifest, 0) if keep else ()
+        return verification.problems_of(checkpoint.path, checkpoint.manifest, keep=self._kept, kept=tuple(kept))
 
     def load(
         self, path: str | Path, rank: int = 0, *, mmap: bool = False, whole: bool = True, shared: bool = True
@@ -218,19 +216,10 @@ class CheckpointStore:
         merged: dict[str, Any] = {}
         local: dict[str, Any] = {}
         for name in _files_of(manifest, rank, shared=shared):
-            record = manifest.files[name]
-            parts = None if mmap else self._verification.take_parts(path / name, record)
-            if parts is None:
-                known = self._verification.known(path / name, record)
-                is_sound = known is not None and known[2] is None
-                parts = read_parts(path / name, record, verified=is_sound, mapped=mmap)
+            parts = verification.read_parts(path / name, manifest.files[name], self._kept, mapped=mmap)
             (local if name == names.rank_file(rank) else merged).update(parts)
-
-        def problem(name: str) -> str | None:
-            return self._verification.problem(path / name, manifest.files[name])
-
-        parts, local = joined(path, manifest, problem, merged, local, whole=whole)
-        return Loaded(path, manifest, parts, local)
+        merged, local = joined(path, manifest, merged, local, whole=whole)
+        return Loaded(path, manifest, merged, local)
 
     def prune(self, retention: Retention) -> list[Path]:
         """Delete what ``retention`` does not keep; not collective: on one rank, after a save, never before.
@@ -254,7 +243,7 @@ class CheckpointStore:
         except Exception as error:
             raise CheckpointError(f"Pruning failed: {one_line(error)}.") from error
         for path in gone:
-            self._verification.forget(path)
+            verification.forget(path)
         return gone
 
     def annotate(
@@ -288,10 +277,7 @@ class CheckpointStore:
 
     def to_delete(self, retention: Retention) -> list[CheckpointInfo]:
         """Those that :meth:`prune` would delete; nothing is deleted, and files may be read to verify them."""
-        check = self._verification
-        sound = [
-            checkpoint for checkpoint in self.checkpoints() if check.looks_sound(checkpoint.path, checkpoint.manifest)
-        ]
+        sound = [each for each in self.checkpoints() if verification.looks_sound(each.path, each.manifest)]
         kept = retention.kept(sound)
         staying_paths = {checkpoint.path for checkpoint in kept}
         to_delete = [checkpoint for checkpoint in sound if checkpoint.path not in staying_paths]
@@ -300,12 +286,10 @@ class CheckpointStore:
         # the last valid one, and the last valid healthy one, must be among those that are kept
         for candidates in ([checkpoint for checkpoint in sound if checkpoint.manifest.healthy], sound):
             staying = [checkpoint for checkpoint in candidates if checkpoint not in to_delete]
-            if any(check.is_valid(checkpoint.path, checkpoint.manifest) for checkpoint in reversed(staying)):
+            if any(verification.is_valid(each.path, each.manifest) for each in reversed(staying)):
                 continue
             leaving = (checkpoint for checkpoint in reversed(candidates) if checkpoint in to_delete)
-            kept_valid = next(
-                (checkpoint for checkpoint in leaving if check.is_valid(checkpoint.path, checkpoint.manifest)), None
-            )
+            kept_valid = next((each for each in leaving if verification.is_valid(each.path, each.manifest)), None)
             to_delete = [checkpoint for checkpoint in to_delete if checkpoint is not kept_valid]
         return to_delete
 

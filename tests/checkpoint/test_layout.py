@@ -110,7 +110,7 @@ def test_a_file_of_a_checkpoint_that_is_a_link_is_not_read(tmp_path, other, file
     name = file_of(path, file).name
     (path / name).unlink()
     (path / name).symlink_to(other / "iteration_00000100" / name)
-    refuses(lambda: CheckpointStore(tmp_path / "run").load(path), CheckpointError, f"{name} symbolic link")
+    refuses(lambda: CheckpointStore(tmp_path / "run").load(path), CheckpointError, name)
     refuses(lambda: load_weights(linear(), path), CheckpointError, name)
     assert newest(tmp_path / "run") is None
 

@@ -14,7 +14,7 @@ from ignite_engine import Task
 from ignite_engine.cli import main
 from ignite_engine.errors import CheckpointError
 from ignite_engine.runs.load_model import load_model
-from tests.checkpoint.made_states import CheckpointStore, file_of, forge, manifest_of, record_of
+from tests.checkpoint.made_states import CheckpointStore, file_of
 from tests.kit.faults import DAMAGES, can_mount, mount_small_file_system
 from tests.kit.processes import ranks, start_ranks
 from tests.kit.refusals import refuses
@@ -270,35 +270,9 @@ def of_another(checkpoint):
     shutil.copy(file_of(other, "rank_1"), file_of(checkpoint, "rank_1"))
 
 
-def forget(checkpoint):
-    """As if a rank had not taken part, with a manifest that is right in itself."""
-    gone = file_of(checkpoint, "rank_1")
-    gone.unlink()
-    files = manifest_of(checkpoint)["files"]
-    forge(checkpoint, files={name: record for name, record in files.items() if name != gone.name})
-
-
-def twice_the_same(checkpoint):
-    """One rank's pieces in the place of the other's, with a manifest that is right in itself."""
-    first, second = (file_of(checkpoint, f"rank_{rank}") for rank in range(2))
-    shutil.copy(first, second)
-    files = manifest_of(checkpoint)["files"]
-    forge(checkpoint, files={**files, second.name: files[first.name]})
-
-
-def not_pieces(checkpoint):
-    """A file of another kind, with a manifest that is right in itself."""
-    file = file_of(checkpoint, "rank_1")
-    shutil.copy(file_of(checkpoint, "shared"), file)
-    forge(checkpoint, files={**manifest_of(checkpoint)["files"], file.name: record_of(file)})
-
-
 CASES = {
     **{damage: (of_a_file(damage), "rank_1") for damage in DAMAGES},
     "of another iteration": (of_another, "rank_1"),
-    "a rank is forgotten": (forget, "not whole"),
-    "one twice": (twice_the_same, "not whole overlap"),
-    "no pieces": (not_pieces, "rank_1"),
 }
 
 

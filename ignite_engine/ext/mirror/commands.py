@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ignite_engine.checkpoint.layout import named_iteration, scan
 from ignite_engine.checkpoint.sources import RUNS_FOLDER, find_source
-from ignite_engine.checkpoint.verification import Verification
+from ignite_engine.checkpoint.verification import problems_of
 from ignite_engine.cli.parsing import Parser
 from ignite_engine.errors import CheckpointError, did_you_mean
 from ignite_engine.ext.mirror.fetch import fetch
@@ -51,7 +51,7 @@ def _pull(options: argparse.Namespace) -> None:
 def _push(options: argparse.Namespace) -> None:
     """Upload the newest valid one, or the one that was named."""
     path = find_source(options.where)
-    if problems := Verification().problems(path):
+    if problems := problems_of(path):
         raise CheckpointError(f"{path.name} is not uploaded, damaged: {'; '.join(problems)}.")
     with _mirror(options.to) as remote:
         upload(remote, path)

@@ -14,7 +14,7 @@ from ignite_engine.checkpoint import filesystem, layout
 from ignite_engine.checkpoint.manifest import MANIFEST_NAME
 from ignite_engine.checkpoint.retention import CheckpointInfo
 from ignite_engine.checkpoint.states.tiers import Unreachable
-from ignite_engine.checkpoint.verification import Verification
+from ignite_engine.checkpoint.verification import problems_of
 from ignite_engine.ext.mirror.remote import Remote, Torn, why
 from ignite_engine.ranks import agreement
 from ignite_engine.text import in_units
@@ -36,7 +36,7 @@ def fetch(remote: Remote, directory: Path, checkpoint: CheckpointInfo) -> Path:
     size = in_units(sum(record.bytes for record in manifest.files.values()))
 
     def begin() -> Path | None:
-        if not Verification().problems(directory / name, manifest):
+        if not problems_of(directory / name, manifest):
             return None
         logger.info("Fetching %s from %s: %s.", name, remote.url, size)
         folder = layout.temporary_path(directory, manifest.iteration)
@@ -53,7 +53,7 @@ def fetch(remote: Remote, directory: Path, checkpoint: CheckpointInfo) -> Path:
         committed = directory / name
         filesystem.write_file(temporary / MANIFEST_NAME, lambda file: file.write(manifest.to_json()))
         filesystem.synchronise_directory(temporary)
-        if committed.exists() and Verification().problems(committed):
+        if committed.exists() and problems_of(committed):
             layout.discard([committed])
         if os.path.lexists(committed):
             committed = layout.free_name(directory, manifest.iteration)
