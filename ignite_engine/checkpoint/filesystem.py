@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import io
 import os
 import secrets
@@ -17,16 +16,14 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+from typing import IO, Annotated, Any, TypeVar, cast
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 
 PIECE_BYTES = 1 << 20
 """Bytes that are read from a file at a time, and that are collected before they are written."""
-HASHES: dict[str, Callable[[], Any]] = {"blake3": blake3, "sha256": hashlib.sha256}
-"""What a manifest may name. New files have the first, which is faster than a disk on one core."""
-DEFAULT_HASH = "blake3"
 
 
 @dataclass(frozen=True)
@@ -34,12 +31,13 @@ class FileRecord:
     """Size and hash of one file."""
 
     bytes: int
-    hash: str
-    """Algorithm and hexadecimal digest, ``blake3:9f86d0...``."""
+    hash: Annotated[str, msgspec.Meta(pattern=r"\Ablake3:")]
+    """BLAKE3, which is faster than a disk on one core, in hexadecimal digits: ``blake3:9f86d0...``."""
 
-    @property
-    def algorithm(self) -> str:
-        return self.hash.partition(":")[0]
+    @classmethod
+    def of(cls, size: int, digest: Any) -> FileRecord:
+        """Of what a ``blake3()`` has hashed."""
+        return cls(size, f"blake3:{digest.hexdigest()}")
 
     def problem(self, name: str, found: FileRecord) -> str | None:
         """In words, how a file of this name differs from its record; None if it does not."""
@@ -47,13 +45,8 @@ class FileRecord:
             return f"{name} has {found.bytes} bytes, the manifest says {self.bytes}"
         if found.hash != self.hash:
             digest, said = (record.hash.partition(":")[2][:12] for record in (found, self))
-            return f"{name} has changed: {self.algorithm.upper()} {digest}, the manifest says {said}"
+            return f"{name} has changed: BLAKE3 {digest}, the manifest says {said}"
         return None
-
-
-def new_hash(algorithm: str) -> Any:
-    """An object with ``update`` and ``hexdigest``; ``algorithm`` is one of :data:`HASHES`."""
-    return HASHES[algorithm]()
 
 
 class HashingFile(io.RawIOBase):
@@ -65,7 +58,7 @@ class HashingFile(io.RawIOBase):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._hash = new_hash(DEFAULT_HASH)
+        self._hash = blake3()
         self._bytes = 0
         self.error: OSError | None = None
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -93,7 +86,7 @@ class HashingFile(io.RawIOBase):
             os.fsync(self._descriptor)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
-        return FileRecord(self._bytes, f"{DEFAULT_HASH}:{self._hash.hexdigest()}")
+        return FileRecord.of(self._bytes, self._hash)
 
     def close(self) -> None:
         if not self.closed:
@@ -157,16 +150,16 @@ def open_regular(path: Path) -> IO[bytes]:
     return open(path, "rb", buffering=0)
 
 
-def hash_file(file: IO[bytes], algorithm: str = DEFAULT_HASH) -> FileRecord:
+def hash_file(file: IO[bytes]) -> FileRecord:
     """Size and hash of an open file from its start; leaves it at its end."""
     file.seek(0)
-    digest = new_hash(algorithm)
+    digest = blake3()
     size = 0
     buffer = memoryview(bytearray(PIECE_BYTES))
     while count := file.readinto(buffer):  # type: ignore[attr-defined]  # binary files have it, IO[bytes] does not say
         digest.update(buffer[:count])
         size += count
-    return FileRecord(size, f"{algorithm}:{digest.hexdigest()}")
+    return FileRecord.of(size, digest)
 
 
 def read_into(file: IO[bytes], into: np.ndarray[Any, Any], offset: int) -> None:

@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import IO, Any
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
@@ -29,7 +30,6 @@ from ignite_engine.checkpoint.filesystem import (
     PIECE_BYTES,
     FileRecord,
     hash_file,
-    new_hash,
     open_regular,
     read_into,
 )
@@ -352,7 +352,7 @@ def read_pack(path: Path, file: IO[bytes], record: FileRecord) -> str | dict[str
         CheckpointError: it is what was written, but no pack.
         OSError: it cannot be read.
     """
-    digest, position, size = new_hash(record.algorithm), 0, os.fstat(file.fileno()).st_size
+    digest, position, size = blake3(), 0, os.fstat(file.fileno()).st_size
 
     def next_bytes(count: int) -> Any:
         nonlocal position
@@ -367,12 +367,12 @@ def read_pack(path: Path, file: IO[bytes], record: FileRecord) -> str | dict[str
     try:
         state: dict[str, Any] = _read(next_bytes, size)
     except Exception as error:
-        if problem := record.problem(path.name, hash_file(file, record.algorithm)):
+        if problem := record.problem(path.name, hash_file(file)):
             return problem
         if isinstance(error, OSError):
             raise
         raise _no_pack(path, error) from error
-    problem = record.problem(path.name, FileRecord(size, f"{record.algorithm}:{digest.hexdigest()}"))
+    problem = record.problem(path.name, FileRecord.of(size, digest))
     return problem or state
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ignite_engine.checkpoint.manifest import Facts
+from ignite_engine.checkpoint.manifest import Best, Facts
 from ignite_engine.checkpoint.part_names import SaveFilter
 from ignite_engine.checkpoint.retention import Retention, mode_of
 from ignite_engine.errors import check_type, is_whole
@@ -88,5 +88,5 @@ class SaveOptions(Retention):
     @property
     def facts(self) -> Facts:
         """What each checkpoint's manifest says of it."""
-        best = None if self.best is None else {"metric": self.best, "mode": self.mode}
+        best: Best | None = None if self.best is None else {"metric": self.best, "mode": self.mode}
         return {"config": self.config, "labels": tuple(self.labels), "best": best}

@@ -109,7 +109,7 @@ def _read(path: Path, record: FileRecord, keep: Kept | None = None) -> str | Non
     try:
         with open_regular(path) as file:
             if keep is None:
-                problem = record.problem(path.name, hash_file(file, record.algorithm))
+                problem = record.problem(path.name, hash_file(file))
                 if problem is None:
                     map_pack(path)
             else:

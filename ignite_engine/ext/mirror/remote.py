@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from blake3 import blake3
+
 from ignite_engine.checkpoint import filesystem
-from ignite_engine.checkpoint.filesystem import FileRecord, new_hash, open_regular
+from ignite_engine.checkpoint.filesystem import FileRecord, open_regular
 from ignite_engine.checkpoint.layout import named_iteration
 from ignite_engine.checkpoint.manifest import MANIFEST_NAME, parse_manifest
 from ignite_engine.checkpoint.retention import CheckpointInfo
@@ -101,13 +103,13 @@ class Remote:
             Torn: the file here is not what the manifest says.
             OSError: the file there has another size.
         """
-        digest, block = new_hash(record.algorithm), max(_BLOCK_BYTES, record.bytes // 5000)
+        digest, block = blake3(), max(_BLOCK_BYTES, record.bytes // 5000)
         with open_regular(source) as file, self._store.open(self._path(name), "wb", block_size=block) as there:
             while piece := file.read(_PIECE_BYTES):
                 digest.update(piece)
                 there.write(piece)
                 self.moved_at = time.monotonic()
-        if f"{record.algorithm}:{digest.hexdigest()}" != record.hash:
+        if FileRecord.of(record.bytes, digest) != record:
             raise Torn(f"{source.name} is not what was saved")
         if (size := self._store.size(self._path(name))) != record.bytes:
             raise OSError(f"{name} has {size} bytes there, {record.bytes} were sent")
