@@ -46,7 +46,6 @@ class Checkpoint:
         to_save: objects with ``state_dict`` and ``load_state_dict``, by name: what is trained by an engine that was not
             made of an :class:`~ignite_engine.Update`. None: of such an engine the model and the optimizers to which its
             process function refers.
-        must_be_new: refuse a directory that holds checkpoints when the run starts or resumes; nothing is changed.
         options: the fields of :class:`~ignite_engine.checkpoint.save_options.SaveOptions`, and second places of the
             checkpoints: ``memory``: after how many iterations the state is copied into shared memory, from where a run
             that was killed goes on if the machine lives; ``"auto"``: as few as cost at most 1 % of the time. It holds
@@ -63,18 +62,16 @@ class Checkpoint:
         *,
         to_save: Mapping[str, Any] | None = None,
         name: str = "checkpoint",
-        must_be_new: bool = False,
         **options: Any,
     ) -> None:
         check_type("directory", directory, bool(directory) and isinstance(directory, str | PathLike), "a path")
         check_type("to_save", to_save, to_save is None or isinstance(to_save, Mapping), "objects by name or None")
-        check_type("must_be_new", must_be_new, isinstance(must_be_new, bool), "True or False")
         known = dict.fromkeys((*inspect.signature(type(self)).parameters, *TIERS))  # one's own are added later
         if unknown := [key for key in options if key not in known]:
             raise TypeError(f"{type(self).__name__}() has no option {unknown[0]!r}{did_you_mean(unknown[0], known)}")
         tiers = {key: options.pop(key) for key in TIERS.keys() & options.keys()}
         self.name, self.options = name, SaveOptions(**options)
-        self._must_be_new, self._to_save = must_be_new, to_save
+        self._to_save = to_save
         self._lr: Rates | None = None
         self._ignored: tuple[Sequence[str], int] = ((), 0)
         self._saver = Saver(directory, self.options, self._metrics_of)
@@ -291,8 +288,7 @@ class Checkpoint:
             the file that names it. None if there is none: the run starts fresh.
 
         Raises:
-            CheckpointError: it is valid but a rank cannot read it, or it is not to be there (``must_be_new``); raised
-                on all of them.
+            CheckpointError: it is valid but a rank cannot read it; raised on all of them.
             NotExact: with ``strict``, it says that it is not exact, or was saved in another environment: number of
                 ranks or threads, torch, devices.
             StateMismatch: the state, or ``lr``, does not fit what was built.
@@ -303,7 +299,6 @@ class Checkpoint:
         if isinstance(ignore, str):
             raise ValueError(f"ignore is a list, got {ignore!r}: write [{ignore!r}].")
         began = time.perf_counter()
-        self._refuse_old()
         tiers = self.tiers.values() if self.asks_tiers else ()
         fetched = loading.resume(self._trainer.registry, self.store, tiers, ignore=ignore, strict=self.options.strict)
         if fetched is None:
@@ -334,20 +329,6 @@ class Checkpoint:
     def _set_rates(self, trainer: Trainer) -> None:
         if self._lr is not None:
             set_rates(trainer.registry, self._lr)
-
-    def _refuse_old(self) -> None:
-        if self._must_be_new:
-            agreement.on_rank_0(self._check_new)
-            for tier in self.tiers.values():
-                tier.check_new()
-            self._must_be_new = False  # from here on the checkpoints are its own
-
-    def _check_new(self) -> None:
-        if held := [checkpoint.path.name for checkpoint in self.store.checkpoints()]:
-            raise CheckpointError(
-                f"{self.store.directory} holds {held[-1]}, but must_be_new was given: give another "
-                "directory, or leave must_be_new out to resume."
-            )
 
     def _load_healthy(self) -> Path | None:
         """Within a run, go back to the newest checkpoint whose weights are finite; a collective."""
@@ -425,7 +406,6 @@ class Checkpoint:
         self._best = None
 
     def _start(self, trainer: Trainer) -> None:
-        self._refuse_old()
         if trainer.state.start is Start.RESUMED:
             self._set_rates(trainer)  # of schedules that were attached after resume(), too
         self._asked = self._must = False
@@ -435,11 +415,6 @@ class Checkpoint:
             self._followed.begin(trainer)
         self._named = set(trainer.registry.resumed_otherwise)  # which were logged
         self._require_exact(trainer)
-        if trainer.progress.ends_epochs is not None and not trainer.has_event_handler(self._require_exact):
-            # the kind of data of a window is known when it is opened
-            trainer.add_event_handler(TrainingEvents.WINDOW_STARTED, self._require_exact)
-        if (digests := trainer.registry.rank_digests) is not None:
-            digests.listeners.append(self._require_exact)
         self._saver.start(trainer)
         trainer.call_at_end(self._end)
         for tier in self.tiers.values():
@@ -450,9 +425,7 @@ class Checkpoint:
         mine = trainer.reproducibility(self._saver.filter)
         reasons = list(dict.fromkeys(reason for rank in agreement.gather_objects(mine) for reason in rank))
         self._name(reasons)
-        source = trainer.progress.source
-        # what makes the samples of a window is known in an open one
-        if self._found is not None and (source is None or source.is_open):
+        if self._found is not None:
             loading.name_unknown(trainer.registry, self._found, reasons)
             self._named.update(trainer.registry.resumed_otherwise)
             self._found = None

@@ -90,7 +90,6 @@ def _supplied(run: Run, sources: Sequence[LoadSource]) -> dict[str, Callable[[],
         "since": lambda: time.monotonic() - (time.perf_counter() - run.startup.began),  # the start-up counts as well
         "sources": lambda: sources,
         "tokens_fn": lambda: task.tokens_fn,
-        "must_be_new": lambda: config.run.must_be_new,
     }
 
 

@@ -319,17 +319,17 @@ def test_evaluate_takes_the_best_or_what_is_asked_for_on_all_sets(tmp_path):
 
     found = run.evaluate()
     assert found["iteration"] == best and found["val/loss"] == found["test/loss"] == losses[best]
-    for asked, iteration in (("best", best), ("newest", 18), (tmp_path / "checkpoints" / "iteration_00000002", 2)):
+    for asked, iteration in (("best", best), ("last", 18), (tmp_path / "checkpoints" / "iteration_00000002", 2)):
         assert (run.evaluate(asked)["iteration"], run.evaluate(asked)["val/loss"]) == (iteration, losses[iteration])
 
 
 def test_an_average_is_evaluated_in_training_and_from_a_checkpoint(tmp_path):
     averaged = fitted(tmp_path, EMA={"decay": 0.9}, max_epochs=1)
     live = fitted(tmp_path / "live", max_epochs=1)
-    assert averaged.evaluate("newest")["val/loss"] == averaged.metrics["val/loss"] != live.metrics["val/loss"]
+    assert averaged.evaluate("last")["val/loss"] == averaged.metrics["val/loss"] != live.metrics["val/loss"]
     assert digest(averaged) == digest(live)
     without = fitted(tmp_path / "live", EMA={"decay": 0.9}, max_epochs=1, resume={"ignore": []})
-    assert without.evaluate("newest")["val/loss"] == live.metrics["val/loss"]
+    assert without.evaluate("last")["val/loss"] == live.metrics["val/loss"]
 
 
 KINDS = {

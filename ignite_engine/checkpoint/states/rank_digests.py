@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -38,7 +38,6 @@ class RankDigests:
         self._begun = 0
         self._watches = False
         self._first: str | None = None
-        self.listeners: list[Callable[[Any], Any]] = []
 
     def watch(self, engine: Engine, *, boundary: Any) -> None:
         """A run has its position: compare within it.
@@ -46,7 +45,7 @@ class RankDigests:
         Args:
             boundary: the event of step boundaries, whose last one is that of the run.
         """
-        self._begun, self._first, self.listeners = engine.state.iteration, None, []
+        self._begun, self._first = engine.state.iteration, None
         if not self._watches and mesh.data_size() > 1:
             self._watches = True
             engine.add_event_handler(Events.ITERATION_COMPLETED(event_filter=self._is_compared), self._compare)
@@ -78,8 +77,6 @@ class RankDigests:
                 "trainer.register() with shared=False what each rank is to have of its own.",
                 *(engine.state.iteration, self._first, len(found)),
             )
-        for listener in self.listeners:
-            listener(engine)
 
     def tensors(self) -> dict[str, Tensor]:
         """The weights that are compared, by part and name."""

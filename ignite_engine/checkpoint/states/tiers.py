@@ -89,9 +89,6 @@ class Tier:
     def attach(self, trainer: Any) -> None:
         """Listen to the run, after the checkpoint handler does."""
 
-    def check_new(self) -> None:
-        """Refuse what an earlier run has left, by a CheckpointError."""
-
     def candidates(self) -> Offer:
         """What a resume may take; Unreachable: it is not to be known."""
         return Offer([])

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ignite_engine.checkpoint.layout import scan
 from ignite_engine.checkpoint.retention import CheckpointInfo
-from ignite_engine.checkpoint.states.tiers import Fetched, Folder, Offer, SavedRun, Tier, Unreachable
-from ignite_engine.errors import CheckpointError, check_type
+from ignite_engine.checkpoint.states.tiers import Fetched, Folder, Offer, SavedRun, Tier
+from ignite_engine.errors import check_type
 from ignite_engine.ext.mirror.fetch import fetch, together
 from ignite_engine.ext.mirror.remote import Remote, Torn
 from ignite_engine.ext.mirror.upload import Uploader
@@ -57,17 +57,6 @@ class MirrorTier(Tier):
     def attach(self, trainer: Trainer) -> None:
         if self._remote.is_within(self._directory):
             raise ValueError(f"The mirror {self} is in the folder of the checkpoints itself: give another place.")
-
-    def check_new(self) -> None:
-        try:
-            names = self._asked(self._remote.names)
-        except Unreachable as reason:
-            raise CheckpointError(f"{self} cannot be read: {reason}.") from None
-        if names:
-            raise CheckpointError(
-                f"{self} holds {names[-1]}, but must_be_new was given: give another mirror, or leave must_be_new out "
-                "to resume."
-            )
 
     def candidates(self) -> Offer:
         """Those of the run that saved the newest one in the folder; without one there, of the last run."""

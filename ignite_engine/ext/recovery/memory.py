@@ -77,13 +77,6 @@ class MemoryTier(Tier):
 
     # -- what a resume may take -------------------------------------------------------------------------------------
 
-    def check_new(self) -> None:
-        if self._found():
-            raise CheckpointError(
-                f"{self._directory} holds the name of a copy in memory, but must_be_new was given: give another "
-                "directory, or leave must_be_new out to resume."
-            )
-
     def candidates(self) -> Offer:
         """Copies that all ranks hold, each newer than the checkpoint that was the newest when it was made."""
         self._resumed, found = None, self._found()

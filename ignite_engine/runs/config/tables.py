@@ -38,7 +38,7 @@ HANDLERS: Table = {
 
 SUPPLIED = (
     *("directory", "config", "evaluator", "data", "tokens_fn"),
-    *("run", "since", "sources", "must_be_new"),
+    *("run", "since", "sources"),
 )
 """Arguments of handlers that are the run's where an entry does not give them."""
 

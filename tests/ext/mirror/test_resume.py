@@ -199,11 +199,6 @@ def all_damaged(folder):
     train(folder / "here", str(folder / "mirror"))
 
 
-def must_be_new(folder):
-    train(folder / "run", str(folder / "mirror"))
-    train(folder / "here", str(folder / "mirror"), must_be_new=True)
-
-
 def config(mirror):
     return fitted("never made", Checkpoint={"mirror": mirror})
 
@@ -215,7 +210,6 @@ def within(folder):
 test_refusals = refusals(
     [
         ("all are damaged", all_damaged, CheckpointError, "None of 2 valid"),
-        ("must be new", must_be_new, CheckpointError, "must_be_new holds"),
         ("a number", lambda folder: Checkpoint(folder, mirror=3), TypeError, "mirror directory URL 3"),
         ("no place", lambda folder: Checkpoint(folder, mirror=""), ValueError, "mirror directory got ''"),
         ("no bucket", lambda folder: Checkpoint(folder, mirror="s3://"), ValueError, "mirror bucket"),

@@ -27,7 +27,7 @@ from tests.ext.recovery.runs import (
 )
 from tests.kit.clock import still_clock
 from tests.kit.faults import can_mount, kill_this_process, mount_small_file_system
-from tests.kit.processes import ChildFailed, child, ended, start, start_ranks, wait_until
+from tests.kit.processes import child, ended, start, start_ranks, wait_until
 from tests.kit.tiers import tiered
 from tests.kit.tiny import linear, trainer_of, weights
 
@@ -201,11 +201,9 @@ def test_a_moved_folder_finds_its_copies_and_a_copied_one_does_not_take_them(tmp
     assert copies_of(tmp_path) == []
 
 
-def test_a_fresh_start_forgets_what_an_earlier_run_has_copied_and_must_be_new_refuses_it(tmp_path):
+def test_a_fresh_start_forgets_what_an_earlier_run_has_copied(tmp_path):
     folder = tmp_path / "run"
     assert once(folder, [Death(5)], seed=1) == [KILLED]
-    with pytest.raises(ChildFailed, match="must_be_new"):
-        alone(folder, must_be_new=True)
     assert once(folder, [Death(1)], resume=False) == [KILLED]
     alone(folder)
     assert starts(folder) == [0, 0, 0]
