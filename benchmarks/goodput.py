@@ -98,7 +98,7 @@ def bound(killed: Measured) -> float:
     """
     if not killed.kills:
         return 1.0
-    between_s, save_s = killed.seconds / len(killed.kills), killed.summary["checkpoints"].get("save_s", 0.0)
+    between_s, save_s = killed.seconds / len(killed.kills), killed.summary["checkpoints"]["save_s"] or 0.0
     return 1.0 - math.sqrt(2 * save_s / between_s) - sum(killed.recovered) / killed.seconds
 
 

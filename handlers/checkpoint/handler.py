@@ -268,7 +268,7 @@ class Checkpoint:
         """In the foreground."""
         if self._saver.busy:
             self._saver.finish(trainer)
-        with self._saver.taken(trainer):
+        with self._saver.holding(trainer):
             self._saver.save(trainer, metrics=self._metrics_of(trainer), reasons=reasons)
 
     def _metrics_of(self, trainer: Trainer) -> dict[str, float] | None:
@@ -308,7 +308,8 @@ class Checkpoint:
             for tier in self.tiers.values():
                 tier.push(found.path)
         self._ignored, self._found = (list(ignore), found.manifest.sequence), found
-        self._saver.resumed(self._trainer, found, began, on_disk=fetched.is_committed)
+        self._saver.resumed(self._trainer, found, on_disk=fetched.is_committed)
+        took = self.times.loaded(found.manifest, time.perf_counter() - began)
         self._measured = (found.iteration, found.manifest.metrics)  # of this boundary, if it is saved again
         # a script that sets up no logging shows warnings alone
         level, iteration = logging.WARNING if agreement.rank() == 0 else logging.INFO, self._trainer.state.iteration
@@ -321,7 +322,7 @@ class Checkpoint:
                     lambda: best.value if (best := self.best) else None
                 )  # of a save that was under way nothing is left
         place = fetched.place
-        logger.log(level, "Resumed from %s at iteration %d%s: %s.", place, iteration, disk, self.times.loaded)
+        logger.log(level, "Resumed from %s at iteration %d%s: %s.", place, iteration, disk, took)
         self._lr = lr
         self._set_rates(self._trainer)
         return found.path
@@ -336,13 +337,12 @@ class Checkpoint:
         assert trainer is not None
         if saver.busy:
             saver.finish(trainer)
-        began = time.perf_counter()
         # what a resume has left out is in the checkpoints that were saved since
         names, newest = self._ignored
         found = loading.resume(trainer.registry, self.store, ignore=names, ignored_up_to=newest, healthy_only=True)
         if found is None:
             return None
-        saver.resumed(trainer, found.info, began)
+        saver.resumed(trainer, found.info)
         self._set_rates(trainer)
         return found.info.path
 

@@ -45,35 +45,20 @@ _PEERS_TIMEOUT_S = 60.0
 _Captured = tuple[Mapping[str, Any], Mapping[str, Any], Shards | None, Facts]
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """A checkpoint written or read, by all ranks together: until the slowest of them had done its part."""
-
-    bytes: int
-    seconds: float
-
-    @classmethod
-    def of(cls, manifest: Manifest, seconds: float) -> Transfer:
-        """The transfer of all files of a checkpoint."""
-        return cls(sum(file.bytes for file in manifest.files.values()), seconds)
-
-    def __str__(self) -> str:
-        per_second = in_units(round(self.bytes / max(self.seconds, 1e-9)))
-        return f"{in_units(self.bytes)} in {self.seconds:.3g} s, {per_second}/s"
-
-
 @dataclass
 class Times:
-    """What one process spent on checkpoints. A transfer is the last one of its kind; None: there was none."""
+    """What one process spent on checkpoints; of a save and a load these are the last ones, None: there was none."""
 
     saves: int = 0
     """How many were committed."""
-    saved: Transfer | None = None
-    """From the step boundary to the commit."""
-    loaded: Transfer | None = None
-    """From the choice of the checkpoint, with its verification, to the states that are loaded."""
     waited_s: float = 0.0
     """Seconds for which training waited for saves, all together."""
+    save_s: float | None = None
+    """From the step boundary to the commit, by all ranks together."""
+    save_bytes: int | None = None
+    load_s: float | None = None
+    """From the choice of the checkpoint, with its verification, to the states that are loaded."""
+    load_bytes: int | None = None
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -84,14 +69,23 @@ class Times:
         finally:
             self.waited_s += time.perf_counter() - began
 
-    def as_dict(self) -> dict[str, float]:
-        """For ``summary.json``."""
-        values: dict[str, float] = {"saves": self.saves, "waited_s": self.waited_s}
-        for name, transfer in (("save", self.saved), ("load", self.loaded)):
-            if transfer is not None:
-                values |= {f"{name}_s": transfer.seconds, f"{name}_bytes": transfer.bytes}
-                values[f"{name}_bytes_per_s"] = round(transfer.bytes / transfer.seconds)
-        return values
+    def saved(self, manifest: Manifest, seconds: float) -> str:
+        """Note a save; it in words."""
+        self.saves, self.save_s, self.save_bytes = self.saves + 1, seconds, _bytes_of(manifest)
+        return _in_words(self.save_bytes, seconds)
+
+    def loaded(self, manifest: Manifest, seconds: float) -> str:
+        """Note a load; it in words."""
+        self.load_s, self.load_bytes = seconds, _bytes_of(manifest)
+        return _in_words(self.load_bytes, seconds)
+
+
+def _bytes_of(manifest: Manifest) -> int:
+    return sum(file.bytes for file in manifest.files.values())
+
+
+def _in_words(count: int, seconds: float) -> str:
+    return f"{in_units(count)} in {seconds:.3g} s, {in_units(round(count / max(seconds, 1e-9)))}/s"
 
 
 class Saver:
@@ -125,7 +119,7 @@ class Saver:
         self._snapshot = Snapshot()
         self._pruning: threading.Thread | None = None
         self._prune_failure = ""
-        self._lock = contextlib.ExitStack()
+        self._held = contextlib.ExitStack()
         self._saved_at: tuple[int, int] | None = None
         self._saving_at = -1
         self._saved_evaluations = 0
@@ -147,14 +141,13 @@ class Saver:
         """Whether an evaluation has completed since the run was saved or resumed."""
         return trainer.state.evaluations != self._saved_evaluations
 
-    def resumed(self, trainer: Trainer, checkpoint: CheckpointInfo, began: float, *, on_disk: bool = True) -> None:
-        """The run was resumed from a checkpoint, which was begun at ``began`` (of ``time.perf_counter``).
+    def resumed(self, trainer: Trainer, checkpoint: CheckpointInfo, *, on_disk: bool = True) -> None:
+        """The run was resumed from a checkpoint.
 
         Args:
             on_disk: False: from a copy in memory, so that this step boundary was not saved.
         """
         manifest = checkpoint.manifest
-        self.times.loaded = Transfer.of(manifest, time.perf_counter() - began)
         self._saved_at = boundary_of(trainer) if on_disk else None
         self._saved_evaluations = trainer.state.evaluations
         self.parent = checkpoint.path.name if on_disk else manifest.parent
@@ -180,31 +173,52 @@ class Saver:
             self._saved_at = None
         if trainer.state.start is Start.FRESH or not self.has_run:
             self.run_id, self.has_run = agreement.on_rank_0(lambda: secrets.token_hex(8)), True
-        with contextlib.ExitStack() as refused:
-            refused.callback(self.release)
-            if agreement.world_size() > 1:  # a group of its own: a background save exchanges in another thread
-                group = self._lock.enter_context(agreement.lent_group("checkpoints"))
-                self.store = CheckpointStore(self.store.directory, group)
-            self.filter.check(trainer.registry.capture, trainer.registry.kinds)
+        with contextlib.ExitStack() as started:
+            started.enter_context(self.holding(trainer))
             agreement.agreed(lambda: self._check_registered(trainer))
-            agreement.agreed(lambda: self._take_folder(trainer) if agreement.rank() == 0 else None)
+            agreement.on_rank_0(lambda: self._forget_earlier_runs(trainer))
             self.store.sweep()
-            refused.pop_all()
+            self._held = started.pop_all()
         if self._saved_at is not None:  # resumed: the process before may have been killed between a save and its prune
             self._prune()
             self.settle()
 
-    def _take_folder(self, trainer: Trainer) -> None:
-        """Keep other processes from saving there until the end of the run; log what a fresh run replaces."""
+    @contextlib.contextmanager
+    def holding(self, trainer: Trainer) -> Iterator[None]:
+        """Within it no other process saves in the folder, which is made if it is missing; a collective.
+
+        Raises:
+            CheckpointError: one saves there, or it cannot be made; the same on all ranks.
+        """
         directory = self.store.directory
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:  # later, a save that fails does not end the run
-            raise CheckpointError(
-                f"The folder of checkpoints {directory} cannot be made: {error.strerror}. Give Checkpoint another one."
-            ) from None
-        self._hold(self._lock)
-        for name in TIERS.keys() - self.tiers.keys():  # what an earlier start has left there will be stale
+        with contextlib.ExitStack() as stack:
+            if agreement.world_size() > 1:  # a group of its own: a background save exchanges in another thread
+                self.store = CheckpointStore(directory, stack.enter_context(agreement.lent_group("checkpoints")))
+            stack.callback(self.settle)
+            self.filter.check(trainer.registry.capture, trainer.registry.kinds)
+
+            def take() -> None:
+                try:
+                    directory.mkdir(parents=True, exist_ok=True)
+                    stack.enter_context(held(directory))
+                except DirectoryInUse as holder:
+                    raise CheckpointError(
+                        f"{directory} is in use by {holder}, which saves its checkpoints there: wait until it has "
+                        "ended, or give this run another directory."
+                    ) from None
+                except OSError as error:  # later, a save that fails does not end the run
+                    raise CheckpointError(
+                        f"The folder of checkpoints {directory} cannot be made: {error.strerror}. Give Checkpoint "
+                        "another one."
+                    ) from None
+
+            agreement.on_rank_0(take)
+            yield
+
+    def _forget_earlier_runs(self, trainer: Trainer) -> None:
+        """Remove what an earlier start has left beside the checkpoints; log what a fresh run replaces."""
+        directory = self.store.directory
+        for name in TIERS.keys() - self.tiers.keys():
             with contextlib.suppress(OSError):
                 os.unlink(directory / marker(name))
         if trainer.state.start is Start.FRESH and (others := self.store.checkpoints()):
@@ -214,37 +228,10 @@ class Saver:
                 *(directory, len(others), others[-1].path.name),
             )
 
-    def _hold(self, lock: contextlib.ExitStack) -> None:
-        try:
-            lock.enter_context(held(self.store.directory))
-        except DirectoryInUse as holder:
-            raise CheckpointError(
-                f"{self.store.directory} is in use by {holder}, which saves its checkpoints there: wait until it has "
-                "ended, or give this run another directory."
-            ) from None
-
-    @contextlib.contextmanager
-    def taken(self, trainer: Trainer) -> Iterator[None]:
-        """Within it no other process saves in the folder; a collective, outside of a run.
-
-        Raises:
-            CheckpointError: one saves there; the same on all ranks.
-        """
-        directory = self.store.directory
-        with contextlib.ExitStack() as stack:
-            if agreement.world_size() > 1:
-                self.store = CheckpointStore(directory, agreement.cpu_group("checkpoints saved now"))
-            agreement.on_rank_0(lambda: self._hold(stack))
-            stack.callback(self.settle)
-            self.filter.check(trainer.registry.capture, trainer.registry.kinds)
-            yield
-
     def release(self) -> None:
         """Let other processes save in the folder; a collective."""
         self.settle()
-        self._lock.close()
-        if agreement.world_size() > 1:  # the group may be another run's now
-            self.store = CheckpointStore(self.store.directory)
+        self._held.close()
 
     def _check_registered(self, trainer: Trainer) -> None:
         """Refuse what no checkpoint could hold before it is trained for."""
@@ -389,9 +376,9 @@ class Saver:
         self.error, self.parent = None, path.name
         state.checkpoint_path, state.saved_iteration, state.save_seconds = path, self._saving_at, seconds
         assert self.store.last_saved is not None
-        self.times.saves, self.times.saved = self.times.saves + 1, Transfer.of(self.store.last_saved, seconds)
+        words = self.times.saved(self.store.last_saved, seconds)
         if agreement.rank() == 0:
-            logger.info("Saved %s: %s%s.", path, self.times.saved, how, extra={"console": seconds >= _SHOWN_FROM_S})
+            logger.info("Saved %s: %s%s.", path, words, how, extra={"console": seconds >= _SHOWN_FROM_S})
         self._prune()
         tell(trainer, TrainingEvents.CHECKPOINT_SAVED)
         for tier in self.tiers.values():

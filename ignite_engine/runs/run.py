@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -461,7 +461,7 @@ class Run:
             "start": start if has_started else None,
             "resumed_from": resumed.name if resumed else None,
             "startup_s": dict(self.startup.seconds),
-            "checkpoints": self.checkpoint.times.as_dict() if self.checkpoint else {},
+            "checkpoints": asdict(self.checkpoint.times) if self.checkpoint else {},
         }
         self.summary = summary
         if agreement.rank() == 0:

@@ -37,7 +37,7 @@ def test_a_run_is_recorded(tmp_path, caplog):
     assert summary == json.loads(json.dumps(run.summary))
     ended = ("status", "reason", "iteration", "epoch", "world_size", "resumed_from")
     assert [summary[key] for key in ended] == ["completed", "max_epochs", 18, 3, 1, None]
-    assert summary["parameters"] == 4 * 8 + 8 + 8 * 3 + 3 and summary["checkpoints"]["save_bytes_per_s"] > 0
+    assert summary["parameters"] == 4 * 8 + 8 + 8 * 3 + 3 and summary["checkpoints"]["save_bytes"] > 0
     assert {"task", "model", "data", "trainer", "resume"} <= summary["startup_s"].keys()
     assert all(seconds >= 0 for seconds in summary["startup_s"].values()) and "Start-up took" in caplog.text
     assert points(tmp_path) == [6, 12, 18] and points(tmp_path, "val/loss") == [9, 18]
