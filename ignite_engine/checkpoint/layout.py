@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import secrets
+from functools import lru_cache
 from pathlib import Path
 
 from ignite_engine.checkpoint import filesystem
@@ -20,8 +21,6 @@ logger = logging.getLogger(__name__)
 _COMMITTED = re.compile(r"iteration_(\d{8,})(?:\.\d+)?")
 _TEMPORARY = ".tmp-"
 _TRASH = ".trash-"
-_READ: dict[Path, dict[str, tuple[Signature, Manifest]]] = {}
-"""By directory and name, what this process has read: a manifest is read again where its file has changed."""
 _LEFTOVER = re.compile(
     rf"(?P<prefix>{re.escape(_TEMPORARY)}|{re.escape(_TRASH)}){_COMMITTED.pattern}-[0-9a-f]{{8}}"
     r"|\..+\.tmp-[0-9a-f]{8}"  # of a file that was to be replaced
@@ -60,17 +59,15 @@ def named_iteration(path: Path) -> int | None:
 def manifest_of(checkpoint: Path) -> Manifest:
     """As ``read_manifest``; one that this process has read is not read again while its file is the same.
 
-    That is the same inode, size and times.
-
     Raises:
         CheckpointError: as ``read_manifest``.
     """
-    read, status = _READ.setdefault(checkpoint.parent, {}), signature(checkpoint / MANIFEST_NAME)
-    if status is None:
-        return read_manifest(checkpoint)  # which says why
-    if checkpoint.name not in read or read[checkpoint.name][0] != status:
-        read[checkpoint.name] = status, read_manifest(checkpoint)
-    return read[checkpoint.name][1]
+    return _manifest(checkpoint, signature(checkpoint / MANIFEST_NAME))
+
+
+@lru_cache(maxsize=1024)
+def _manifest(checkpoint: Path, state: Signature | None) -> Manifest:
+    return read_manifest(checkpoint)
 
 
 def scan(directory: Path) -> tuple[list[CheckpointInfo], list[tuple[Path, str]]]:
@@ -83,38 +80,32 @@ def scan(directory: Path) -> tuple[list[CheckpointInfo], list[tuple[Path, str]]]
         Those with a readable manifest in the order they were saved, and path and reason of those without.
     """
     for _ in range(LOOKS):
-        readable, unreadable, all_there = _look(directory)
-        if all_there:
+        readable: list[CheckpointInfo] = []
+        unreadable: list[tuple[Path, str]] = []
+        are_there = True
+        for path in _committed(directory):
+            if path.is_symlink():  # what it points to may be another run's, and would be pruned with this one's
+                unreadable.append((path, "it is a symbolic link, which is neither read nor deleted"))
+                continue
+            try:
+                readable.append(CheckpointInfo(path, manifest_of(path)))
+            except CheckpointError as error:
+                if path.exists():
+                    unreadable.append((path, str(error)))
+                else:
+                    are_there = False
+        if are_there:  # else one was deleted meanwhile, and a newer one may have come
             break
-    names = {checkpoint.path.name for checkpoint in readable}
-    _READ[directory] = {name: known for name, known in list(_READ.get(directory, {}).items()) if name in names}
     readable.sort(key=lambda checkpoint: (checkpoint.manifest.sequence, checkpoint.iteration, checkpoint.path.name))
     return readable, unreadable
 
 
-def _look(directory: Path) -> tuple[list[CheckpointInfo], list[tuple[Path, str]], bool]:
-    """What is committed, in no order, and whether none was deleted meanwhile, when a newer one may have come."""
-    readable: list[CheckpointInfo] = []
-    unreadable: list[tuple[Path, str]] = []
-    all_there = True
+def _committed(directory: Path) -> list[Path]:
     try:
         with os.scandir(directory) as found:
-            entries = [entry for entry in found if _COMMITTED.fullmatch(entry.name) and entry.is_dir()]
+            return sorted(Path(each.path) for each in found if _COMMITTED.fullmatch(each.name) and each.is_dir())
     except (FileNotFoundError, NotADirectoryError):
-        return [], [], True
-    for entry in sorted(entries, key=lambda entry: entry.name):
-        path = directory / entry.name
-        if entry.is_symlink():  # what it points to may be another run's, and would be pruned with this one's
-            unreadable.append((path, "it is a symbolic link, which is neither read nor deleted"))
-            continue
-        try:
-            readable.append(CheckpointInfo(path, manifest_of(path)))
-        except CheckpointError as error:
-            if path.exists():
-                unreadable.append((path, str(error)))
-            else:
-                all_there = False
-    return readable, unreadable, all_there
+        return []
 
 
 def free_name(directory: Path, iteration: int) -> Path:

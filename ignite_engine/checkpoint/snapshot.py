@@ -8,13 +8,8 @@ import torch
 from torch import Tensor
 
 from ignite_engine import devices
-from ignite_engine.checkpoint.filesystem import in_threads
 from ignite_engine.checkpoint.nested import is_made_of_tensors, rebuilt, rebuilt_of
 
-_PIECE_BYTES = 1 << 22
-"""Bytes that a thread copies at a time."""
-_THREADS = 4
-"""One does not use the memory's whole bandwidth; torch has one where training has."""
 _Key = tuple[Any, ...]
 _Pair = tuple[Tensor, Tensor]
 T = TypeVar("T")
@@ -75,19 +70,12 @@ class Snapshot:
         return buffer
 
     def _copy_values(self) -> None:
-        """Training waits for it, so several threads copy what is on the CPU and large."""
-        pieces: list[_Pair] = []
         beside: set[torch.device] = set()
         for buffer, source in self._pairs:
-            if source.device.type == "cpu" and source.nbytes > _PIECE_BYTES:
-                rows = max(1, _PIECE_BYTES * len(source) // source.nbytes)
-                pieces += zip(buffer.split(rows), source.split(rows), strict=True)
-                continue
             # of other devices no event would say when the bytes are there
             non_blocking = devices.has_side_streams(source.device.type)
             buffer.copy_(source, non_blocking=non_blocking)
             if non_blocking:
                 beside.add(source.device)
-        in_threads(lambda pair: pair[0].copy_(pair[1]), pieces, _THREADS)
         self._pairs = []
         self._copied = [devices.current_stream(device).record_event() for device in beside]

@@ -179,7 +179,7 @@ class ParametersState:
     """What is trained outside of the model: parameters that optimizers hold and the model does not.
 
     A loss function that is a module, or a method of one, names its own (``loss_fn.weight``), and its buffers are saved
-    with them; others are named by their place when they were first seen (``<optimizer>.<group>.<index>``).
+    with them; others are named by their place (``<optimizer>.<group>.<index>``).
     """
 
     def __init__(self, model: nn.Module, optimizers: Mapping[str, Optimizer], loss_fn: Any = None) -> None:
@@ -188,7 +188,6 @@ class ParametersState:
         """False: there were none when the parts of a checkpoint were registered."""
         owner = loss_fn if isinstance(loss_fn, nn.Module) else getattr(loss_fn, "__self__", None)
         self.loss_module = owner if isinstance(owner, nn.Module) and owner is not model else None
-        self._seen: dict[str, Tensor] = {}
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers by name, as they are now."""
@@ -199,21 +198,13 @@ class ParametersState:
             saved = unwrap(self.loss_module).state_dict(keep_vars=True)
             found = {f"loss_fn.{clean_name(name)}": value for name, value in saved.items() if id(value) not in inside}
         known = inside | {id(value) for value in found.values()}
-        places = [
-            (f"{label}.{group}.{index}", parameter)
-            for label, optimizer in self.optimizers.items()
-            for group, options in enumerate(optimizer.param_groups)
-            for index, parameter in enumerate(options["params"])
-            if id(parameter) not in known
-        ]
-        names = {id(parameter): name for name, parameter in self._seen.items()}
-        self._seen = {}
-        for place, parameter in sorted(places, key=lambda named: id(named[1]) not in names):
-            name = names.setdefault(id(parameter), place)
-            while self._seen.get(name, parameter) is not parameter:  # one that moved has had this place
-                name = names[id(parameter)] = f"{name}+"
-            self._seen[name] = parameter
-        return found | self._seen
+        for label, optimizer in self.optimizers.items():
+            for group, options in enumerate(optimizer.param_groups):
+                for index, parameter in enumerate(options["params"]):
+                    if id(parameter) not in known:
+                        found[f"{label}.{group}.{index}"] = parameter
+                        known.add(id(parameter))
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         return {name: value.detach() for name, value in self.tensors().items()}
