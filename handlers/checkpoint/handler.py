@@ -96,8 +96,6 @@ class Checkpoint:
         self._asked = self._must = False
         """A save was asked for since the last step boundary; it must be, even where no boundary follows."""
         self._named: set[str] = set()
-        self._found: CheckpointInfo | None = None
-        """What was resumed and no run has started from yet."""
         self._best: float | None = None
         self._measured: tuple[int, dict[str, float]] = (-1, {})
         self._stale: set[str] = set()
@@ -307,7 +305,7 @@ class Checkpoint:
         if fetched.is_committed:  # again: the process before may have been killed before that
             for tier in self.tiers.values():
                 tier.push(found.path)
-        self._ignored, self._found = (list(ignore), found.manifest.sequence), found
+        self._ignored = list(ignore), found.manifest.sequence
         self._saver.resumed(self._trainer, found, on_disk=fetched.is_committed)
         took = self.times.loaded(found.manifest, time.perf_counter() - began)
         self._measured = (found.iteration, found.manifest.metrics)  # of this boundary, if it is saved again
@@ -414,24 +412,15 @@ class Checkpoint:
         if self._followed is not None:
             self._followed.begin(trainer)
         self._named = set(trainer.registry.resumed_otherwise)  # which were logged
-        self._require_exact(trainer)
+        mine = trainer.reproducibility(self._saver.filter)
+        self._name(list(dict.fromkeys(reason for rank in agreement.gather_objects(mine) for reason in rank)))
         self._saver.start(trainer)
         trainer.call_at_end(self._end)
         for tier in self.tiers.values():
             tier.begin(trainer)
 
-    def _require_exact(self, trainer: Trainer) -> None:
-        """Name once what a resumed run would not have; ``strict`` refuses it."""
-        mine = trainer.reproducibility(self._saver.filter)
-        reasons = list(dict.fromkeys(reason for rank in agreement.gather_objects(mine) for reason in rank))
-        self._name(reasons)
-        if self._found is not None:
-            loading.name_unknown(trainer.registry, self._found, reasons)
-            self._named.update(trainer.registry.resumed_otherwise)
-            self._found = None
-
     def _name_what_came_late(self, trainer: Trainer) -> None:
-        """As at the start, what a run has made since; the checkpoint is there."""
+        """Name once what a resumed run would not have; ``strict`` refuses it. The checkpoint is there."""
         saved = self._saver.store.last_saved
         if saved is not None and trainer.state.status not in ("created", "failed"):
             self._name(saved.reproducibility)

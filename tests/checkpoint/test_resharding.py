@@ -116,7 +116,7 @@ def test_on_other_ranks_or_another_layout_it_has_the_same_losses(whole, tmp_path
         assert again["losses"] == pytest.approx({at: before["losses"][at] for at in again["losses"]}, abs=1e-6)
         assert set(again["state"]) == set(before["state"])
         reason = again["report"][0]
-        assert reason.startswith("resumed from iteration_00000002 otherwise than saved (")
+        assert reason.startswith("resumed from iteration_00000002, not bit for bit (")
         assert ("ranks: " in reason) == (count != SAVED[name][0])
         assert ("sharding: " in reason) == (name not in ("ddp", "plain") or layout not in ("ddp", "plain"))
 

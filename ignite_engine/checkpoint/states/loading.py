@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -144,10 +144,11 @@ def resume(
     if strict:
         require_exact(path.name, [*manifest.reproducibility, *reasons])
     registry.resumed_otherwise = [reason for reason in manifest.reproducibility if reason.startswith(_RESUMED)]
+    reasons += [reason for reason in manifest.reproducibility if not reason.startswith(_RESUMED)]
     if reasons:
-        registry.resumed_otherwise.append(f"{_RESUMED}{path.name} otherwise than saved ({'; '.join(reasons)})")
-    if reasons and rank == 0:
-        logger.warning("%s may not resume bit for bit: %s.", path.name, "; ".join(reasons))
+        registry.resumed_otherwise.append(f"{_RESUMED}{path.name}, not bit for bit ({'; '.join(reasons)})")
+        if rank == 0:
+            logger.warning("%s may not resume bit for bit: %s.", path.name, "; ".join(reasons))
     if ignored_up_to is not None and manifest.sequence > ignored_up_to:
         ignore = ()
     adapt = _adapter(registry, manifest.left_out, bool(sharding or manifest.environment.get(_SHARDING)))
@@ -157,15 +158,6 @@ def resume(
     if begun := [name for name in registry.of_update if name not in held]:
         registry.resumed_otherwise.append(f"{_RESUMED}{path.name}, which was saved without {', '.join(begun)}")
     return replace(found, info=CheckpointInfo(path, manifest))
-
-
-def name_unknown(registry: Registry, found: CheckpointInfo, reasons: Container[str]) -> None:
-    """Name what a checkpoint was saved without and this run, whose ``reasons`` are given, does not know of."""
-    unknown = [reason for reason in found.manifest.reproducibility if reason not in reasons]
-    if unknown:
-        registry.resumed_otherwise.append(f"{_RESUMED}{found.path.name}, which is not exact ({'; '.join(unknown)})")
-        if agreement.rank() == 0:
-            logger.warning("%s may not resume bit for bit: %s.", found.path.name, "; ".join(unknown))
 
 
 def _load_all(registry: Registry, loaded: Loaded, ignore: Iterable[str], adapt: Adapt) -> None:
