@@ -38,22 +38,22 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoint:
-    """Everything registered with the Trainer, committed whole or not at all.
+    """Saves everything that is registered with the Trainer, each checkpoint completely or not at all.
 
     Args:
-        directory: of all checkpoints of the run, shared by the ranks.
-        name: of the handler's own state in a checkpoint.
-        to_save: objects with ``state_dict`` and ``load_state_dict``, by name: what is trained by an engine that was not
-            made of an :class:`~ignite_engine.Update`. None: of such an engine the model and the optimizers to which its
-            process function refers.
-        options: the fields of :class:`~ignite_engine.checkpoint.save_options.SaveOptions`, and second places of the
-            checkpoints: ``memory``: after how many iterations the state is copied into shared memory, from where a run
-            that was killed goes on if the machine lives; ``"auto"``: as few as cost at most 1 % of the time. It holds
-            two copies of the state. ``mirror``: a directory or a URL of ``fsspec``, without credentials, which comes to
-            hold what the folder keeps, beside training. A resume takes the newest valid checkpoint of all places.
+        directory: of the run's checkpoints, shared by all ranks.
+        name: of this handler's state in a checkpoint.
+        to_save: for an engine that was not made of an :class:`~ignite_engine.Update`: the trained objects by name, with
+            ``state_dict`` and ``load_state_dict``. None: the model and the optimizers to which its process function
+            refers.
+        options: the fields of :class:`~ignite_engine.checkpoint.save_options.SaveOptions`, and further tiers.
+            ``memory=n`` copies the state into shared memory every n iterations, from where a killed run continues while
+            the machine lives; ``"auto"``: the smallest n whose copies cost at most 1 % of the time. It needs memory for
+            two copies. ``mirror=url``, a directory or a URL of ``fsspec`` without credentials, uploads the kept
+            checkpoints during training. A resume takes the newest valid checkpoint of all tiers.
 
-    A save that fails fires ``CHECKPOINT_FAILED`` and training continues; the one at the end of the run raises. In the
-    background both events come at the first step boundary after the save has ended, the same one on all ranks.
+    A failed save fires ``CHECKPOINT_FAILED`` and training continues; at the end of the run it raises. With
+    ``background`` the event is fired at the first step boundary after the save has ended, the same one on all ranks.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class Checkpoint:
         self._ignored: tuple[Sequence[str], int] = ((), 0)
         self._saver = Saver(directory, self.options, self._metrics_of)
         self.tiers = self._saver.tiers = tiers_of(tiers, self._saver)
-        """Where checkpoints are beside the folder, by the name of the option."""
+        """The tiers beside the folder, by name of the option."""
         self.asks_tiers = True
-        """Whether :meth:`resume` looks there, too."""
+        """Whether :meth:`resume` looks in the tiers beside the folder."""
         best = self.options.best
         self._followed = (
             None
@@ -91,15 +91,15 @@ class Checkpoint:
             )
         )
         self.announces_best = True
-        """Log the best one when a run has ended; False: whoever runs it does."""
+        """Whether to log the best checkpoint at the end of a run."""
         self._trainer: Trainer | None = None
         self._asked = self._must = False
-        """A save was asked for since the last step boundary; it must be, even where no boundary follows."""
+        """A save was requested since the last step boundary; and it must happen even if no boundary follows."""
         self._named: set[str] = set()
         self._best: float | None = None
         self._measured: tuple[int, dict[str, float]] = (-1, {})
         self._stale: set[str] = set()
-        """Metrics of this boundary that were measured before weights were loaded again."""
+        """Metrics of this boundary that were measured before weights were replaced."""
 
     def attach(self, engine: Engine, event: Any = Events.EPOCH_COMPLETED) -> None:
         """Save at the step boundary after ``event``; always at the end and on a stop."""
@@ -127,10 +127,10 @@ class Checkpoint:
         trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, self._name_what_came_late)
 
     def _register(self, trainer: Trainer) -> None:
-        """Register what is to be saved, under names that do not depend on its wrapping.
+        """Register the objects to save, under names that do not depend on their wrapping.
 
         Raises:
-            ValueError: nothing is known that the engine trains.
+            ValueError: no object that the engine trains is known.
         """
         update, to_save = trainer.update, self._to_save or {}
         if isinstance(update, EngineUpdate):
@@ -152,20 +152,20 @@ class Checkpoint:
 
     @property
     def store(self) -> CheckpointStore:
-        """The checkpoints on disk."""
+        """The store of the checkpoints on disk."""
         self._saver.settle()
         return self._saver.store
 
     @property
     def times(self) -> Times:
-        """What saving and loading took in this process."""
+        """The durations of saves and loads in this process."""
         return self._saver.times
 
     @property
     def best(self) -> BestCheckpoint | None:
-        """The committed checkpoint of this run with the best value, as the manifests on disk say; None: there is none.
+        """The committed checkpoint of this run with the best value, according to the manifests on disk; or None.
 
-        Before a run has started it is that of the run that saved in the folder last.
+        Before a run has started, the best of the last run that saved in the folder.
         """
         metric = self.options.best
         if metric is None:
@@ -176,12 +176,12 @@ class Checkpoint:
     def restore_best(self) -> BestCheckpoint:
         """Load the weights of the best checkpoint into the model; a collective, at a step boundary or after ``run()``.
 
-        These are the ones that were evaluated: with an ``EMA`` that the evaluation used, its average. Optimizers,
-        counters and data stay as they are. A save in the background is waited for.
+        The weights are those that were evaluated: the average, if the evaluation used an ``EMA``. Optimizers, counters
+        and data stay as they are. A background save is waited for.
 
         Raises:
-            CheckpointError: no checkpoint is the best; the same on all ranks, as the others are.
-            StateMismatch: the model is another one than was saved.
+            CheckpointError: there is no best checkpoint; the same on all ranks.
+            StateMismatch: the model does not fit the saved one.
             RuntimeError: it is not attached to a trainer yet.
         """
         trainer, saver = self._trainer, self._saver
@@ -223,23 +223,23 @@ class Checkpoint:
 
     @property
     def error(self) -> CheckpointError | None:
-        """Why the last save failed; None: it did not."""
+        """Why the last save failed; None if it did not."""
         return self._saver.error
 
     def __call__(self, trainer: Trainer) -> None:
-        """Ask for a save; it happens at the RESUME_POINT of this iteration."""
+        """Request a save at the RESUME_POINT of this iteration."""
         self._asked = True
 
     def save(self) -> Path | None:
-        """Save now, before or after a run; within one, at the step boundary that follows. A collective.
+        """Save now, outside of a run; within one, at the next step boundary. A collective.
 
         Returns:
             The checkpoint; None within a run.
 
         Raises:
-            CheckpointError: it was not saved: another process saves in the folder; outside of a run also the disk, a
-                run that failed within an iteration, or one that was resumed and has not been run. Within a run a full
-                disk fires ``CHECKPOINT_FAILED``.
+            CheckpointError: nothing was saved: another process uses the folder; or, outside of a run, the disk failed,
+                the run has failed within an iteration, or was resumed and not run yet. Within a run a failure fires
+                ``CHECKPOINT_FAILED`` instead.
             RuntimeError: it is not attached to a trainer yet.
         """
         trainer = self._trainer
@@ -263,7 +263,7 @@ class Checkpoint:
         return trainer.state.checkpoint_path
 
     def _save_now(self, trainer: Trainer, reasons: Iterable[str] = ()) -> None:
-        """In the foreground."""
+        """Save in the foreground."""
         if self._saver.busy:
             self._saver.finish(trainer)
         with self._saver.holding(trainer):
@@ -274,22 +274,22 @@ class Checkpoint:
         return values if measured_at == trainer.state.iteration else None
 
     def resume(self, ignore: Iterable[str] = (), *, lr: Rates | None = None) -> Path | None:
-        """Load the newest valid checkpoint into all that is registered, and what will be; a collective.
+        """Load the newest valid checkpoint into everything registered now or before the run starts; a collective.
 
         Args:
-            ignore: names of parts that are left out: they start fresh, or no longer exist.
-            lr: the base of the engine's schedules, or the rate of an optimizer without one, from here on: of all
-                parameter groups, or by the name of an optimizer or of a group.
+            ignore: names of parts that are not loaded: they start fresh, or no longer exist.
+            lr: a new base for the engine's schedules, or a new rate for an optimizer without one: for all parameter
+                groups, or by name of an optimizer or a group.
 
         Returns:
-            The checkpoint, the same on all ranks; of a copy in memory (``memory``), which is taken where it is newer,
-            the file that names it. None if there is none: the run starts fresh.
+            The checkpoint, the same on all ranks; for a newer copy in memory, the file that refers to it. None if there
+            is none: the run starts fresh.
 
         Raises:
-            CheckpointError: it is valid but a rank cannot read it; raised on all of them.
-            NotExact: with ``strict``, it says that it is not exact, or was saved in another environment: number of
-                ranks or threads, torch, devices.
-            StateMismatch: the state, or ``lr``, does not fit what was built.
+            CheckpointError: a rank cannot read it; raised on all ranks.
+            NotExact: with ``strict``, it is not exact or was saved in another environment: number of ranks or threads,
+                torch, devices.
+            StateMismatch: the state or ``lr`` does not fit the objects here.
             RuntimeError: it is not attached to a trainer yet.
         """
         if self._trainer is None:
@@ -302,14 +302,14 @@ class Checkpoint:
         if fetched is None:
             return None
         found = fetched.info
-        if fetched.is_committed:  # again: the process before may have been killed before that
+        if fetched.is_committed:  # again, as the previous process may have been killed before that
             for tier in self.tiers.values():
                 tier.push(found.path)
         self._ignored = list(ignore), found.manifest.sequence
         self._saver.resumed(self._trainer, found, on_disk=fetched.is_committed)
         took = self.times.loaded(found.manifest, time.perf_counter() - began)
-        self._measured = (found.iteration, found.manifest.metrics)  # of this boundary, if it is saved again
-        # a script that sets up no logging shows warnings alone
+        self._measured = (found.iteration, found.manifest.metrics)  # the metrics of this boundary, if it is saved again
+        # a script without a logging configuration shows warnings only
         level, iteration = logging.WARNING if agreement.rank() == 0 else logging.INFO, self._trainer.state.iteration
         disk = ""
         if not fetched.is_committed:
@@ -318,7 +318,7 @@ class Checkpoint:
             if self._best is not None and self.options.background:
                 self._best = agreement.on_rank_0(
                     lambda: best.value if (best := self.best) else None
-                )  # of a save that was under way nothing is left
+                )  # a save that was under way has left nothing
         place = fetched.place
         logger.log(level, "Resumed from %s at iteration %d%s: %s.", place, iteration, disk, took)
         self._lr = lr
@@ -330,12 +330,12 @@ class Checkpoint:
             set_rates(trainer.registry, self._lr)
 
     def _load_healthy(self) -> Path | None:
-        """Within a run, go back to the newest checkpoint whose weights are finite; a collective."""
+        """Roll back to the newest checkpoint with finite weights, within a run; a collective."""
         trainer, saver = self._trainer, self._saver
         assert trainer is not None
         if saver.busy:
             saver.finish(trainer)
-        # what a resume has left out is in the checkpoints that were saved since
+        # parts ignored by the resume are in the checkpoints saved since
         names, newest = self._ignored
         found = loading.resume(trainer.registry, self.store, ignore=names, ignored_up_to=newest, healthy_only=True)
         if found is None:
@@ -345,9 +345,9 @@ class Checkpoint:
         return found.info.path
 
     def load(self, path: str | Path | Sequence[LoadSource], **options: Any) -> LoadReport:
-        """Start with what sources have, where :meth:`resume` found none; a collective.
+        """Begin from other sources, if :meth:`resume` found no checkpoint; a collective.
 
-        What ``exclude`` leaves out of this run's own checkpoints is to be loaded before :meth:`resume`, each time.
+        Load what ``exclude`` leaves out of this run's checkpoints each time, before :meth:`resume`.
 
         Args:
             path: a checkpoint, a folder of checkpoints or of a run (its newest valid one), or a file of weights
@@ -361,7 +361,7 @@ class Checkpoint:
             What was loaded, missing and unexpected; it is logged, too.
 
         Raises:
-            CheckpointError: there is none, or it cannot be read; the same on all ranks, as the others are.
+            CheckpointError: there is none, or it cannot be read; the same on all ranks.
             StateMismatch: a strict source does not fit what was built.
             ValueError: a pattern matches nothing.
             RuntimeError: it is not attached to a trainer yet.
@@ -376,7 +376,7 @@ class Checkpoint:
         return report
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value so far; which checkpoints there are is read from disk."""
+        """The best value so far; the checkpoints themselves are read from disk."""
         followed = self._followed
         if followed is None:
             return {}
@@ -400,12 +400,12 @@ class Checkpoint:
         self._best, followed.seen_at = state["best"], state["measured_at"]
 
     def begin_anew(self) -> None:
-        """A run starts over: there is no best one."""
+        """Forget the best value when a new run starts."""
         self._best = None
 
     def _start(self, trainer: Trainer) -> None:
         if trainer.state.start is Start.RESUMED:
-            self._set_rates(trainer)  # of schedules that were attached after resume(), too
+            self._set_rates(trainer)  # also for schedules attached after resume()
         self._asked = self._must = False
         if self.options.on_exception and agreement.world_size() > 1:
             logger.warning("on_exception has no effect on several ranks: the others may be in another iteration.")
@@ -420,7 +420,7 @@ class Checkpoint:
             tier.begin(trainer)
 
     def _name_what_came_late(self, trainer: Trainer) -> None:
-        """Name once what a resumed run would not have; ``strict`` refuses it. The checkpoint is there."""
+        """Report reasons that have come up since the start; the checkpoint is saved already."""
         saved = self._saver.store.last_saved
         if saved is not None and trainer.state.status not in ("created", "failed"):
             self._name(saved.reproducibility)
@@ -436,7 +436,7 @@ class Checkpoint:
             logger.warning("A run that is resumed from these checkpoints may not be bit-exact: %s.", "; ".join(reasons))
 
     def weights_replaced(self) -> None:
-        """Weights were loaded again within the run: this boundary was not saved, and what was measured came before."""
+        """Weights were replaced: this boundary is not saved yet, and its metrics belong to other weights."""
         assert self._trainer is not None
         self._saver.forget_boundary()
         self._measured, self._stale = (-1, {}), set(self._trainer.state.metrics.fresh)
@@ -451,8 +451,8 @@ class Checkpoint:
         if self._followed is not None and score is not None:
             values[self._followed.key] = score
             if self._saver.busy and self._saver.has_saved(trainer):
-                self._saver.finish(trainer)  # it is written, or was not saved
-            saved = self._saver.has_saved(trainer)  # an evaluation made again after a resume, or at COMPLETED
+                self._saver.finish(trainer)  # the boundary is written now, or was not saved
+            saved = self._saver.has_saved(trainer)  # an evaluation that is repeated after a resume, or at COMPLETED
             if improves(score, self._best, self.options.mode):
                 self._best, self._asked, self._must = score, self._asked or not saved, self._must or not saved
             if saved:
@@ -469,7 +469,7 @@ class Checkpoint:
         at_end = state.last and (self.options.save_at_end or state.stopping)
         if saver.busy and (state.last or (state.background_done and saver.has_written())):
             saver.finish(trainer)
-        if saver.has_saved(trainer):  # a stop in the run's last evaluation was saved before the end of that
+        if saver.has_saved(trainer):  # a stop during the run's last evaluation was saved before it ended
             due = at_end and saver.has_evaluated_since(trainer)
         else:
             due = asked or at_end or state.save_requested
@@ -481,7 +481,7 @@ class Checkpoint:
         saver.save(trainer, background=background, metrics=self._metrics_of(trainer))
 
     def _save_what_came_late(self, trainer: Trainer) -> None:
-        """What a handler has asked for after the last step boundary was saved."""
+        """Save what a handler has requested after the last step boundary."""
         if self._must and not self._saver.has_saved(trainer):
             self._save_now(trainer)
 
@@ -489,7 +489,7 @@ class Checkpoint:
         try:
             if trainer.state.status in ("completed", "interrupted"):
                 self._save_what_came_late(trainer)
-            elif trainer.state.status == "running" and self._saver.busy:  # rolled back: the run goes on
+            elif trainer.state.status == "running" and self._saver.busy:  # a roll-back, after which the run goes on
                 self._saver.finish(trainer)
             self._saver.end(trainer)
             if trainer.state.status == "failed" and agreement.world_size() == 1 and self.options.on_exception:
@@ -507,13 +507,13 @@ class Checkpoint:
 
 
 def _owner_of(optimizer: Optimizer, models: Iterable[nn.Module]) -> nn.Module | None:
-    """The model that holds all parameters of an optimizer."""
+    """The model with all parameters of an optimizer."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return next((model for model in models if held <= {id(parameter) for parameter in model.parameters()}), None)
 
 
 def _signature() -> inspect.Signature:
-    """That of :class:`Checkpoint`, with the name of each option."""
+    """The signature of :class:`Checkpoint` with all options."""
     own = [each for each in inspect.signature(Checkpoint).parameters.values() if each.kind is not each.VAR_KEYWORD]
     kinds = get_type_hints(SaveOptions)
     options = [(field.name, field.default, kinds[field.name]) for field in fields(SaveOptions)]

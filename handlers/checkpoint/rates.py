@@ -1,4 +1,4 @@
-"""The learning rates that a resume is given."""
+"""Sets new learning rates at a resume."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Rates = float | Mapping[str, float]
 
 
 def set_rates(registry: Registry, rates: Rates) -> None:
-    """Replace the base of each schedule, which goes on from where it is; without one the optimizer's rate.
+    """Replace the base of each schedule, which continues from its position; without a schedule, the optimizer's rate.
 
     Args:
-        rates: of all parameter groups, or by the name of an optimizer or of a group.
+        rates: one for all parameter groups, or by name of an optimizer or a group.
 
     Raises:
-        StateMismatch: a name is not known, or a schedule is not a :class:`Schedule`.
+        StateMismatch: a name is unknown, or a schedule is not a :class:`Schedule`.
     """
     known = list[str]()
     for part, obj in registry.objects.items():

@@ -1,4 +1,4 @@
-"""How a run is saved: at a step boundary, in the loop or in the background; events say how it ended."""
+"""Saves a run at step boundaries, in the loop or in the background, and fires the events of a save."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _Saved = tuple[Path, float]
-"""A checkpoint, and the seconds from its step boundary to its commit."""
+"""The path of a checkpoint, and the seconds from its step boundary to its commit."""
 _SHOWN_FROM_S = 1.0
-"""A save that was shorter is in the log file alone."""
+"""Shorter saves are not shown on the console, in seconds."""
 
 _PEERS_TIMEOUT_S = 60.0
 _Captured = tuple[Mapping[str, Any], Mapping[str, Any], Shards | None, Facts]
@@ -47,22 +47,22 @@ _Captured = tuple[Mapping[str, Any], Mapping[str, Any], Shards | None, Facts]
 
 @dataclass
 class Times:
-    """What one process spent on checkpoints; of a save and a load these are the last ones, None: there was none."""
+    """Durations and sizes of one process's saves and loads: of the last save and the last load, or None."""
 
     saves: int = 0
-    """How many were committed."""
+    """The number of committed saves."""
     waited_s: float = 0.0
-    """Seconds for which training waited for saves, all together."""
+    """The total time for which training waited for saves, in seconds."""
     save_s: float | None = None
-    """From the step boundary to the commit, by all ranks together."""
+    """From the step boundary to the commit on all ranks."""
     save_bytes: int | None = None
     load_s: float | None = None
-    """From the choice of the checkpoint, with its verification, to the states that are loaded."""
+    """From the choice of the checkpoint, with its verification, to the end of the load."""
     load_bytes: int | None = None
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """What training waits for."""
+        """Count the time in the body as waiting."""
         began = time.perf_counter()
         try:
             yield
@@ -70,12 +70,12 @@ class Times:
             self.waited_s += time.perf_counter() - began
 
     def saved(self, manifest: Manifest, seconds: float) -> str:
-        """Note a save; it in words."""
+        """Record a save, and describe it."""
         self.saves, self.save_s, self.save_bytes = self.saves + 1, seconds, _bytes_of(manifest)
         return _in_words(self.save_bytes, seconds)
 
     def loaded(self, manifest: Manifest, seconds: float) -> str:
-        """Note a load; it in words."""
+        """Record a load, and describe it."""
         self.load_s, self.load_bytes = seconds, _bytes_of(manifest)
         return _in_words(self.load_bytes, seconds)
 
@@ -92,9 +92,9 @@ class Saver:
     """Saves what is registered with a trainer, one save at a time, and prunes after each.
 
     Args:
-        directory: of all checkpoints of the run, shared by the ranks.
-        options: what is saved, how, and what is kept.
-        metrics_of: what was measured at this step boundary.
+        directory: of the run's checkpoints, shared by all ranks.
+        options: define what is saved, how, and what is kept.
+        metrics_of: returns the metrics of this step boundary.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ class Saver:
         self.tiers: Mapping[str, Tier] = {}
         self.times = Times()
         self.error: CheckpointError | None = None
-        """Why the last save failed; None: it did not."""
+        """Why the last save failed; None if it did not."""
         self.parent: str | None = None
-        """Name of the checkpoint that the run was resumed from, or saved last."""
+        """The name of the checkpoint that the run saved last, or was resumed from."""
         self.run_id: str | None = None
-        """The id of the run that is under way; None: there was no run."""
+        """The id of the current run; None before the first run."""
         self.has_run = False
-        """A run was resumed or started: :attr:`run_id` is its own."""
+        """Whether a run was resumed or started, so that :attr:`run_id` is set."""
         self._saving: Future[_Saved] | None = None
         self._snapshot = Snapshot()
         self._pruning: threading.Thread | None = None
@@ -126,15 +126,15 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """A save is being written in the background, or has ended and was not reported yet."""
+        """Whether a background save is being written, or has ended and was not reported yet."""
         return self._saving is not None
 
     def has_saved(self, trainer: Trainer) -> bool:
-        """Whether the step boundary at which the run is was saved, or is being saved."""
+        """Whether the present step boundary was saved, or is being saved."""
         return self._saved_at == boundary_of(trainer)
 
     def forget_boundary(self) -> None:
-        """What was saved at this step boundary is no longer the state of the run."""
+        """The state has changed since this step boundary was saved."""
         self._saved_at = None
 
     def has_evaluated_since(self, trainer: Trainer) -> bool:
@@ -142,10 +142,10 @@ class Saver:
         return trainer.state.evaluations != self._saved_evaluations
 
     def resumed(self, trainer: Trainer, checkpoint: CheckpointInfo, *, on_disk: bool = True) -> None:
-        """The run was resumed from a checkpoint.
+        """Continue after a resume from a checkpoint.
 
         Args:
-            on_disk: False: from a copy in memory, so that this step boundary was not saved.
+            on_disk: False: it was a copy in memory, so this step boundary is not saved on disk.
         """
         manifest = checkpoint.manifest
         self._saved_at = boundary_of(trainer) if on_disk else None
@@ -154,19 +154,19 @@ class Saver:
         self.run_id, self.has_run = manifest.run_id, True
 
     def add_metrics(self, metrics: Mapping[str, float]) -> None:
-        """What was measured where the run was saved already, after that; a collective. A failure is a warning."""
+        """Add metrics that were measured after the save of this boundary; a collective. A failure is a warning."""
         assert self.parent is not None
         self.settle()
         try:
             self.store.annotate(self.store.directory / self.parent, metrics=metrics)
-        except CheckpointError as error:  # as with a save that fails, training goes on
+        except CheckpointError as error:  # as with a failed save, training continues
             logger.warning("%s", error)
 
     def start(self, trainer: Trainer) -> None:
-        """A run starts: check what it saves, take the folder, handle what is in it; a collective.
+        """Called when a run starts: check what will be saved, take the folder and clean it; a collective.
 
         Raises:
-            CheckpointError: something registered cannot be saved, or another process saves in the folder.
+            CheckpointError: a registered object cannot be saved, or another process uses the folder.
             StateMismatch: ``exclude`` has a pattern that matches nothing.
         """
         if trainer.state.start is Start.FRESH:
@@ -179,20 +179,20 @@ class Saver:
             agreement.on_rank_0(lambda: self._forget_earlier_runs(trainer))
             self.store.sweep()
             self._held = started.pop_all()
-        if self._saved_at is not None:  # resumed: the process before may have been killed between a save and its prune
+        if self._saved_at is not None:  # resumed: the last process may have been killed before its prune
             self._prune()
             self.settle()
 
     @contextlib.contextmanager
     def holding(self, trainer: Trainer) -> Iterator[None]:
-        """Within it no other process saves in the folder, which is made if it is missing; a collective.
+        """Take the folder for the body, and make it if it is missing; a collective.
 
         Raises:
-            CheckpointError: one saves there, or it cannot be made; the same on all ranks.
+            CheckpointError: another process uses it, or it cannot be made; the same on all ranks.
         """
         directory = self.store.directory
         with contextlib.ExitStack() as stack:
-            if agreement.world_size() > 1:  # a group of its own: a background save exchanges in another thread
+            if agreement.world_size() > 1:  # a separate group, as a background save communicates in another thread
                 self.store = CheckpointStore(directory, stack.enter_context(agreement.lent_group("checkpoints")))
             stack.callback(self.settle)
             self.filter.check(trainer.registry.capture, trainer.registry.kinds)
@@ -206,7 +206,7 @@ class Saver:
                         f"{directory} is in use by {holder}, which saves its checkpoints there: wait until it has "
                         "ended, or give this run another directory."
                     ) from None
-                except OSError as error:  # later, a save that fails does not end the run
+                except OSError as error:  # an error now; later a failed save does not end the run
                     raise CheckpointError(
                         f"The folder of checkpoints {directory} cannot be made: {error.strerror}. Give Checkpoint "
                         "another one."
@@ -216,7 +216,7 @@ class Saver:
             yield
 
     def _forget_earlier_runs(self, trainer: Trainer) -> None:
-        """Remove what an earlier start has left beside the checkpoints; log what a fresh run replaces."""
+        """Remove markers of unused tiers, and log which checkpoints a fresh run replaces."""
         directory = self.store.directory
         for name in TIERS.keys() - self.tiers.keys():
             with contextlib.suppress(OSError):
@@ -229,13 +229,13 @@ class Saver:
             )
 
     def release(self) -> None:
-        """Let other processes save in the folder; a collective."""
+        """Release the folder; a collective."""
         self.settle()
         self._held.close()
 
     def _check_registered(self, trainer: Trainer) -> None:
-        """Refuse what no checkpoint could hold before it is trained for."""
-        own = {"data", "rng", "trainer"}  # the state of a loader may start its workers
+        """Refuse objects that cannot be saved, before training."""
+        own = {"data", "rng", "trainer"}  # asking a loader for its state may start workers
         states = {name: obj.state_dict() for name, obj in trainer.registry.objects.items() if name not in own}
         states = self.filter(states, trainer.registry.kinds)[0]
         Pack(without_shards(states, {})[0])
@@ -259,14 +259,14 @@ class Saver:
         Args:
             background: write while training continues.
             metrics: of this iteration.
-            reasons: beside the trainer's, why a resumed run may differ in its bits.
+            reasons: further reasons for the reproducibility report.
 
         Raises:
-            CheckpointError: it failed, and was the last one of the run; any other failure fires CHECKPOINT_FAILED.
+            CheckpointError: the last save of the run failed; other failures fire CHECKPOINT_FAILED.
         """
         state = trainer.state
         self.settle()
-        state.checkpoints += 1  # it counts itself: the resumed run continues with this number
+        state.checkpoints += 1  # the count includes this save, as a resumed run continues from it
         self._saved_at, self._saving_at = boundary_of(trainer), state.iteration
         self._saved_evaluations = state.evaluations
         started = time.perf_counter()
@@ -274,7 +274,7 @@ class Saver:
         try:
             with self.times.waiting():
                 agreement.agreed(lambda: captured.append(self._capture(trainer, background)))
-        except Exception as error:  # whatever a state_dict of the user's raises must not end the training
+        except Exception as error:  # an error in a user's state_dict must not end the training
             failure = CheckpointError(
                 f"The checkpoint of iteration {state.iteration} was not saved: {one_line(error).rstrip('.')}."
             )
@@ -296,9 +296,9 @@ class Saver:
             self._report(trainer, write)
 
     def _capture(self, trainer: Trainer, background: bool) -> _Captured:
-        """What is saved: shared parts, this rank's own, what was taken out of both, and the manifest's facts.
+        """Collect the shared parts, this rank's own parts, their sharding and the facts for the manifest.
 
-        For the background they are copies.
+        For a background save the parts are copies.
         """
         trainer.registry.flush_to_disk()
         kinds = trainer.registry.kinds
@@ -319,40 +319,40 @@ class Saver:
         return shared, local, shards, facts
 
     def parts(self, trainer: Trainer) -> tuple[Mapping[str, Any], Mapping[str, Any], dict[str, list[str]]]:
-        """What a checkpoint of this step boundary holds: shared parts, this rank's own; and names that are left out."""
+        """The shared parts, this rank's own parts, and the names that are left out, at this step boundary."""
         kinds = trainer.registry.kinds
         (shared, left_out), (local, own) = (self.filter(parts, kinds) for parts in trainer.registry.capture())
         return shared, local, left_out | own
 
     def has_written(self) -> bool:
-        """Whether the save in the background has ended on some rank, and not something else; a collective."""
+        """Whether the background save has ended on some rank; a collective."""
         assert self._saving is not None
         return any(agreement.gather_objects(self._saving.done()))
 
     def finish(self, trainer: Trainer) -> None:
-        """Wait for the save in the background and fire the event that says how it ended; a collective."""
+        """Wait for the background save and fire its event; a collective."""
         saving, self._saving = self._saving, None
         assert saving is not None
         self._report(trainer, saving.result, ", beside training")
 
     def end(self, trainer: Trainer) -> None:
-        """The run is over. What is still being written is waited for, but not by a run that is forced to end."""
+        """Called when the run is over: a failed run waits for a background save that is still being written."""
         saving, self._saving = self._saving, None
         if saving is None or trainer.state.status != "failed":
             return
-        timeout_s = None if agreement.world_size() == 1 else _PEERS_TIMEOUT_S  # a peer that died never answers
+        timeout_s = None if agreement.world_size() == 1 else _PEERS_TIMEOUT_S  # a dead peer never answers
         if wait([saving], timeout_s).not_done:
             logger.warning("The checkpoint that was being written was given up: a peer does not answer.")
 
     def settle(self) -> None:
-        """Wait until what retention does not keep is deleted."""
+        """Wait for the end of a prune."""
         if self._pruning is not None:
             with self.times.waiting():
                 self._pruning.join()
             self._pruning = None
 
     def _prune(self) -> None:
-        """Delete beside training what retention does not keep: to unlink a large file may take longer than a save."""
+        """Prune in a thread: deleting a large file may take longer than a save."""
         if agreement.rank() == 0:
             self._pruning = threading.Thread(target=self._delete, name="checkpoint-pruning", daemon=True)
             self._pruning.start()
@@ -360,7 +360,7 @@ class Saver:
     def _delete(self) -> None:
         try:
             self.store.prune(self.options)
-        except CheckpointError as error:  # one too many is not a reason to stop
+        except CheckpointError as error:  # an extra checkpoint is no reason to stop
             if str(error) != self._prune_failure:
                 logger.warning("%s", error)
             self._prune_failure = str(error)
@@ -396,10 +396,9 @@ class Saver:
 
 
 def _in_thread(work: Callable[[], _Saved], done: Callable[[], None]) -> Future[_Saved]:
-    """Call ``work``, then ``done``, in a thread.
+    """Call ``work``, then ``done``, in a daemon thread.
 
-    It is a daemon: a process that is forced to end does not wait for it, and what it leaves on disk is a temporary
-    directory.
+    A process that is forced to end does not wait for it; it leaves only a temporary directory on disk.
     """
     future: Future[_Saved] = Future()
 
@@ -416,11 +415,11 @@ def _in_thread(work: Callable[[], _Saved], done: Callable[[], None]) -> Future[_
 
 
 def tell(trainer: Trainer, event: TrainingEvents) -> None:
-    """Fire an event that a run resumed from this checkpoint does not fire: what its handlers draw must not count."""
+    """Fire an event that a run resumed from this checkpoint does not fire, without changing random states."""
     with rng.isolated():
         trainer.fire_event(event)
 
 
 def boundary_of(trainer: Trainer) -> tuple[int, int]:
-    """Iteration and epochs completed, as an iteration has two boundaries where unsized data turns out to have ended."""
+    """Identifies a step boundary: iteration and completed epochs, as the end of unsized data is a second boundary."""
     return trainer.state.iteration, trainer.progress.epochs_completed

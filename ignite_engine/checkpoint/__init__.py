@@ -15,6 +15,6 @@ _MODULES = {"CheckpointStore": "store", "LoadSource": "sources"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:  # a trainer stands on the modules about plain data alone
+    if name not in _MODULES:  # importing a trainer must not import the store
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -46,7 +46,7 @@ Parts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank sends to the others about its part."""
+    """What one rank reports about the files that it has written."""
 
     iteration: int
     files: dict[str, FileRecord]
@@ -54,12 +54,12 @@ class Written:
     reproducibility: list[str]
     healthy: bool
     missing: dict[str, int]
-    """A count for each part, whose sum over all ranks is zero if they hold the whole part together."""
+    """By part, a count of missing elements; it sums to zero over all ranks if their pieces cover the part."""
     sharding: list[str]
 
 
 def remove_if_there(path: Path) -> None:
-    """For the end of a save: there it is only if the save has failed."""
+    """Remove the temporary directory of a failed save; after a successful one it is not there."""
     # the error that ended the save is the one to report; what cannot be removed now is swept later
     with contextlib.suppress(OSError):
         filesystem.remove_tree(path)
@@ -110,7 +110,7 @@ def write_files(
 
 
 def is_finite(value: Tensor) -> bool:
-    """Whether a floating point tensor is finite; of a sharded one, this rank's piece. Reads it once, without a copy."""
+    """Whether all elements of a tensor are finite; of a sharded tensor, this rank's piece. Makes no copy."""
     if is_made_of_tensors(value):
         return all(map(is_finite, taken_apart(value)[0].values()))
     value = value.detach()
@@ -133,7 +133,7 @@ def _tensors_in(state: Any) -> list[Tensor]:
 
 
 def _file_of_parts(sizes: Mapping[str, int], writers: int) -> dict[str, str]:
-    """The file of each part: whole parts, the largest first, each in the smallest of so many files."""
+    """Assign each part to one of ``writers`` files: the largest part first, each to the smallest file so far."""
     filled = [0] * writers
     file_of: dict[str, str] = {}
     for part in sorted(sizes, key=sizes.__getitem__, reverse=True):
@@ -144,7 +144,7 @@ def _file_of_parts(sizes: Mapping[str, int], writers: int) -> dict[str, str]:
 
 
 def replace_older(directory: Path, iteration: int, committed: Path) -> Path:
-    """Discard what this checkpoint supersedes and give it the plain name, if that is free then."""
+    """Delete the checkpoints that this one supersedes, and rename it to the plain name if that is free."""
     plain = directory / names.checkpoint_name(iteration)
     if committed == plain:
         return plain
@@ -154,7 +154,7 @@ def replace_older(directory: Path, iteration: int, committed: Path) -> Path:
             names.discard(sorted(free))
     except OSError as error:  # the new one is committed
         logger.warning("A checkpoint that %s replaces cannot be deleted: %s.", committed, one_line(error))
-    # a healthy one that a broken one does not replace, one that others read, or one that cannot be read
+    # the plain name still belongs to a healthy checkpoint, one in use, or one that cannot be read
     if os.path.lexists(plain):
         return committed
     filesystem.rename(committed, plain)
@@ -163,7 +163,7 @@ def replace_older(directory: Path, iteration: int, committed: Path) -> Path:
 
 
 def manifest_of(directory: Path, iteration: int, epoch: int, written: Sequence[Written], facts: Facts) -> Manifest:
-    """What is known of a checkpoint whose files are written."""
+    """The manifest of a checkpoint whose files are written."""
     iterations = sorted({rank.iteration for rank in written})
     if len(iterations) > 1:
         raise CheckpointError(f"the ranks are at different iterations: {iterations}")
@@ -175,7 +175,7 @@ def manifest_of(directory: Path, iteration: int, epoch: int, written: Sequence[W
     known = {
         "iteration": iteration,
         "epoch": epoch,
-        # what cannot be read now may be read again
+        # an unreadable checkpoint may become readable again
         "sequence": 1 + len(unreadable) + max((checkpoint.manifest.sequence for checkpoint in earlier), default=0),
         "world_size": agreement.world_size(),
         "metrics": plain_metrics(facts.get("metrics")),

@@ -14,10 +14,13 @@ from ignite_engine.errors import shortened
 
 
 def compare(first: Any, second: Any) -> tuple[bool, str]:
-    """Whether a part is the same in two checkpoints, and in words what of it is; None: one of them does not have it.
+    """Whether a part is the same in two checkpoints, and a description of the differences.
 
-    Names are paths of its leaves, such as ``state.head.weight.exp_avg``. Of tensors of one shape and type the largest
-    absolute difference is told, NaN where only one side has a NaN.
+    Args:
+        first, second: states of the part; None: the checkpoint does not have it.
+
+    Differences are named by path, such as ``state.head.weight.exp_avg``. For tensors of equal shape and type the
+    largest absolute difference is given, NaN if only one of them has a NaN.
     """
     before, after = _leaves(first), _leaves(second)
     both = [name for name in before if name in after]
@@ -50,7 +53,7 @@ def _leaves(state: Any) -> dict[str, Any]:
 
 
 def _is_scalars(value: Any) -> bool:
-    """A list of numbers or words is compared as one leaf."""
+    """Whether to compare a container as one leaf: a list of numbers or strings, or a set."""
     if isinstance(value, list | tuple):
         return not any(isinstance(item, Tensor) or children(item) is not None for item in value)
     return isinstance(value, set | frozenset)

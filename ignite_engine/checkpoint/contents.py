@@ -1,4 +1,4 @@
-"""Parts as they are in the files of a checkpoint, with the pieces that other ranks' files hold of sharded tensors."""
+"""Joins the parts in a checkpoint's files with the pieces of sharded tensors that other ranks' files hold."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Parts = Mapping[str, Any]
 
 
 def joined(checkpoint: Path, manifest: Manifest, *groups: Parts, whole: bool = True) -> list[dict[str, Any]]:
-    """Parts as they are in their files, with the tensors whose pieces are in those of all ranks.
+    """The parts with their sharded tensors, whose pieces are in the files of all ranks.
 
-    A file with pieces is verified before a value of it is used.
+    Each file with pieces is verified before a value in it is used.
 
     Args:
-        groups: several mappings of parts.
-        whole: read sharded tensors whole; False: they are ``Sharded``.
+        groups: mappings of parts, as read from their files.
+        whole: read sharded tensors; False: return them as ``Sharded``, to be read later.
 
     Raises:
         CheckpointError: one line; a file is damaged, or does not hold what it must.

@@ -1,4 +1,4 @@
-"""Digests of tensors and states, to compare two of them without keeping them: SHA-256, and 64 bits that are fast."""
+"""Digests of tensors and states, for comparing them without keeping them: SHA-256, and a fast 64-bit hash."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch import Tensor
 from ignite_engine.checkpoint.nested import dotted, walk
 
 HASH = "sums64-1"
-"""The name of the function :func:`hashes`; another one has another name."""
+"""Identifies the algorithm of :func:`hashes`; change it together with the algorithm."""
 _WIDTHS = (61, 251, 1021, 4093)
-"""Words in a row; primes, so that no column of a matrix is one of the table."""
+"""Candidate widths of a row, in words. Primes, so that no column of a matrix is a column of the table."""
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 Pieces = dict[str, str]
 
 
 def digests(state: Any) -> Pieces:
-    """Each leaf of a nested state by its path: a SHA-256 for tensors and arrays, the value itself for a scalar.
+    """The digest of each leaf of a nested state, by path: SHA-256 for tensors and arrays, the value for a scalar.
 
-    Paths are keys joined by dots; ``""`` for a state that is one piece. A list of scalars is one piece. Of a tensor
-    that is sharded over ranks it is this rank's shard. An object of any other type counts by the name of its type.
+    Paths are keys joined by dots; ``""`` for a state that is itself a leaf. A list of scalars is one leaf. A sharded
+    tensor is digested by this rank's shard, an object of another type by the name of its type.
     """
     return {dotted(path): _digest(value) for path, value in walk(state, whole=_is_piece)}
 
@@ -47,7 +47,7 @@ def _digest(value: Any) -> str:
 
 
 def tensor_sha256(value: Tensor | np.ndarray[Any, Any]) -> str:
-    """SHA-256 over type, shape and bytes; NaNs of other bits differ, as do 0.0 and -0.0."""
+    """SHA-256 over type, shape and bytes; NaNs with different bits differ, as do 0.0 and -0.0."""
     if isinstance(value, np.ndarray):
         head = f"{value.dtype} {value.shape}"
         data = value.tobytes() if value.dtype != object else repr(value.tolist()).encode()
@@ -66,7 +66,7 @@ def tensor_sha256(value: Tensor | np.ndarray[Any, Any]) -> str:
 
 
 def tensor_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a dense tensor on the CPU in row-major order, shape ``(n,)``; no copy where they already are so."""
+    """The bytes of a dense tensor on the CPU in row-major order, shape ``(n,)``; copied only if necessary."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8)
 
@@ -87,7 +87,7 @@ def hashed(tensor: Tensor) -> Tensor:
 def hashes(tensors: Sequence[Tensor]) -> Tensor:
     """64 bits of the values and places of each strided tensor, shape ``(len(tensors),)``, on the device of the first.
 
-    The words of eight bytes are a table, whose rows and columns are summed modulo 2**64, so that no word is multiplied.
+    The bytes form a table of 8-byte words, whose rows and columns are summed modulo 2**64: no word is multiplied.
     A change of up to three words, such as one bit or an exchange of two elements, changes a sum; one of more words does
     unless it cancels itself in each row and each column. The sums are mixed, multiplied by factors of their places and
     added: other sums give another hash but for a chance of 2**-64. A device is read without a host sync.
@@ -106,7 +106,7 @@ def hashes(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bits of a tensor, eight bytes at a time, shape ``(n,)``; a copy only where they are not aligned so."""
+    """The bits of a tensor, eight bytes at a time, shape ``(n,)``; copied only if they are not aligned."""
     values = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
     if values.is_complex():
         values = torch.view_as_real(values).view(-1)
@@ -119,7 +119,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _sums(words: Tensor) -> list[Tensor]:
-    """Sums of the rows and of the columns of a table of words, and the words that are left; of a few, themselves."""
+    """Sums of the rows and columns of a table of words, and the remaining words; few words are returned as they are."""
     width = next((width for width in _WIDTHS if width**2 >= len(words)), _WIDTHS[-1])
     rows = len(words) // width
     if rows < 2:
@@ -129,7 +129,7 @@ def _sums(words: Tensor) -> list[Tensor]:
 
 
 def _factors(places: Tensor) -> Tensor:
-    """An odd factor of each place, by the SplitMix64 finaliser without its last shift."""
+    """An odd factor for each position: the SplitMix64 finaliser without its last shift."""
     mixed = (places + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):  # 0xBF58476D1CE4E5B9, 0x94D049BB...
         mixed = (mixed ^ (mixed >> shift)) * factor

@@ -1,4 +1,4 @@
-"""What a process runs with, as plain values, and which of it decides the bits of a run."""
+"""The environment of a process as plain values, and the parts of it that determine the bits of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from ignite_engine import devices
 
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "WORLD_SIZE")
-# with another value of one of these, kernels or reductions add in another order
+# another value of one of these changes the order in which kernels or reductions add
 _DECIDING = {
     "world_size": "ranks",
     "torch": "torch",
@@ -26,7 +26,7 @@ _DECIDING = {
 
 
 def environment_values(world_size: int) -> dict[str, Any]:
-    """Command, machine, devices and torch; without the versions of other packages."""
+    """Command, machine, devices and torch of this process; not the versions of other packages."""
     machine = os.uname()  # the functions of `platform` start a process, which a save in a thread must not
     return {
         "command": sys.argv,
@@ -46,10 +46,10 @@ def environment_values(world_size: int) -> dict[str, Any]:
 
 
 def inexact_reasons(saved: Mapping[str, Any], now: Mapping[str, Any], *, any_ranks: bool = False) -> list[str]:
-    """Why a run may continue with other bits than in the environment it was saved in; what was not recorded is ignored.
+    """Reasons why a run may continue with other bits than in the environment it was saved in.
 
     Args:
-        any_ranks: its bits do not depend on the number of ranks.
+        any_ranks: the bits of the run do not depend on the number of ranks.
 
     Returns:
         Such as ``ranks: 2 when it was saved, 1 now``.

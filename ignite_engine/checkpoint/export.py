@@ -1,4 +1,4 @@
-"""Weights out of a checkpoint, for programs that know nothing of it."""
+"""Exports the weights of a checkpoint for other programs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Format = Literal["safetensors", "state_dict"]
 
 
 def weights_of(source: Source, weights: str = "raw") -> dict[str, Any]:
-    """The model's state by name, with the averages of the part ``weights`` in the place of what it averages; whole.
+    """The model's whole tensors by name; ``weights``: the part whose averages replace what it averages, or ``raw``.
 
     Raises:
-        CheckpointError: one line; it holds no model, or no such average.
+        CheckpointError: one line; the source holds no model, or no such average.
     """
     model = source.parts[model_part(source)]
     if weights == "raw":
@@ -36,13 +36,13 @@ def weights_of(source: Source, weights: str = "raw") -> dict[str, Any]:
 
 
 def write_weights(path: Path, weights: dict[str, Any], kind: Format, *, about: dict[str, str] | None = None) -> None:
-    """Write a file that is there whole or not at all.
+    """Write a file of weights atomically.
 
     Args:
-        path: the file; one that is there is replaced.
+        path: the file; an existing one is replaced.
         weights: name to tensor.
         kind: ``state_dict``: a ``torch.save`` of the mapping, which ``weights_only`` loads.
-        about: words in the header of a safetensors file.
+        about: metadata for the header of a safetensors file.
 
     Raises:
         CheckpointError: one line; it cannot be written, or the format cannot hold it.

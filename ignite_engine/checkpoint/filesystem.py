@@ -1,4 +1,4 @@
-"""Every file operation of the store, each one system call of ``os`` and nothing beside them.
+"""Every file operation of the store, each a single system call of ``os``.
 
 The order of these calls is the commit protocol, so they are in one place: a test replaces ``os.open``, ``os.write``,
 ``os.fsync``, ``os.rename``, ``os.unlink``, ``os.rmdir`` and ``os.mkdir`` and sees, fails or kills every step of a save.
@@ -23,7 +23,7 @@ import numpy as np
 from blake3 import blake3
 
 PIECE_BYTES = 1 << 20
-"""Bytes that are read from a file at a time, and that are collected before they are written."""
+"""The number of bytes that are read or written at a time."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class FileRecord:
 
     @classmethod
     def of(cls, size: int, digest: Any) -> FileRecord:
-        """Of what a ``blake3()`` has hashed."""
+        """The record of a file that a ``blake3()`` object has hashed."""
         return cls(size, f"blake3:{digest.hexdigest()}")
 
     def problem(self, name: str, found: FileRecord) -> str | None:
-        """In words, how a file of this name differs from its record; None if it does not."""
+        """How a file of this name differs from its record, in words; None if it does not."""
         if found.bytes != self.bytes:
             return f"{name} has {found.bytes} bytes, the manifest says {self.bytes}"
         if found.hash != self.hash:
@@ -52,8 +52,8 @@ class FileRecord:
 class HashingFile(io.RawIOBase):
     """A new file that is hashed while it is written, so that it need not be read again.
 
-    After a failed write it swallows what follows and keeps the error in ``error``: who writes may answer a write error
-    with one of its own that hides the reason.
+    After a failed write it ignores further writes and keeps the error in ``error``, because the caller may replace a
+    write error by one of its own that hides the reason.
     """
 
     def __init__(self, path: Path) -> None:
@@ -124,7 +124,7 @@ def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> FileRecord:
 
 
 def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file that replaces ``path`` whole and durably: a reader, or a kill, finds the old or the new one.
+    """Replace ``path`` atomically and durably: readers see the old file or the new one, also after a kill.
 
     Raises:
         OSError: the old file, if there was one, is as it was.
@@ -196,7 +196,7 @@ def ensure_directory(path: Path) -> None:
 
 
 def synchronise_directory(path: Path) -> None:
-    """fsync of the directory itself: what makes created, renamed and removed names durable."""
+    """fsync the directory itself, which makes created, renamed and removed names durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -212,9 +212,9 @@ def rename(old: Path, new: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file, or a directory with all in it; what another process removed meanwhile is not an error.
+    """Remove a file, or a directory and its contents; ignores what another process has removed meanwhile.
 
-    Of a symbolic link the link itself is removed, never what it points to.
+    A symbolic link is removed itself, never its target.
     """
     if path.is_symlink() or path.is_file():
         os.unlink(path)
@@ -237,7 +237,7 @@ Signature = tuple[int, int, int, int]
 
 
 def signature(path: Path) -> Signature | None:
-    """What changes when a regular file is written or replaced: inode, size, times in ns.
+    """Values that change when a regular file is written or replaced: inode, size, times in ns.
 
     None if there is no regular file; a symbolic link is none.
     """
@@ -256,7 +256,7 @@ R = TypeVar("R")
 
 
 def in_threads(work: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> list[R]:
-    """``work`` of each item, by several threads if there are several items; all have ended when one has failed."""
+    """Call ``work`` on each item, in threads if there are several items; returns or raises when all have ended."""
     todo = list(items)
     if len(todo) < 2 or threads < 2:
         return [work(item) for item in todo]

@@ -1,4 +1,4 @@
-"""The names in a checkpoint directory: committed, being written, being removed."""
+"""The names in a directory of checkpoints: committed, being written, being removed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TEMPORARY = ".tmp-"
 _TRASH = ".trash-"
 _LEFTOVER = re.compile(
     rf"(?P<prefix>{re.escape(_TEMPORARY)}|{re.escape(_TRASH)}){_COMMITTED.pattern}-[0-9a-f]{{8}}"
-    r"|\..+\.tmp-[0-9a-f]{8}"  # of a file that was to be replaced
+    r"|\..+\.tmp-[0-9a-f]{8}"  # from an interrupted replace_file()
 )
 
 
@@ -33,7 +33,7 @@ def rank_file(rank: int) -> str:
 
 
 def shared_file(number: int) -> str:
-    """Name of a file with parts that the ranks share; there are several where several writers were asked for."""
+    """Name of a file with parts that the ranks share; there is one for each writer."""
     return f"shared_{number}.safetensors" if number else "shared.safetensors"
 
 
@@ -57,7 +57,7 @@ def named_iteration(path: Path) -> int | None:
 
 
 def manifest_of(checkpoint: Path) -> Manifest:
-    """As ``read_manifest``; one that this process has read is not read again while its file is the same.
+    """As ``read_manifest``, but cached until the file changes.
 
     Raises:
         CheckpointError: as ``read_manifest``.
@@ -71,10 +71,9 @@ def _manifest(checkpoint: Path, state: Signature | None) -> Manifest:
 
 
 def scan(directory: Path) -> tuple[list[CheckpointInfo], list[tuple[Path, str]]]:
-    """What is committed in a directory.
+    """The committed checkpoints in a directory.
 
-    The manifests are those of :func:`manifest_of`, so that the cost of a save does not grow with the number of
-    checkpoints.
+    Manifests are cached, so the cost of a save does not grow with the number of checkpoints.
 
     Returns:
         Those with a readable manifest in the order they were saved, and path and reason of those without.
@@ -84,7 +83,7 @@ def scan(directory: Path) -> tuple[list[CheckpointInfo], list[tuple[Path, str]]]
         unreadable: list[tuple[Path, str]] = []
         are_there = True
         for path in _committed(directory):
-            if path.is_symlink():  # what it points to may be another run's, and would be pruned with this one's
+            if path.is_symlink():  # its target may belong to another run, and would be pruned with this run's
                 unreadable.append((path, "it is a symbolic link, which is neither read nor deleted"))
                 continue
             try:
@@ -109,7 +108,7 @@ def _committed(directory: Path) -> list[Path]:
 
 
 def free_name(directory: Path, iteration: int) -> Path:
-    """The name of a checkpoint that is to be committed: a revision of it while the plain name is taken."""
+    """A free name for a checkpoint that is about to be committed: the plain name, or a revision of it."""
     plain = directory / checkpoint_name(iteration)
     path, revision = plain, 0
     while os.path.lexists(path):  # a dangling link, too
@@ -119,10 +118,10 @@ def free_name(directory: Path, iteration: int) -> Path:
 
 
 def discard(paths: list[Path]) -> None:
-    """Remove committed checkpoints: none is ever half removed under its own name, wherever the process is killed.
+    """Remove committed checkpoints; a kill never leaves a partly removed one under its committed name.
 
     Raises:
-        OSError: of the first one that could not be removed, after the others were.
+        OSError: the first failure, raised after the other checkpoints were removed.
     """
     trash: list[Path] = []
     errors: list[OSError] = []
@@ -146,10 +145,10 @@ def discard(paths: list[Path]) -> None:
 
 
 def sweep(directory: Path) -> list[Path]:
-    """Remove what dead writers and interrupted removals left.
+    """Remove what interrupted saves and removals have left.
 
-    A temporary directory with a living writer stays. What cannot be removed stays, too, with a warning. Of a symbolic
-    link the link is removed.
+    A temporary directory with a living writer stays. What cannot be removed stays, with a warning. Of a symbolic link
+    the link is removed.
     """
     removed: list[Path] = []
     if not directory.is_dir():

@@ -1,4 +1,4 @@
-"""Decides what each object of a run loads from a source, before anything is loaded.
+"""Decides what each registered object loads from a source, before anything is loaded.
 
 A source that does not fit changes nothing.
 """
@@ -23,28 +23,28 @@ class _Stateful(Protocol):
 
 @dataclass
 class LoadReport:
-    """What was loaded, and what did not fit; a name inside a part is ``part:name``, a part without names is itself."""
+    """What was loaded and what did not fit. A name inside a part is written ``part:name``."""
 
     source: str
     loaded: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    """Asked for and only here: stays as it was built."""
+    """Requested, but not in the source: stays as it was built."""
     unexpected: list[str] = field(default_factory=list)
-    """Asked for and only in the source, or of another shape here."""
+    """Requested and in the source, but not in this run, or of another shape here."""
 
     @property
     def complete(self) -> bool:
-        """Everything fitted."""
+        """Whether everything fitted."""
         return not (self.missing or self.unexpected)
 
     @property
     def differences(self) -> str:
-        """In words, what did not fit; empty if nothing."""
+        """A description of what did not fit; empty if everything did."""
         kinds = {"missing": self.missing, "unexpected": self.unexpected}
         return "; ".join(f"{len(names)} {kind}: {shortened(names)}" for kind, names in kinds.items() if names)
 
     def names(self, part: str) -> set[str]:
-        """What was loaded inside a part."""
+        """The names that were loaded inside a part."""
         return {name.removeprefix(f"{part}:") for name in self.loaded if name.startswith(f"{part}:")}
 
     def __str__(self) -> str:
@@ -63,12 +63,12 @@ def prepare(
     """Decide what each object is to load; changes nothing.
 
     Args:
-        source: what is asked for.
-        read: what was found there.
-        here: the registered objects by part. One that says ``belongs_to_its_run`` is loaded only if ``parts`` gives its
-            very name.
-        before: what an earlier source brings, by part.
-        kinds: what each part is, where the source does not say it.
+        source: what is requested.
+        read: the contents of the source.
+        here: the registered objects by part. An object with ``belongs_to_its_run`` is loaded only if ``parts`` has its
+            exact name.
+        before: states that earlier sources bring, by part.
+        kinds: the kind of each part that the source does not give.
 
     Returns:
         The states to load, by part, the model's first, whole and under this run's names (also of parts that nothing
@@ -93,7 +93,7 @@ def prepare(
 
     def own_entries(part: str) -> dict[str, Any]:
         if part not in own:
-            own[part] = here[part].state_dict()  # only of what will be loaded: it makes an average start
+            own[part] = here[part].state_dict()  # only for parts that are loaded: state_dict() makes an average start
         return part_names.named(own[part], known.get(part)) or {}
 
     def is_wanted(part: str) -> bool:
@@ -103,7 +103,7 @@ def prepare(
 
     order = sorted({*saved, *here}, key=lambda part: (part != "model", part))
     entries_of = {part: part_names.named(saved.get(part), known.get(part)) for part in order}
-    # of one of which nothing was saved it cannot be seen what it is
+    # the form of a part cannot be seen where all its names were left out
     entries_of |= {part: {} for part in saved if entries_of[part] is None and read.left_out.get(part)}
     inside = {
         part: [*(entries or ()), *(own_entries(part) if entries and part in here and is_wanted(part) else ())]
@@ -153,10 +153,10 @@ def prepare(
 
 
 def joined(sources: Sequence[tuple[LoadSource, LoadReport]]) -> LoadReport:
-    """What several sources have brought together.
+    """One report for several sources.
 
     Raises:
-        StateMismatch: a strict one lacks what no other brings, or has what does not fit; one line.
+        StateMismatch: one line; a strict source lacks what no other source has, or has what does not fit.
     """
     loaded = list(dict.fromkeys(name for _, report in sources for name in report.loaded))
     for source, report in sources:
@@ -186,7 +186,7 @@ def _weighted(source: LoadSource, read: Source, kinds: Mapping[str, str]) -> dic
 
 
 def _shapes(saved: Any, here: Any) -> str:
-    """Both shapes, if they differ."""
+    """Both shapes in words, if they differ."""
     if not (isinstance(saved, Tensor) and isinstance(here, Tensor)) or saved.shape == here.shape:
         return ""
     return f"saved {tuple(saved.shape)}, here {tuple(here.shape)}"

@@ -1,4 +1,4 @@
-"""One lock of a file or a folder, against other processes and threads; it ends with its process, however that ends."""
+"""Locks a file or a folder against other processes and threads; a lock ends with its process, however that ends."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from typing import Any, TypeVar
 
 
 class InUse(BlockingIOError):
-    """Another process, or another thread, has the lock; the message is who, where that is known."""
+    """Another process or thread holds the lock; the message names the holder if it is known."""
 
 
 @contextlib.contextmanager
 def lock(
     path: Path, *, shared: bool = False, wait_s: float = 0.0, again: bool = False, own_file: bool = False
 ) -> Iterator[bool]:
-    """Hold the lock of ``path`` within the body. What the process closes or forks meanwhile changes nothing.
+    """Hold the lock of ``path`` within the body. Closing other files or forking does not release it.
 
     Args:
-        shared: with others that share it; otherwise alone.
-        wait_s: how long, in seconds, others are waited for.
-        again: the thread that holds it alone may take it once more.
-        own_file: ``path`` is a file for the lock alone: it is made, says who holds it, and is removed with it.
+        shared: share it with other shared holders; otherwise hold it alone.
+        wait_s: how long to wait for other holders, in seconds.
+        again: a thread that holds it alone may take it once more.
+        own_file: ``path`` is only a lock file: it is made, names the holder, and is removed at the end.
 
     Yields:
-        True; False where the file system has no locks.
+        True; False if the file system has no locks.
 
     Raises:
-        InUse: others have it, or this thread, unless ``again``.
+        InUse: others hold it, or this thread does and ``again`` is not set.
         OSError: ``path`` cannot be opened.
     """
     deadline = time.monotonic() + wait_s
@@ -50,7 +50,7 @@ def lock(
 
 
 class _Lock:
-    """A lock that this process holds, once for each time that it was taken."""
+    """A lock that this process holds, with the number of times that it was taken."""
 
     def __init__(self, path: Path, descriptor: int, thread: int | None, own_file: bool) -> None:
         self.path, self.descriptor, self.thread, self.own_file = path, descriptor, thread, own_file
@@ -58,7 +58,7 @@ class _Lock:
 
     def release(self) -> None:
         with _changing:
-            if self not in _locks:  # it is of the process that has forked this one
+            if self not in _locks:  # it belongs to the parent that forked this process
                 return
             self.taken -= 1
             if self.taken:
@@ -70,7 +70,7 @@ class _Lock:
                         os.unlink(self.path)
             finally:
                 with contextlib.suppress(OSError):
-                    fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # also for a process that was forked without Python
+                    fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # also for children forked outside of Python
                 os.close(self.descriptor)
 
 
@@ -79,7 +79,7 @@ _changing = threading.RLock()
 
 
 def _take(path: Path, shared: bool, again: bool, own_file: bool) -> _Lock | None:
-    """The lock; None: others have it, or the file was removed meanwhile."""
+    """Take the lock; None: others hold it, or the file was removed meanwhile."""
     with _changing:
         descriptor = _opened(path, own_file)
         for known in _locks if again else ():
@@ -134,7 +134,7 @@ def _holder(path: Path) -> str:
 
 
 def _after_fork() -> None:
-    """Locks stay the parent's: kept open here, they would outlive it."""
+    """Close the parent's locks: kept open here, they would outlive the parent."""
     for held in _locks:
         os.close(held.descriptor)
     _locks.clear()
@@ -145,13 +145,13 @@ os.register_at_fork(before=_changing.acquire, after_in_parent=_changing.release,
 
 
 LOOKS = 10
-"""So often a checkpoint is chosen, if each one is deleted before it was read."""
+"""How many times a checkpoint is chosen anew if each one is deleted before it was read."""
 _WAIT_S = 0.5
-"""A save holds its checkpoint a moment longer than until it is committed, a prune until it is renamed."""
+"""How long to wait for a save, which holds its checkpoint shortly beyond the commit, or for a prune."""
 _WRITE_WITHIN_S = 10.0
 LOCK_NAME = ".lock"
 _ASKED_FOR_S = 0.1
-"""Who asks whether a directory is held has its lock for a moment."""
+"""How long to wait for a process that only asks whether the directory is held."""
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -162,10 +162,10 @@ def _call(work: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def in_use(checkpoint: Path) -> Iterator[bool]:
-    """Keep retention, of any process, from deleting a checkpoint within the body; the lock ends with its process.
+    """Keep any process from deleting a checkpoint within the body.
 
     Yields:
-        Whether it is there. True also where the file system allows no lock: then it may be deleted.
+        Whether it is there. Without locks in the file system it may still be deleted.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
@@ -175,10 +175,10 @@ def in_use(checkpoint: Path) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def unused(checkpoints: Iterable[Path]) -> Iterator[set[Path]]:
-    """Those that no process reads; within the body none begins to.
+    """The checkpoints that no process reads; within the body none can begin to.
 
     Raises:
-        OSError: of the first one that could not be locked, after the body.
+        OSError: the first that could not be locked; raised after the body.
     """
     found: set[Path] = set()
     errors: list[OSError] = []
@@ -198,10 +198,10 @@ def unused(checkpoints: Iterable[Path]) -> Iterator[set[Path]]:
 
 @contextlib.contextmanager
 def one_writer(directory: Path) -> Iterator[None]:
-    """Let one process at a time change manifests of a folder of checkpoints: what each one adds to them stays.
+    """Let only one process at a time change manifests in a folder of checkpoints, so that no change is lost.
 
     Raises:
-        OSError: the folder is not there, or another process has changed some for too long.
+        OSError: the folder is not there, or another process held the lock for too long.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -214,13 +214,13 @@ def one_writer(directory: Path) -> Iterator[None]:
 def read_chosen(
     choose: Callable[[], Path], read: Callable[[Path], T], on_rank_0: Callable[[Callable[[], Any]], Any] = _call
 ) -> T:
-    """What ``read`` returns of the path that ``choose`` returns; where that is deleted meanwhile it is chosen again.
+    """Choose a path and read it; choose again if it is deleted meanwhile. Returns what ``read(path)`` returns.
 
     Args:
-        on_rank_0: calls on one rank for all of them, where ``read`` is a collective that fails on all of them.
+        on_rank_0: calls a function on rank 0 for all ranks; needed if ``read`` is a collective.
 
     Raises:
-        Exception: of ``choose``, or of ``read`` where the path is there, or was deleted at each of several looks.
+        Exception: from ``choose``; or from ``read``, if the path is still there or was deleted several times.
     """
     for _ in range(LOOKS - 1):
         path = on_rank_0(choose)
@@ -229,21 +229,21 @@ def read_chosen(
                 continue
             try:
                 return read(path)
-            except Exception:  # of any kind: what is deleted while it is read fails in many ways
+            except Exception:  # reading what is being deleted fails in many ways
                 if on_rank_0(path.exists):
                     raise
     return read(on_rank_0(choose))
 
 
 class DirectoryInUse(RuntimeError):
-    """Another process holds the lock of a directory; the message is the process."""
+    """Another process holds the directory; the message names the process."""
 
 
 @contextlib.contextmanager
 def held(directory: Path) -> Iterator[None]:
-    """Keep other processes from holding a directory, which is made if it is missing; a thread may hold it twice.
+    """Hold a directory against other processes; it is made if it is missing. A thread may hold it twice.
 
-    Where the file system does not allow a lock, that is a warning.
+    If the file system has no locks, a warning says so.
 
     Raises:
         DirectoryInUse: another process holds it.

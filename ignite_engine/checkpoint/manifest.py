@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint is, written last, read first."""
+"""The manifest: describes a checkpoint; written last, read first."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ FORMAT_VERSION = 7
 MANIFEST_NAME = "manifest.json"
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _FileName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9_.-]*\Z")]
-"""It never leads out of the checkpoint, as ``../../other`` would."""
+"""Cannot lead out of the checkpoint's directory, as ``../../other`` would."""
 _Name = Annotated[str, msgspec.Meta(pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]+\Z")]
-"""Of a part: messages of one line have it."""
+"""The name of a part; printable, as it appears in one-line messages."""
 
 
 class Best(TypedDict):
-    """By which metric a run keeps its best checkpoints, and whether ``min`` or ``max`` is good."""
+    """The metric by which a run keeps its best checkpoints, and whether a small or a large value is good."""
 
     metric: str
     mode: Literal["min", "max"]
 
 
 class Facts(TypedDict, total=False):
-    """Fields of the manifest that whoever saves can give; see :class:`Manifest`."""
+    """Fields of the manifest that the caller of a save can set; see :class:`Manifest`."""
 
     metrics: Mapping[str, Any] | None
     config: Mapping[str, Any] | None
@@ -53,55 +53,55 @@ class Facts(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """All that is known of a checkpoint without loading it. In the file, ``checksum`` covers all the rest."""
+    """Everything known about a checkpoint without loading it. In the file, ``checksum`` covers all other fields."""
 
     iteration: _Count
-    """Updates done when it was saved."""
+    """The number of completed updates."""
     epoch: _Count
     sequence: _Count
-    """The place in the order of saves of this directory: the newest has the largest, whatever its iteration."""
+    """The number of the save in this directory: the newest checkpoint has the largest, whatever its iteration."""
     metrics: dict[str, float]
     world_size: _Count
     config: dict[str, Any] | None
-    """The run's configuration, as JSON can hold it."""
+    """The run's configuration as JSON data."""
     versions: dict[str, str]
     """The versions of Python, torch, Ignite and this package."""
     files: dict[_FileName, FileRecord]
     parts: dict[_FileName, list[_Name]]
-    """File name to the names of the parts in it."""
+    """The names of the parts in each file."""
     created_at: str
     """UTC, ISO 8601."""
     reproducibility: list[str] = field(default_factory=list)
-    """Why a run resumed from here may differ in its bits; empty: it will not."""
+    """Reasons why a run resumed from here may not be bit-exact; empty: it is."""
     healthy: bool = True
-    """No non-finite weight."""
+    """Whether all weights are finite."""
     labels: list[str] = field(default_factory=list)
     parent: str | None = None
-    """Name of the checkpoint that this run saved before it, or was resumed from."""
+    """The previous checkpoint of this run, or the one that it was resumed from."""
     environment: dict[str, Any] = field(default_factory=dict)
-    """What rank 0 ran with: command, machine, threads, devices, meshes and placements of its tensors."""
+    """The environment of rank 0: command, machine, threads, devices, sharding."""
     left_out: dict[_Name, list[str]] = field(default_factory=dict)
-    """Names inside parts that a filter left out, by part; a part without names was left out whole."""
+    """By part, the names that a filter has left out; no names: the whole part was left out."""
     kinds: dict[_Name, str] = field(default_factory=dict)
-    """What each part is, as ``register(kind=...)`` said; a part that is not in it is guessed from its state."""
+    """The kind of each part, from ``register(kind=...)``; a missing kind is inferred from the state."""
     best: Best | None = None
     evaluated_with: dict[str, str] = field(default_factory=dict)
-    """The part of the average that took the place of the weights, by the name of the evaluation; others have none."""
+    """By name of an evaluation, the average that replaced the weights in it; the others used the weights."""
     run_id: str | None = None
-    """The same for all checkpoints of a run, however often it was resumed; another one for each fresh start."""
+    """Identifies the run; a resumed run keeps it, a fresh start gets another one."""
     format_version: int = FORMAT_VERSION
 
     def weights_of(self, metric: str) -> str:
-        """The weights with which a metric was measured: ``raw``, or the part of an average."""
+        """The weights for which a metric was measured: ``raw``, or the name of an average."""
         return self.evaluated_with.get(metric.rpartition("/")[0], "raw")
 
     @property
     def exact(self) -> bool:
-        """A run resumed from here ends with the same bits as one never interrupted."""
+        """Whether a run resumed from here ends with the same bits as one that was never interrupted."""
         return not self.reproducibility
 
     def to_json(self) -> bytes:
-        """The manifest with its checksum, for people to read too."""
+        """The content of the file, with its checksum."""
         content = asdict(self)
         content["metrics"] = {name: json_number(value) for name, value in self.metrics.items()}
         return (json.dumps({**content, "checksum": _checksum(content)}, indent=2) + "\n").encode()
@@ -111,7 +111,7 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of a checkpoint directory.
 
     Raises:
-        CheckpointError: one line; missing, broken, or of a format version that this release cannot read.
+        CheckpointError: one line; it is missing, damaged, or of another format version.
     """
     path = directory / MANIFEST_NAME
     try:
@@ -125,10 +125,10 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def parse_manifest(path: str | Path, text: bytes) -> Manifest:
-    """The manifest in the bytes of its file.
+    """Parse the content of a manifest's file.
 
     Args:
-        path: of the file, for messages.
+        path: of the file, for error messages.
 
     Raises:
         CheckpointError: as :func:`read_manifest`.
@@ -173,10 +173,10 @@ def plain_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def plain_config(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The configuration as JSON gives it back (tuples are lists then).
+    """The configuration after a round trip through JSON, which turns tuples into lists.
 
     Raises:
-        CheckpointError: it holds something that JSON does not have.
+        CheckpointError: it holds something that is not JSON data.
     """
     if config is None:
         return None
@@ -189,7 +189,7 @@ def plain_config(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 @cache
 def current_versions() -> dict[str, str]:
-    """Versions that a resumed run may want to compare; not to be changed."""
+    """Versions of Python and the packages that matter; cached, do not change the result."""
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for package in ("ignite-engine", "pytorch-ignite"):
         try:

@@ -13,24 +13,24 @@ from ignite_engine.errors import CheckpointError
 
 
 def is_made_of_tensors(value: Any) -> bool:
-    """Whether it is of a subclass that can be taken apart; a sharded tensor is saved as its pieces instead."""
+    """Whether this is a tensor subclass with ``__tensor_flatten__``; not a DTensor, which is saved in pieces."""
     kind = type(value)
     return kind is not Tensor and hasattr(kind, "__tensor_flatten__") and not hasattr(value, "device_mesh")
 
 
 def taken_apart(value: Any) -> tuple[dict[str, Tensor], Any]:
-    """The tensors that it is made of by name, and what else its class needs."""
+    """The inner tensors of a tensor subclass by name, and the context that its class needs."""
     names, context = value.__tensor_flatten__()
     return {name: getattr(value, name) for name in names}, context
 
 
 def put_together(kind: Any, tensors: Mapping[str, Any], context: Any, like: Any) -> Any:
-    """Of the size and the strides of ``like``."""
+    """The tensor subclass ``kind`` around these tensors, with the size and strides of ``like``."""
     return kind.__tensor_unflatten__(dict(tensors), context, like.shape, like.stride())
 
 
 def rebuilt_of(value: Any, leaf: Callable[[Tensor], Tensor]) -> Any:
-    """The same with ``leaf`` of each tensor that it is made of."""
+    """The same tensor subclass with ``leaf(tensor)`` in the place of each inner tensor."""
     tensors, context = taken_apart(value)
     return put_together(type(value), {name: leaf(part) for name, part in tensors.items()}, context, value)
 
@@ -40,7 +40,7 @@ def name_of_class(value: Any) -> str:
 
 
 def known_class(name: str, base: type = Tensor) -> Any:
-    """The class of this name, if a module that is imported already has it; else None: no file has a module imported."""
+    """The class of this name, if its module is imported already; else None: no module is imported for a file."""
     module, _, qualified = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in qualified.split("."):
@@ -51,7 +51,7 @@ def known_class(name: str, base: type = Tensor) -> Any:
 
 MAX_DEPTH = 100
 Path = tuple[Any, ...]
-"""The keys and indices that lead to a leaf; empty for a state that is one leaf."""
+"""The keys and indices that lead to a leaf; empty if the state itself is a leaf."""
 
 _MAPPINGS = frozenset((dict, OrderedDict, Counter))
 _SEQUENCES = frozenset((list, tuple, set))
@@ -66,8 +66,8 @@ def walk(state: Any, whole: Callable[[Any], bool] | None = None) -> list[tuple[P
     """Each leaf with its path, in order; an empty container has none.
 
     Args:
-        state: whatever is not a mapping, list, tuple or set is a leaf.
-        whole: containers for which it holds count as leaves.
+        state: everything but a mapping, list, tuple or set is a leaf.
+        whole: containers for which it returns True count as leaves.
 
     Raises:
         TooDeep: also of a state that contains itself.
@@ -86,7 +86,7 @@ def _collect(
     path: Path,
     leaves: list[tuple[Path, Any]],
 ) -> None:
-    """Append the leaves of a container to a list: a generator for each container would cost ten times as much."""
+    """Append the leaves of a container to a list; a generator per container would be ten times slower."""
     if len(path) >= MAX_DEPTH:
         raise TooDeep(f"{dotted(path[:3])}... is nested more than {MAX_DEPTH} deep, or contains itself")
     for key, child in inside:
@@ -97,7 +97,7 @@ def _collect(
 
 
 def children(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """What is directly inside a container, by key or index; None for a leaf."""
+    """The items of a container, by key or index; None for a leaf."""
     if isinstance(value, Mapping):
         return value.items()
     return enumerate(value) if isinstance(value, list | tuple | set | frozenset) else None
@@ -116,7 +116,7 @@ def rebuilt(state: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def rebuilt_with_paths(state: Any, leaf: Callable[[Path, Any], Any]) -> Any:
-    """As :func:`rebuilt`, with ``leaf(path, value)``; a path is that of :func:`walk`.
+    """As :func:`rebuilt`, but calls ``leaf(path, value)`` with the path as in :func:`walk`.
 
     Raises:
         TooDeep: also of a state that contains itself.
@@ -132,7 +132,7 @@ def _rebuilt(value: Any, leaf: Callable[[Path, Any], Any], path: Path) -> Any:
         raise TooDeep(f"a state is nested more than {MAX_DEPTH} deep, or contains itself")
     if kind in _MAPPINGS:
         copy = kind({key: _rebuilt(child, leaf, (*path, key)) for key, child in value.items()})
-        if kind is OrderedDict:  # a module's state_dict keeps its versions in an attribute
+        if kind is OrderedDict:  # the _metadata attribute of a module's state_dict
             vars(copy).update(vars(value))
         return copy
     return kind(_rebuilt(child, leaf, (*path, index)) for index, child in enumerate(value))
@@ -144,6 +144,6 @@ def dotted(path: Iterable[Any]) -> str:
 
 
 def refused(path: Path, what: str) -> CheckpointError:
-    """The error that a value, by its path in the parts of a checkpoint, cannot be saved."""
+    """The error for a value that cannot be saved; the path begins with the name of the part."""
     part, *inside = path
     return CheckpointError(f"{part}{''.join(f'[{key!r}]' for key in inside)} is {what}")

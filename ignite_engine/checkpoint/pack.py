@@ -65,11 +65,11 @@ DTYPES = {
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
-"""What safetensors calls them; of another type the bytes are stored."""
+"""The names of types in safetensors; tensors of other types are stored as bytes."""
 _OF_NAMES = {name: dtype for dtype, name in DTYPES.items()}
 _KIND, _TREE, _METADATA, _SUBCLASS = "~", "~tree", "__metadata__", "subclass"
 _LARGEST_TREE = 1 << 20
-"""A larger one is stored as a tensor: safetensors refuses a header above 100 MB."""
+"""A larger tree, in bytes, is stored as a tensor: safetensors refuses headers above 100 MB."""
 _COMPONENTS: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -87,10 +87,10 @@ _BYTES: dict[str, Any] = {"bytes": bytes, "bytearray": bytearray}
 class Pack:
     """A state that is about to be written.
 
-    It holds the tensors, and copies none before it is written; one that is not contiguous then.
+    It refers to the tensors. Only those that are not contiguous are copied, when they are written.
 
     Args:
-        about: further words in the header.
+        about: further metadata for the header.
 
     Raises:
         CheckpointError: names the first value that is not plain data, by its path in the state.
@@ -100,13 +100,13 @@ class Pack:
         self._tensors: dict[str, Tensor] = {}
         self._known: dict[Any, str] = {}
         self._tied: dict[str, str] = {}
-        """Names of tensors that are stored once, under the other name; as ``safetensors.torch.save_model`` has them."""
+        """By name of a tied tensor, the name under which it is stored, as in ``safetensors.torch.save_model``."""
         tree = json.dumps(self._encoded(state, ()))
         about = {"format": "pt", **about, **self._tied, "tree": tree}
         if len(tree) > _LARGEST_TREE:
             self._tensors[_TREE] = torch.frombuffer(bytearray(tree, "ascii"), dtype=torch.uint8)
             del about["tree"]
-        # by size, so that each begins at a multiple of its own
+        # large elements first, so that each tensor is aligned
         self._stored = dict(sorted(self._tensors.items(), key=lambda item: -item[1].element_size()))
         header: dict[str, Any] = {_METADATA: about}
         size = 0
@@ -121,14 +121,14 @@ class Pack:
         self.bytes = len(self._header) + size
 
     def blocks(self) -> Iterator[memoryview]:
-        """All bytes, in order; each block is to be used before the next is asked for."""
+        """All bytes, in order; use each block before asking for the next."""
         yield memoryview(self._header)
         for value in self._stored.values():
             if value.numel():
                 yield _bytes_of(value)
 
     def write(self, room: memoryview) -> None:
-        """Copy all bytes to the beginning of a memory, which must be large enough."""
+        """Copy all bytes to the beginning of a buffer, which must be large enough."""
         at = 0
         for block in self.blocks():
             room[at : at + len(block)] = block
@@ -173,7 +173,7 @@ class Pack:
                 path,
                 "a parameter of a lazy module, which has no values yet: call the model on a batch before training.",
             )
-        if hasattr(value, "device_mesh"):  # of the parts of a run it is taken out before
+        if hasattr(value, "device_mesh"):  # DTensors in the parts of a run are replaced before this
             raise refused(path, _not_held(type(value)))
         if is_made_of_tensors(value):
             tensors, context = taken_apart(value)
@@ -183,7 +183,7 @@ class Pack:
         about: dict[str, Any] = {_KIND: "tensor"}
         if type(value) is torch.nn.Parameter:
             about["is_parameter"] = True
-        elif type(value) is not Tensor:  # such as MONAI's: what it holds beside its numbers is not saved
+        elif type(value) is not Tensor:  # such as MONAI's MetaTensor, whose metadata is not saved
             value = value.as_subclass(Tensor)
         if value.requires_grad:
             about["requires_grad"], value = True, value.detach()
@@ -201,7 +201,7 @@ class Pack:
             return about
         if value.is_conj() or value.is_neg():
             value = value.resolve_conj().resolve_neg()
-        if not value.is_contiguous():  # as clone() gives them: fused kernels give other bits for another memory layout
+        if not value.is_contiguous():  # clone()'s strides: fused kernels give other bits for another layout
             about["stride"] = [*torch.empty_like(value, device="meta").stride()]
         key = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
         base = dotted(path)
@@ -226,7 +226,7 @@ def _not_held(kind: type) -> str:
 
 
 def _bytes_of(value: Tensor) -> memoryview:
-    """Those of a tensor in the order of its elements, on the CPU."""
+    """The bytes of a tensor in the order of its elements, on the CPU."""
     values: Any = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(values)
 
@@ -235,13 +235,13 @@ def _bytes_of(value: Tensor) -> memoryview:
 
 
 def _read(next_bytes: Callable[[int], Any], size: int) -> Any:
-    """The state in ``size`` bytes.
+    """Decode the state in ``size`` bytes.
 
     Args:
-        next_bytes: gives the next so many of them.
+        next_bytes: returns the next ``n`` bytes.
 
     Raises:
-        Exception: of any type; they are no pack.
+        Exception: of any type; the bytes are not a pack.
     """
     (length,) = struct.unpack("<Q", next_bytes(8))
     if length > size - 8:
@@ -290,7 +290,7 @@ class _Decoder:
             return _SEQUENCES[kind](self.decoded(of))
         if kind in _BYTES:
             return _BYTES[kind](base64.b64decode(of))
-        if kind == "enum":  # its name where nothing has imported its class
+        if kind == "enum":  # its name, if the class is not imported
             return getattr(known_class(of[0], Enum), of[1], of[1])
         if kind == "complex":
             return complex(*self.decoded(of))
@@ -326,7 +326,7 @@ class _Decoder:
 
 
 def _of_its_class(of: dict[str, Any]) -> Any:
-    """The tensor, or what it is made of where nothing has imported its class."""
+    """The tensor subclass; or its inner tensors, if the class is not imported."""
     kind = known_class(of[_SUBCLASS])
     like = torch.empty_strided(of["shape"], of["stride"], device="meta")
     return of if kind is None else put_together(kind, of["tensors"], of["context"], like)
@@ -343,13 +343,13 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def read_pack(path: Path, file: IO[bytes], record: FileRecord) -> str | dict[str, Any]:
-    """Verify and load an open file, which is read once.
+    """Verify and load an open file, reading it once.
 
     Returns:
-        The state, tensors on the CPU in memories of their own; or what is wrong with it, as the rest of a sentence.
+        The state, with tensors on the CPU; or what is wrong with the file, as the rest of a sentence.
 
     Raises:
-        CheckpointError: it is what was written, but no pack.
+        CheckpointError: it has the right hash but is not a pack.
         OSError: it cannot be read.
     """
     digest, position, size = blake3(), 0, os.fstat(file.fileno()).st_size
@@ -357,7 +357,7 @@ def read_pack(path: Path, file: IO[bytes], record: FileRecord) -> str | dict[str
     def next_bytes(count: int) -> Any:
         nonlocal position
         values = torch.empty(count, dtype=torch.uint8).numpy()
-        for begin in range(0, count, PIECE_BYTES):  # each is hashed while the processor has it at hand
+        for begin in range(0, count, PIECE_BYTES):  # each piece is hashed while it is in the cache
             piece = values[begin : begin + PIECE_BYTES]
             read_into(file, piece, position + begin)
             digest.update(piece.data)
@@ -377,13 +377,13 @@ def read_pack(path: Path, file: IO[bytes], record: FileRecord) -> str | dict[str
 
 
 def map_pack(path: Path) -> dict[str, Any]:
-    """The state in a file, which is not verified; tensors are read when they are touched.
+    """Map the state in a file, unverified; tensors are read from disk when they are used.
 
-    For looking at a few tensors of a large file; not for training: optimizers keep the loaded tensors, and with them
-    the disk space of a file deleted since.
+    Use it to look at a few tensors of a large file, not for training: optimizers keep the loaded tensors, and with them
+    the disk space of a deleted file.
 
     Raises:
-        CheckpointError: one line; it is no pack.
+        CheckpointError: one line; it is not a pack.
         OSError: it cannot be read.
     """
     with open_regular(path) as file:
@@ -397,13 +397,13 @@ def map_pack(path: Path) -> dict[str, Any]:
 
 
 def unpacked(room: memoryview, *, in_place: bool = False) -> Any:
-    """The state whose blocks were written into a memory.
+    """Decode the state that was written into a buffer.
 
     Args:
-        in_place: its tensors stay there, so that only what is used of them is read.
+        in_place: tensors refer to the buffer instead of a copy.
 
     Raises:
-        Exception: of any type; it holds no pack.
+        Exception: of any type; the buffer holds no pack.
     """
     rest = room
 

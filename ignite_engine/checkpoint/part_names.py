@@ -1,7 +1,7 @@
-"""What is inside a part, by name: a model's tensors, an optimizer's state of each parameter, the weights of an average.
+"""Names inside a part: a model's tensors, an optimizer's state of each parameter, the weights of an average.
 
-Three forms of state have names in them; every other part is taken as a whole. What a part is, its ``kind``, is said
-when it is registered and kept in the manifest; without one it is guessed from the state.
+States in one of three forms have names inside; every other part is taken as a whole. The kind of a part is given when
+it is registered and kept in the manifest; a missing kind is inferred from the state.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ignite_engine.errors import StateMismatch, did_you_mean, shortened
 
 
 class Patterns:
-    """``part`` is a whole part, ``part:name`` for names inside parts; ``*``, ``?`` and ``[...]`` as in a shell.
+    """Patterns of parts, such as ``optimizer``, and of names inside parts, ``part:name``; wildcards as in a shell.
 
     Args:
         texts: the patterns.
-        setting: what they are called where they were given, for errors.
-        category: the group that a part belongs to, which can be given instead of the part's name.
+        setting: the name of the argument that has the patterns, for errors.
+        category: returns the kind of a part, which a pattern can give instead of its name.
 
     Raises:
-        ValueError: one of them is not text, or is empty on a side of the colon.
+        ValueError: a pattern is not a string, or is empty on a side of the colon.
     """
 
     def __init__(self, texts: Iterable[str], setting: str, category: Callable[[str], str] = lambda part: part) -> None:
@@ -43,18 +43,18 @@ class Patterns:
             self._pairs.append((part, name if colon else None))
 
     def has_part(self, part: str) -> bool:
-        """Whether the whole part is meant."""
+        """Whether a pattern means the whole part."""
         return any(name is None and self._is_part(pattern, part) for pattern, name in self._pairs)
 
     def has_name(self, part: str, name: str) -> bool:
-        """Whether this name inside the part is meant, by itself or with the whole part."""
+        """Whether a pattern means this name inside the part, or the whole part."""
         return any(
             self._is_part(pattern, part) and (inside is None or fnmatchcase(name, inside))
             for pattern, inside in self._pairs
         )
 
     def concern(self, part: str) -> bool:
-        """Whether any of them is about this part or names inside it."""
+        """Whether a pattern means this part or names inside it."""
         return any(self._is_part(pattern, part) for pattern, _ in self._pairs)
 
     def check(self, contents: Mapping[str, Iterable[str]], where: str) -> None:
@@ -62,10 +62,10 @@ class Patterns:
 
         Args:
             contents: the names inside each part, by part.
-            where: what was searched, for the error.
+            where: the description of what was searched, for the error.
 
         Raises:
-            ValueError: names the first such pattern, and what is there.
+            ValueError: names the first such pattern, and the known names.
         """
         for text, (pattern, name) in zip(self.texts, self._pairs, strict=True):
             parts = [part_name for part_name in contents if self._is_part(pattern, part_name)]
@@ -86,9 +86,9 @@ _Form = Literal["optimizer", "average", "tensors"]
 
 
 def named(state: Any, kind: str | None = None) -> dict[str, Any] | None:
-    """The named entries of a part's state; None: it has none and is taken as a whole.
+    """The named entries of a part's state; None: the part is taken as a whole.
 
-    Of an optimizer every parameter's state, None for a parameter that has none yet.
+    For an optimizer, the state of every parameter; None for a parameter without one.
     """
     form = form_of(state, kind)
     if form == "optimizer":
@@ -99,7 +99,7 @@ def named(state: Any, kind: str | None = None) -> dict[str, Any] | None:
 
 
 def with_entries(state: Any, entries: Mapping[str, Any], kind: str | None = None) -> Any:
-    """The same form of state with other named entries; an optimizer's groups stay as they are."""
+    """The state with its named entries replaced; the groups of an optimizer stay as they are."""
     form = form_of(state, kind)
     if form == "optimizer":
         return {**state, "state": {name: entry for name, entry in entries.items() if entry is not None}}
@@ -109,10 +109,10 @@ def with_entries(state: Any, entries: Mapping[str, Any], kind: str | None = None
 
 
 def renamed(state: Any, rename: Callable[[str], str | None], kind: str | None = None) -> Any:
-    """The same state under other names, without those that become None.
+    """The state with its names changed by ``rename``; names that become None are left out.
 
     Raises:
-        ValueError: two names become one; the beginning of a sentence.
+        ValueError: two names become the same; the message is the beginning of a sentence.
     """
     entries = named(state, kind)
     if not entries:
@@ -134,7 +134,7 @@ def renamed(state: Any, rename: Callable[[str], str | None], kind: str | None = 
 
 
 def filled(state: Any, own: Any, names: Collection[str], kind: str | None = None) -> Any:
-    """``state`` with the entries of ``own`` for those of ``names`` that it lacks."""
+    """``state`` completed by the entries of ``own`` for those of ``names`` that it lacks."""
     entries, mine = named(state, kind) or {}, named(own, kind)
     if mine is None or form_of(own, kind) == "optimizer":  # a parameter without a state of its own starts afresh
         return state
@@ -143,13 +143,13 @@ def filled(state: Any, own: Any, names: Collection[str], kind: str | None = None
 
 
 def averages(parts: Mapping[str, Any], kind: Callable[[str], str | None]) -> dict[str, dict[str, Tensor]]:
-    """The weights of every average among the parts, by the part's name."""
+    """The weights of each average among the parts, by name of the part."""
     known = {part: state for part, state in parts.items() if form_of(state, kind(part)) == "average"}
     return {part: dict(state["weights"]) for part, state in known.items()}
 
 
 def form_of(state: Any, kind: str | None) -> _Form | None:
-    """In which form a state has names inside; a kind that is not known is guessed from the keys.
+    """The form in which a state has names inside; if the kind is unknown, it is inferred from the keys.
 
     ``optimizer``: keyed by the names of its parameters. ``average``: as ``EMA`` has it. ``tensors``: a model, or any
     other mapping of names to tensors.
@@ -175,21 +175,21 @@ def _is_tensors(state: Any) -> bool:
 
 KeepFn = Callable[[str, str, Any], bool]
 Capture = Callable[[], Iterable[Mapping[str, Any]]]
-"""Gives the parts, in one mapping or several; called where something is left out only."""
+"""Returns the parts, in one mapping or several; called only if something is left out."""
 
 
 class SaveFilter:
-    """Leaves things out of a checkpoint by pattern and by function.
+    """Leaves parts, or names inside them, out of a checkpoint.
 
     Args:
         exclude: parts, such as ``optimizer``, or names inside parts, such as ``model:backbone.*``.
         keep_fn: ``keep_fn(part, name, value)`` for each name inside a part that ``exclude`` leaves in, on every rank
             with the same result; False leaves it out.
 
-    What is left out stays as it was built when the checkpoint is loaded, so it must not be trained.
+    A resumed run has what was left out as it was built, so it must not be trained.
 
     Raises:
-        ValueError: a pattern is not one.
+        ValueError: a pattern is malformed.
     """
 
     def __init__(self, exclude: Iterable[str] = (), keep_fn: KeepFn | None = None) -> None:
@@ -198,11 +198,11 @@ class SaveFilter:
     def __call__(
         self, parts: Mapping[str, Any], kinds: Mapping[str, str] | None = None
     ) -> tuple[dict[str, Any], dict[str, list[str]]]:
-        """The parts that are saved, and the names that are left out, by part; none for a whole part.
+        """The parts to save, and the names that are left out, by part; no names for a whole part.
 
         Args:
             parts: states by name.
-            kinds: what each of them is, see :func:`form_of`; those that are not known are guessed.
+            kinds: the kind of each part, see :func:`form_of`; unknown ones are inferred.
         """
         if not self._active:
             return dict(parts), {}
@@ -239,7 +239,7 @@ class SaveFilter:
             raise StateMismatch(str(error)) from error
 
     def reasons(self, capture: Capture, kinds: Mapping[str, str] | None = None) -> list[str]:
-        """What it leaves out of the parts that ``capture`` gives, as the reproducibility report says it."""
+        """What is left out of the parts from ``capture``, as reasons for the reproducibility report."""
         if not self._active:
             return []
         _, left_out = self({part: state for group in capture() for part, state in group.items()}, kinds)

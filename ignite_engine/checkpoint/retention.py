@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: a function of what is on disk, so that nothing is forgotten over a restart."""
+"""Decides which checkpoints are kept, from the manifests on disk alone, so that a restart changes nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ignite_engine.errors import check_type, is_whole
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A committed checkpoint: where it is and what its manifest says."""
+    """A committed checkpoint: its path and its manifest."""
 
     path: Path
     manifest: Manifest
@@ -47,16 +47,16 @@ class BestCheckpoint:
 
 @dataclass(frozen=True)
 class Retention:
-    """The union of the last few, the best few and every n-th.
+    """Keeps the last few checkpoints, the best few and every n-th.
 
     Args:
-        keep_last: how many of the newest; at least 1.
-        keep_best: how many of the best by ``best``; a checkpoint without that metric, or where it is not finite, or
-            with non-finite weights, or of an earlier run in the same folder, is never among them. Of equal scores the
-            earlier one is better.
-        best: key in the manifest's metrics; None: no best ones.
-        mode: whether a small or a large score is good.
-        keep_every: those whose iteration is a multiple of it; None: none.
+        keep_last: the number of newest checkpoints, at least 1.
+        keep_best: the number of best checkpoints by ``best``. Never among them are checkpoints of an earlier run in the
+            folder, and those with non-finite weights or without a finite value of the metric. Of equal values the
+            earlier is better.
+        best: the name of a metric in the manifests; None: none is the best.
+        mode: whether a small (``min``) or a large value (``max``) is good.
+        keep_every: also keeps checkpoints whose iteration is a multiple of it; None: does not.
 
     Raises:
         TypeError: a value is of another type.
@@ -87,7 +87,7 @@ class Retention:
             raise ValueError(f"keep_every must be at least 1 iteration or None, got {self.keep_every}.")
 
     def kept(self, checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-        """Those of ``checkpoints`` (oldest first, only sound ones) that are kept, in the same order.
+        """The checkpoints to keep, in the order given: oldest first, sound ones only.
 
         The newest healthy one is kept whatever its age, so that checkpoints with non-finite weights never evict it.
         """
@@ -100,12 +100,12 @@ class Retention:
         return [checkpoint for checkpoint in checkpoints if checkpoint.path in kept]
 
     def best_of(self, checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-        """The best ones of the run that saved the last of ``checkpoints``, the best first."""
+        """The best checkpoints of the run that saved the last one, best first."""
         return [] if self.best is None else ranked(of_one_run(checkpoints), self.best, self.mode)[: self.keep_best]
 
 
 def ranked(checkpoints: Iterable[CheckpointInfo], metric: str, mode: str) -> list[CheckpointInfo]:
-    """Those with finite weights and a finite value of ``metric``, the best first; of equal ones the earlier."""
+    """The checkpoints with finite weights and a finite value of ``metric``: best first, of equal ones the earlier."""
     sign = 1 if mode == "min" else -1
     healthy = [checkpoint for checkpoint in checkpoints if checkpoint.manifest.healthy]
     scores = [(sign * checkpoint.manifest.metrics.get(metric, math.nan), checkpoint) for checkpoint in healthy]
@@ -114,12 +114,12 @@ def ranked(checkpoints: Iterable[CheckpointInfo], metric: str, mode: str) -> lis
 
 
 def of_one_run(checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    """The checkpoints of the run that saved the last one, without those that an earlier run left in the folder."""
+    """The checkpoints of the run that saved the last one; not those of earlier runs in the folder."""
     return [checkpoint for checkpoint in checkpoints if checkpoint.manifest.run_id == checkpoints[-1].manifest.run_id]
 
 
 def superseded(checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Checkpoints that were saved again later at the same iteration; a broken one does not supersede a healthy one."""
+    """Checkpoints whose iteration was saved again later; a non-finite one does not supersede a healthy one."""
     newest: dict[tuple[int, bool], int] = {}
     for checkpoint in checkpoints:
         manifest = checkpoint.manifest
@@ -141,7 +141,7 @@ _LARGE_IS_GOOD = frozenset(
 
 
 def usual_mode(metric: str) -> Literal["min", "max"] | None:
-    """Whether smaller or larger values of a metric are better, as its name says; None: it does not."""
+    """Whether smaller or larger values are better, from the name of a metric; None: the name does not tell."""
     words = re.split(r"[^a-z0-9]+", metric.lower())
     small = any(word in _SMALL_IS_GOOD for word in words)
     large = any(word in _LARGE_IS_GOOD or word.startswith("accura") for word in words) or metric.endswith("_per_s")
@@ -149,10 +149,10 @@ def usual_mode(metric: str) -> Literal["min", "max"] | None:
 
 
 def mode_of(metric: str, mode: Literal["min", "max"] | None, setting: str) -> Literal["min", "max"]:
-    """``mode``, or what the name of a metric says.
+    """``mode``, or the mode that the name of a metric implies.
 
     Args:
-        setting: that names the metric.
+        setting: the argument that names the metric, for errors.
 
     Raises:
         ValueError: it is neither ``min`` nor ``max``; or it is None, and the name does not tell.

@@ -1,4 +1,4 @@
-"""The options of a save, in one place: ``Checkpoint`` takes them, a config has them, the store gets its part."""
+"""The options of a save: arguments of ``Checkpoint``, and keys of its entry in a config."""
 
 from __future__ import annotations
 
@@ -17,25 +17,24 @@ class SaveOptions(Retention):
     """What is saved, how, and what is kept.
 
     Args:
-        keep_last: newest ones kept, at least 1.
+        keep_last: the number of newest checkpoints that are kept, at least 1.
         best: name of a metric, written on every rank; a new best one, by its mean over the ranks, is saved and kept.
             A metric that is never written causes a warning.
-        keep_best: how many of the best are kept.
-        mode: whether a small (``min``) or a large value (``max``) is good; by default as the metric's name
-            says; it is needed where that does not tell.
-        keep_every: those whose iteration is a multiple of it are never deleted.
+        keep_best: the number of best checkpoints that are kept.
+        mode: whether a small (``min``) or a large value (``max``) is good; needed if the metric's name does not tell.
+        keep_every: a checkpoint whose iteration is a multiple of it is never deleted.
         config: stored in each checkpoint.
-        labels: words that each checkpoint is labelled with.
+        labels: words stored in each checkpoint.
         exclude: what is not saved: parts, such as ``optimizer``, or names inside parts, such as ``model:backbone.*``.
-            A resumed run has it as it was built, so it must not be trained; the reproducibility report names it.
+            A resumed run has it as built, so it must not be trained; the reproducibility report names it.
         keep_fn: ``keep_fn(part, name, value)``, called for each name inside a part; False leaves it out, too.
-        save_at_end: save where the run completes, too, whatever the event; a stop always saves.
-        background: write a copy while training continues, which waits for the copy. It is held in host memory.
-        writers: threads in which a rank hashes and writes its files; the parts that the ranks share (model,
-            optimizer, average) are spread over so many files.
-        on_exception: save also when the update or a handler raises, if nothing of the iteration was applied yet; on
-            one process only. A resume from there is not bit for bit, so ``strict`` excludes it.
-        strict: refuse to start, or to resume, what cannot be resumed bit for bit.
+        save_at_end: also save when the run completes, whatever the event; a stop always saves.
+        background: copy the state into host memory, and write the copy while training continues.
+        writers: the number of threads in which a rank hashes and writes its files, and of files for the parts that
+            ranks share (model, optimizer, average).
+        on_exception: also save when the update or a handler raises, if the iteration has changed nothing yet; on one
+            process only. A resume from there is not bit for bit, so ``strict`` excludes it.
+        strict: refuse a run, or a resume, that is not bit for bit.
 
     Raises:
         TypeError: a value is of another type.
@@ -76,7 +75,7 @@ class SaveOptions(Retention):
             given: Iterable[str] = getattr(self, name)
             if isinstance(given, str):
                 raise ValueError(f"{name} is a list, got {given!r}: write [{given!r}].")
-            object.__setattr__(self, name, tuple(given))  # an iterator would be used up by the first save
+            object.__setattr__(self, name, tuple(given))  # an iterator would be exhausted by the first save
         super().__post_init__()
         _ = self.filter  # check its settings
 

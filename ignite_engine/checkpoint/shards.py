@@ -1,8 +1,8 @@
-"""Tensors that are sharded over ranks (DTensor): each rank writes its pieces, and whoever loads reads what it needs.
+"""Tensors that are sharded over ranks (DTensor): each rank writes its pieces, and a load reads the pieces it needs.
 
-In the file that the ranks share a sharded tensor is a tensor on the meta device, of the whole shape and without values.
-The values are in a part of each rank (:data:`PIECES`): by part and path the offset of its piece, and the piece. A piece
-that several ranks hold (replicas of HSDP, parameters that tensor parallelism does not split) is written once.
+In the shared file, a sharded tensor is replaced by a tensor on the meta device with the whole shape and no values.
+The values are in a part of each rank's own (:data:`PIECES`): by part and path, the offset of the piece and the piece. A
+piece that several ranks hold (replicas in HSDP, parameters that tensor parallelism does not split) is written once.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ignite_engine.errors import CheckpointError
 
 Shape = tuple[int, ...]
 _Pieces = dict[Path, tuple[list[int], Tensor]]
-"""By path: the offset of a piece in the whole tensor, and its values."""
+"""By path, the offset of a piece in the whole tensor, and its values."""
 _PiecesOfParts = dict[str, _Pieces]
 PIECES = "pieces of sharded tensors"
-"""The part of a rank that holds them."""
+"""The name of the part that holds a rank's pieces."""
 
 
 class Region(NamedTuple):
@@ -37,11 +37,11 @@ class Region(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The box in the whole tensor."""
+        """The box as slices of the whole tensor."""
         return tuple(slice(start, start + size) for start, size in zip(*self, strict=True))
 
     def within(self, outer: Region) -> tuple[slice, ...]:
-        """What both boxes share, as slices of a tensor that holds ``outer``; empty if they share nothing."""
+        """The intersection of both boxes, as slices of a tensor that holds ``outer``."""
         return tuple(
             slice(max(start - begin, 0), max(min(start + size, begin + extent) - begin, 0))
             for start, size, begin, extent in zip(*self, *outer, strict=True)
@@ -50,15 +50,15 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True)
 class Shards:
-    """What is sharded in the state of a rank."""
+    """Describes the sharded tensors in the state of a rank."""
 
     layout: tuple[str, ...] = ()
-    """How: mesh and placements, such as ``2 x 2 (Replicate, Shard(0))``; empty: nothing is sharded."""
+    """Mesh and placements, such as ``2 x 2 (Replicate, Shard(0))``; empty: nothing is sharded."""
     numbers: Mapping[str, int] = field(default_factory=dict)
-    """How many numbers the sharded tensors of each part have, over all ranks."""
+    """By part, the number of elements of its sharded tensors, over all ranks."""
 
     def missing(self, rank: int, pieces: Mapping[str, _Pieces]) -> dict[str, int]:
-        """A count for each part, whose sum over all ranks is zero if their pieces cover each tensor exactly once."""
+        """By part, a count of missing elements; it sums to zero over all ranks if their pieces cover each tensor."""
         count = Counter(self.numbers if rank == 0 else ())
         for part, of_part in pieces.items():
             count[part] -= sum(values.numel() for _, values in of_part.values())
@@ -66,7 +66,7 @@ class Shards:
 
 
 class Sharded(Tensor):
-    """A saved tensor that was not read yet: shape and type of the whole (on the meta device), and its pieces."""
+    """A saved tensor that was not read yet: a meta tensor of the whole shape, with its pieces on disk."""
 
     pieces: Sequence[Piece]
 
@@ -74,13 +74,13 @@ class Sharded(Tensor):
         """The whole tensor, on the CPU.
 
         Raises:
-            CheckpointError: a file that holds some of it is damaged.
+            CheckpointError: a file with one of its pieces is damaged.
         """
         return _read(self, Region((0,) * self.dim(), tuple(self.shape)))
 
 
 def whole(value: Any) -> Any:
-    """The tensor that a :class:`Sharded` stands for; anything else as it is."""
+    """Read a :class:`Sharded`; return anything else as it is."""
     return value.read() if isinstance(value, Sharded) else value
 
 
@@ -93,11 +93,11 @@ class Piece(NamedTuple):
 
 
 FoundPieces = dict[tuple[str, Path], list[Piece]]
-"""Pieces by the part and the path of their tensor."""
+"""The pieces of each tensor, by its part and path."""
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether this is a DTensor, be it split or the same on all ranks."""
+    """Whether this is a DTensor, split or replicated."""
     return isinstance(value, Tensor) and hasattr(value, "device_mesh")
 
 
@@ -107,7 +107,7 @@ def local_piece(value: Tensor) -> Tensor:
 
 
 def layout_of(tensors: Iterable[Any]) -> tuple[str, ...]:
-    """How the sharded ones among these are sharded, as text; each way once."""
+    """The distinct meshes and placements of the DTensors among these, as text."""
     found: dict[str, None] = {}
     for value in filter(is_sharded, tensors):
         kinds = (
@@ -118,10 +118,10 @@ def layout_of(tensors: Iterable[Any]) -> tuple[str, ...]:
 
 
 def region_of(tensor: Any) -> Region | None:
-    """Which box of the whole tensor this rank holds of a DTensor; None: it is not in its mesh.
+    """The box of the whole tensor that this rank holds of a DTensor; None: the rank is not in its mesh.
 
     Raises:
-        ValueError: values that were not reduced yet (Partial), or a placement unknown here; the end of a sentence.
+        ValueError: the end of a sentence; a placement is Partial, or unknown here.
     """
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
@@ -139,13 +139,13 @@ def region_of(tensor: Any) -> Region | None:
         first = min(step * coordinate[index], shape[dim])
         offset[dim], shape[dim] = offset[dim] + first, min(step, shape[dim] - first)
     held = tuple(local_piece(tensor).shape)
-    if tuple(shape) != held and not (0 in shape and 0 in held):  # of nothing torch gives other shapes
+    if tuple(shape) != held and not (0 in shape and 0 in held):  # torch's shapes of empty pieces differ
         raise ValueError(f"this rank holds {held} of it where its placements {placements} give {tuple(shape)}")
     return Region(tuple(offset), tuple(shape))
 
 
 def _splits(placements: Sequence[Any], index: int, mesh_shape: Sequence[int]) -> bool:
-    """Whether a strided placement, if this is one, follows exactly the ordinary ones of its dimension to its right."""
+    """Whether this placement splits its dimension; a strided one must match the ordinary ones to its right."""
     factor = getattr(placements[index], "split_factor", None)
     if factor is None:
         return bool(placements[index].is_shard())
@@ -161,12 +161,12 @@ def _splits(placements: Sequence[Any], index: int, mesh_shape: Sequence[int]) ->
 def without_shards(
     shared: Mapping[str, Any], local: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any], Shards]:
-    """Parts with a placeholder for each sharded tensor; what this rank writes of them is a part of its own.
+    """Replace each sharded tensor by a placeholder, and collect this rank's pieces in a part of its own.
 
-    The pieces are no copies.
+    The pieces are not copied.
 
     Raises:
-        CheckpointError: a value cannot be saved; names it and why.
+        CheckpointError: names a value that cannot be saved, and the reason.
     """
     pieces: _PiecesOfParts = {}
     sharded: list[Tensor] = []
@@ -199,7 +199,7 @@ def without_shards(
 
 
 def _piece_of(part: str, path: Path, value: Any) -> tuple[list[int], Tensor] | None:
-    """What this rank writes of a sharded tensor; None: nothing."""
+    """The piece that this rank writes of a sharded tensor, with its offset; None: it writes none."""
     try:
         region = region_of(value)
         if region is None and dist.get_rank() == 0:
@@ -212,10 +212,10 @@ def _piece_of(part: str, path: Path, value: Any) -> tuple[list[int], Tensor] | N
 
 
 def _writes(tensor: Any) -> bool:
-    """Whether this rank is the one of those with the same piece that writes it.
+    """Whether this rank writes its piece, among the ranks that hold the same one.
 
-    Where several meshes hold the whole tensor each, as tensor parallel ranks do with what is not split among them, it
-    is the mesh of rank 0.
+    If several meshes each hold the whole tensor, as tensor parallel ranks do with unsplit parameters, the mesh of
+    rank 0 writes it.
     """
     mesh, placements = tensor.device_mesh, tensor.placements
     first = all(
@@ -225,12 +225,12 @@ def _writes(tensor: Any) -> bool:
 
 
 def is_placeholder(value: Any) -> bool:
-    """Whether this stands in the place of a tensor whose values are elsewhere."""
+    """Whether this is the placeholder of a tensor whose values are stored elsewhere."""
     return isinstance(value, Tensor) and value.is_meta
 
 
 def add_pieces(found: FoundPieces, of_parts: _PiecesOfParts, verify: Callable[[], None]) -> None:
-    """Add what one rank has written, the part :data:`PIECES`."""
+    """Add the pieces of one rank, the content of its part :data:`PIECES`."""
     for part, pieces in of_parts.items():
         for path, (offset, values) in pieces.items():
             region = Region(tuple(offset), tuple(values.shape))
@@ -238,14 +238,14 @@ def add_pieces(found: FoundPieces, of_parts: _PiecesOfParts, verify: Callable[[]
 
 
 def join(parts: Mapping[str, Any], pieces: FoundPieces) -> dict[str, Any]:
-    """The parts with a :class:`Sharded` in the place of each placeholder.
+    """Replace each placeholder by a :class:`Sharded`.
 
     Args:
-        parts: as :func:`without_shards` left them.
-        pieces: from all ranks.
+        parts: as returned by :func:`without_shards`.
+        pieces: those of all ranks.
 
     Raises:
-        ValueError: pieces of a tensor are missing, or overlap; names it.
+        ValueError: names a tensor of which pieces are missing.
     """
 
     def leaf(part: str, path: Path, value: Any) -> Any:
@@ -263,21 +263,18 @@ def join(parts: Mapping[str, Any], pieces: FoundPieces) -> dict[str, Any]:
 
 
 def has_sharded(state: Any) -> bool:
-    """Whether a nested state holds a tensor that is sharded, in memory or on disk."""
+    """Whether a nested state holds a DTensor or a :class:`Sharded`."""
     tensors = [value for _, value in walk(state) if isinstance(value, Tensor)]
     return any(is_sharded(value) or isinstance(value, Sharded) for value in tensors)
 
 
 def fitted(state: Any, own: Any) -> Any:
-    """``state``, sharded as ``own`` is: of each tensor what this rank holds there, and no more is read.
+    """A copy of ``state``, sharded as ``own`` is; only this rank's pieces are read.
 
     Args:
-        state: what was saved: tensors, whole or :class:`Sharded`.
-        own: the state of the object that will load it, with the same paths. What is sharded in it is sharded in the
-            result if it has the same shape; any other tensor is whole.
-
-    Returns:
-        A copy: the tensors may be on disk (``mmap``).
+        state: a saved state, with whole tensors or :class:`Sharded` ones.
+        own: the current state of the object that will load it. A tensor is sharded in the result if the one at the
+            same path here is sharded and has the same shape; any other tensor is whole.
 
     Raises:
         CheckpointError: a file with a needed piece is damaged.
@@ -287,7 +284,7 @@ def fitted(state: Any, own: Any) -> Any:
 
 
 def fitted_tensor(value: Any, target: Any) -> Any:
-    """What was saved as ``value``, sharded as ``target`` if that is sharded and has its shape; a copy."""
+    """A copy of a saved tensor, sharded as ``target`` if that is sharded and has the same shape."""
     if not isinstance(value, Tensor) or is_sharded(value):
         return value
     if not is_sharded(target) or target.shape != value.shape:
@@ -312,7 +309,7 @@ def fitted_tensor(value: Any, target: Any) -> Any:
 
 
 def replicated(value: Tensor, like: Any) -> Any:
-    """A whole tensor on the mesh of ``like``, the same on all its ranks."""
+    """A whole tensor replicated on the mesh of ``like``."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = like.device_mesh
@@ -334,7 +331,7 @@ def _read(saved: Sharded, region: Region) -> Tensor:
 
 
 def _check_whole(name: str, shape: Shape, regions: Sequence[Region]) -> None:
-    """Refuse pieces that are not the whole tensor."""
+    """Refuse pieces that do not cover the whole tensor."""
     held, numbers = sum(math.prod(region.shape) for region in regions), math.prod(shape)
     if held < numbers:
         raise ValueError(f"{name} is not whole: its {len(regions)} pieces hold {held} of {numbers} numbers")

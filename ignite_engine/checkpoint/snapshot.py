@@ -1,4 +1,4 @@
-"""A copy of a run's state that training cannot change, in buffers that are reused for the next one."""
+"""Copies a run's state into host buffers that are reused for the next copy."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class Snapshot:
-    """Copies nested states (dicts, lists, tuples of tensors and plain values); a tensor twice in them is copied once.
+    """Copies nested states of tensors and plain values; a tensor that occurs twice is copied once.
 
-    Each :meth:`take` gives a state that is valid until the next one, in the same memory where shapes are the same:
-    one host copy of everything is held, pinned for what is on a device that copies beside the host.
+    The result of :meth:`take` is valid until the next call, which reuses the buffers of tensors with the same shape.
+    One host copy of everything is held; in pinned memory for devices that copy asynchronously.
     """
 
     def __init__(self) -> None:
@@ -32,8 +32,8 @@ class Snapshot:
         """A copy of ``state``.
 
         Returns:
-            The same structure on the host. Of a device that copies beside the host the values are there once
-            :meth:`wait` has returned; what the device computes from now on comes after the copy.
+            The same structure on the host. Values from a device that copies asynchronously are there once
+            :meth:`wait` has returned; what the device computes from now on does not change them.
         """
         self._kept, self._buffers = self._buffers, {}
         copy: T = rebuilt(state, self._copy)
@@ -42,7 +42,7 @@ class Snapshot:
         return copy
 
     def wait(self) -> None:
-        """Return once every byte is in host memory."""
+        """Wait until every byte is in host memory."""
         for event in self._copied:
             event.synchronize()
 
@@ -54,7 +54,7 @@ class Snapshot:
         return value.copy() if isinstance(value, bytearray) else value
 
     def _buffer_for(self, source: Tensor) -> Tensor:
-        if source.is_meta:  # the place of a sharded tensor, whose pieces are copied
+        if source.is_meta:  # the placeholder of a sharded tensor, whose pieces are copied
             return source
         if type(source) is not Tensor or source.layout is not torch.strided or source.is_quantized:
             return source.clone()
@@ -63,7 +63,7 @@ class Snapshot:
             return self._buffers[key]
         buffer = self._kept.get(key)
         if buffer is None:
-            # with the strides of the source: fused kernels give other bits for another memory layout
+            # keeps the strides: fused kernels give other bits for another memory layout
             buffer = torch.empty_like(source, device="cpu", pin_memory=devices.has_side_streams(source.device.type))
         self._buffers[key] = buffer
         self._pairs.append((buffer, source))
@@ -72,7 +72,7 @@ class Snapshot:
     def _copy_values(self) -> None:
         beside: set[torch.device] = set()
         for buffer, source in self._pairs:
-            # of other devices no event would say when the bytes are there
+            # other devices have no events that tell when the bytes are there
             non_blocking = devices.has_side_streams(source.device.type)
             buffer.copy_(source, non_blocking=non_blocking)
             if non_blocking:

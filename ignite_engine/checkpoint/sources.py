@@ -1,4 +1,4 @@
-"""What weights come from: the checkpoint or file that a path or a name means, its reader, and what is taken of it."""
+"""Finds and reads what weights are loaded from: a checkpoint or a file, given by a path or a name."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ RUNS_FOLDER = "checkpoints"
 
 
 class NothingThere(CheckpointError):
-    """A path means nothing: it does not exist, or holds no checkpoint."""
+    """A path does not exist, or holds no checkpoint."""
 
 
 def split_name(path: str | Path, which: Which = "last") -> tuple[Path, Which]:
-    """``runs/x/best`` as ``runs/x`` and ``best``, unless something of that very path is there; other paths as they are.
+    """Split ``runs/x/best`` into ``runs/x`` and ``best``, unless that very path exists; other paths have no name.
 
     Args:
-        which: of a path that does not end with a name.
+        which: the name for a path that does not end with one.
 
     Raises:
         ValueError: ``which`` is not a name.
@@ -50,13 +50,13 @@ def split_name(path: str | Path, which: Which = "last") -> tuple[Path, Which]:
 
 
 def is_single(path: Path) -> bool:
-    """Whether a path is that of one checkpoint, or of a file of weights."""
+    """Whether a path is that of a single checkpoint, or of a file of weights."""
     is_named_as_one = layout.named_iteration(path) is not None and path.exists()
     return path.is_file() or is_named_as_one or (path / MANIFEST_NAME).exists()
 
 
 def find_directory(path: str | Path) -> Path:
-    """The folder of checkpoints that a path means: itself, or that of a run.
+    """The folder of checkpoints that a path means: itself, or the one in a run's folder.
 
     Raises:
         NothingThere: one line.
@@ -76,15 +76,15 @@ def find_directory(path: str | Path) -> Path:
 
 
 def find_source(path: str | Path, which: Which = "last", *, metric: str | None = None, mode: str | None = None) -> Path:
-    """The checkpoint or file that a path means; of a folder of checkpoints, or a run's, the last or the best valid one.
+    """The checkpoint or file that a path means; in a folder of checkpoints or of a run, the last or best valid one.
 
     Args:
         path: a file of weights, a checkpoint, or a folder; a folder may be followed by a name: ``runs/x/best``.
-        which: of a folder without one.
-        metric, mode: by which it is the best; None: as the run that saved it says.
+        which: for a folder without a name.
+        metric, mode: define the best; None: as the run that saved it did.
 
     Raises:
-        CheckpointError: one line; there is none, or none that is valid, or nothing says which is the best.
+        CheckpointError: one line; there is none, none is valid, or the best is not defined.
         ValueError: ``which`` is not a name, or only one of metric and mode is given.
     """
     place, which = split_name(path, which)
@@ -107,7 +107,7 @@ def find_source(path: str | Path, which: Which = "last", *, metric: str | None =
 
 
 def scored_by(store: CheckpointStore, metric: str | None = None, mode: str | None = None) -> tuple[str, str]:
-    """Metric and mode by which the best is chosen: those given, or those that the run of the newest one followed.
+    """Metric and mode that define the best: those given, or those that the run of the newest checkpoint followed.
 
     Raises:
         CheckpointError: neither is there.
@@ -143,23 +143,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Source:
-    """Verified parts on the CPU, from wherever they came."""
+    """The verified content of a checkpoint or a file of weights, on the CPU."""
 
     path: Path
     parts: dict[str, Any]
-    """By name. A file of weights has one, ``model``."""
+    """States by name; a file of weights has only ``model``."""
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
     manifest: Manifest | None = None
     """None for a file of weights."""
 
     @property
     def kinds(self) -> Mapping[str, str]:
-        """What each part is, as far as it is known."""
+        """The known kinds of the parts."""
         return self.manifest.kinds if self.manifest else {"model": "model"}
 
 
 def read_source(path: Path, rank: int = 0, *, mmap: bool = False, whole: bool = True) -> Source:
-    """Read what :func:`find_source` found; each file of a checkpoint is verified first.
+    """Read a result of :func:`find_source`; each file of a checkpoint is verified first.
 
     A rank that did not exist when a checkpoint was saved gets rank 0's own parts, but not its random numbers.
 
@@ -191,13 +191,13 @@ def read_named(
     weights: str | None = None,
     use: Callable[[Source, str], T],
 ) -> T:
-    """Read what :func:`find_source` finds, and choose its weights; no run that prunes deletes it meanwhile.
+    """Find a source and read it, while no run can delete it.
 
     Args:
         path, which, metric, mode: see :func:`find_source`.
-        weights: ``raw``, or the part of an average; None: of the best those that its metric was measured of, otherwise
-            ``raw``.
-        use: takes the source, sharded tensors without their values, and its weights in these words.
+        weights: ``raw``, or the name of an average; None: for the best, those for which its metric was measured,
+            otherwise ``raw``.
+        use: called with the source (sharded tensors are :class:`Sharded`) and the chosen weights.
 
     Returns:
         What ``use`` returns.
@@ -219,7 +219,7 @@ def read_named(
 
 
 def model_part(source: Source, part: str | None = None) -> str:
-    """The part that is meant by the model: the one of that name, ``model``, or the only one of a model.
+    """The name of the model's part: the one given, the only one of kind ``model``, or ``model``.
 
     Raises:
         CheckpointError: one line; there is none, or several.
@@ -252,7 +252,7 @@ def _read_weights(path: Path) -> dict[str, Any]:
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {one_line(error)}.") from error
-    except Exception as error:  # torch raises pickle, zip and runtime errors of many types here
+    except Exception as error:  # torch.load raises errors of many types
         named = re.search(r"(?:GLOBAL |Unsupported (?:global|class|operand)[: ]+)([\w.]+)", str(error))
         reason = f"it refers to {named.group(1)}" if named else one_line(error)
         raise CheckpointError(
@@ -270,12 +270,12 @@ Rename = Callable[[str], str | None]
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint or a file of weights that a source meant.
+    """A checkpoint or a file of weights that a source means.
 
     Attributes:
-        identity: of what was saved, so that it is another one where it was saved again; labels and metrics do not
-            count. Of a file of weights, the hash of its bytes.
-        iteration: of the run that saved it; None for a file of weights.
+        identity: of a checkpoint, of the save, so it changes when the checkpoint is saved again but not with labels and
+            metrics; of a file of weights, the hash of its content.
+        iteration: of the checkpoint; None for a file of weights.
     """
 
     path: Path
@@ -284,7 +284,7 @@ class Found:
 
     @classmethod
     def of(cls, path: Path) -> Found:
-        """What is there now.
+        """The checkpoint or file at this path.
 
         Raises:
             CheckpointError: one line; it cannot be read.
@@ -295,10 +295,10 @@ class Found:
         return cls(path, f"{manifest.run_id} {manifest.sequence} {manifest.created_at}", manifest.iteration)
 
     def read(self, rank: int, *, mmap: bool = False) -> Source:
-        """Read exactly this; see :func:`read_source`.
+        """Read it; see :func:`read_source`.
 
         Raises:
-            CheckpointError: one line; it cannot be read, or something else is there by now.
+            CheckpointError: one line; it cannot be read, or was replaced meanwhile.
         """
         source = read_source(self.path, rank, mmap=mmap, whole=False)
         if Found.of(self.path) != self:
@@ -308,28 +308,28 @@ class Found:
 
 @dataclass(frozen=True)
 class LoadSource:
-    """A source, and what is taken from it. If several of a list contain a name, the last one wins.
+    """A source of weights, and what to load from it. If several sources in a list contain a name, the last one wins.
 
     Args:
         path: a checkpoint, a folder of checkpoints or of a run, or a file of weights (safetensors, or a state_dict of
             ``torch.save``). A folder may be followed by a name: ``runs/x/best``.
-        parts: what is loaded: parts by name or kind (``model``, ``optimizer``, ``schedule``, ``counters``, ``data``,
+        parts: parts by name or kind (``model``, ``optimizer``, ``schedule``, ``counters``, ``data``,
             ``rng``), or names inside them: ``["model:backbone.*", "optimizer"]``; ``["*"]`` is everything.
         rename: a function from a name in the source to the name here, in the model, its optimizers and its averages;
-            None leaves the name out. Or a mapping of prefixes: ``{"encoder.": "backbone."}``, of which the first that
-            matches counts. All patterns refer to the names after it.
+            None leaves the name out. Or a mapping of prefixes, ``{"encoder.": "backbone."}``; the first match counts.
+            Patterns refer to the new names.
         ignore: parts and names that stay as they were built, wherever they are missing: ``["model:head.*", "ema"]``.
-        strict: what is missing on either side, or of another shape, is an error; otherwise it stays as it was built.
+        strict: names missing on either side, or of another shape, are an error; otherwise they stay as built.
         weights: ``raw``, or the part that holds an average (``ema``), which is then loaded as the model.
-        which: of a folder the ``last`` valid checkpoint or the ``best`` one.
-        metric, mode: by which it is the best, and whether ``min`` or ``max`` is good; None: as the run that saved them
-            says.
-        required: False: it may be missing; one that is there must be valid.
-        dynamic: a :class:`~ignite_engine.handlers.model_bank.ModelBank` loads it again while training, when there is a
+        which: the ``last`` or the ``best`` valid checkpoint of a folder.
+        metric, mode: the metric that defines the best, and whether ``min`` or ``max`` is good; None: as the run that
+            saved it did.
+        required: False: the source may be missing; if it exists, it must be valid.
+        dynamic: a :class:`~ignite_engine.handlers.model_bank.ModelBank` loads it again during training when there is a
             newer one.
 
-    An optimizer's options (its learning rate, its betas) come along with the counters only, and with all of its
-    parameters: a run that starts counting from 0 keeps its own.
+    An optimizer's options (learning rate, betas) are loaded only together with the counters and all of its parameters;
+    a run that counts from 0 keeps its own.
 
     Raises:
         TypeError, ValueError: a value is of another type, or is not one of those above; ``data`` without
@@ -376,18 +376,18 @@ class LoadSource:
 
     @property
     def named(self) -> tuple[Path, Which]:
-        """The path without a name at its end, and which checkpoint is meant of a folder."""
+        """The path without a name at its end, and which checkpoint of a folder is meant."""
         return split_name(self.path, self.which)
 
     def renamed(self, name: str) -> str | None:
-        """The name here of a name in the source."""
+        """Apply ``rename`` to a name in the source."""
         if self.rename is None or callable(self.rename):
             return name if self.rename is None else self.rename(name)
         old = next((old for old in self.rename if name.startswith(old)), None)
         return name if old is None else self.rename[old] + name.removeprefix(old)
 
     def find(self) -> Found | None:
-        """What is meant now, verified; None: it is not required and there is none.
+        """The checkpoint or file that the source means now, verified; None: it is not required and does not exist.
 
         Raises:
             CheckpointError: one line; there is none, or none that is valid.
@@ -401,10 +401,10 @@ class LoadSource:
             return None
 
     def look(self) -> Found | None:
-        """What is meant now, as the manifests say, unverified; None: there is none.
+        """The checkpoint or file that the source means now, unverified; None: there is none.
 
         Raises:
-            CheckpointError: one line; it cannot be read, or nothing says which is the best.
+            CheckpointError: one line; it cannot be read, or the best is not defined.
         """
         place, which = self.named
         if is_single(place):
@@ -417,23 +417,23 @@ class LoadSource:
 
 
 class SourceWatch:
-    """Looks whether a source means something else by now, on one rank; what is refused is named once, in a warning."""
+    """Looks on one rank whether a source means another checkpoint or file; warns once of each that is refused."""
 
     def __init__(self, source: LoadSource) -> None:
         self.source = source
         self._refused: set[Any] = set()
 
     def newer(self, than: Found | None) -> Found | None:
-        """What the source means, if that was saved after ``than`` or is another one; None: nothing new that is valid.
+        """The checkpoint or file that the source means, if it is not ``than`` and is valid; else None.
 
-        One that was refused is looked at again when its files have changed.
+        A refused one is tried again when its files have changed.
         """
         try:
             found = self.source.look()
             if found is None or (than is not None and found.identity == than.identity) or self._is_refused(found):
                 return None
             problem = _problem(found)
-        except (CheckpointError, OSError) as error:  # it may be gone by now, as the run that saved it pruned it
+        except (CheckpointError, OSError) as error:  # its run may have pruned it meanwhile
             logger.debug("A source is not there: %s", error)
             return None
         if problem:
@@ -441,7 +441,7 @@ class SourceWatch:
         return None if problem else found
 
     def refuse(self, found: Found, reason: str) -> None:
-        """Name what is not loaded and why."""
+        """Warn that it is not loaded, and do not try it again."""
         self._refused.add(_state(found))
         if found.path.exists():
             logger.warning("A newer source is refused, and training goes on with what it has: %s", reason)
@@ -456,7 +456,7 @@ def _state(found: Found) -> Any:
 
 
 def _problem(found: Found) -> str:
-    """Why it is not to be loaded; empty: it may be."""
+    """The reason not to load it; empty if it is sound."""
     if found.iteration is None:  # a file of weights
         return ""
     problems = CheckpointStore(found.path.parent).verify(found.path)
@@ -465,7 +465,7 @@ def _problem(found: Found) -> str:
 
 @lru_cache(maxsize=16)
 def _hash(path: Path, state: Signature | None) -> str:
-    """Of a file; ``state`` changes when it does."""
+    """The hash of a file, cached by ``state``, which changes with the file."""
     try:
         with open_regular(path) as file:
             return hash_file(file).hash
@@ -474,7 +474,7 @@ def _hash(path: Path, state: Signature | None) -> str:
 
 
 def load_sources(path: str | Path | Iterable[LoadSource], options: Mapping[str, Any]) -> list[LoadSource]:
-    """The sources that are meant by one path and its options, or by a list of them.
+    """The sources given by one path with options, or by a list.
 
     Raises:
         TypeError, ValueError: it is neither.

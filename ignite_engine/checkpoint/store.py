@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Newest(NamedTuple):
-    """What ``latest`` found: the newest valid checkpoint, and path and reason of the newer ones that were skipped."""
+    """The newest valid checkpoint, and path and reason of each newer one that was skipped."""
 
     checkpoint: CheckpointInfo | None
     skipped: list[tuple[Path, str]]
@@ -49,10 +49,10 @@ class CheckpointStore:
 
     Args:
         directory: made at the first save.
-        group: of all ranks, over CPU (gloo), for a thread of its own; None: the ranks act in the main thread.
+        group: a CPU (gloo) group of all ranks, needed to save in another thread; None: the main thread saves.
 
-    ``save``, ``annotate`` and ``sweep`` are collective: all ranks call them in the same order and get the
-    same result or the same ``CheckpointError``. All other methods only read, in the calling process only.
+    ``save``, ``annotate`` and ``sweep`` are collectives: all ranks call them in the same order and get the
+    same result or the same ``CheckpointError``. All other methods act in the calling process alone.
     """
 
     def __init__(self, directory: str | Path, group: dist.ProcessGroup | None = None) -> None:
@@ -60,7 +60,7 @@ class CheckpointStore:
         self._group = group
         self._kept: verification.Kept = {}
         self.last_saved: Manifest | None = None
-        """The manifest of what this store saved last."""
+        """The manifest of the last save of this store."""
 
     def save(
         self,
@@ -75,7 +75,7 @@ class CheckpointStore:
         wait: Callable[[], None] = lambda: None,
         **facts: Unpack[Facts],
     ) -> Path:
-        """Write a checkpoint and commit it; a collective. Older ones are left as they are.
+        """Write a checkpoint and commit it; a collective. Older ones stay as they are.
 
         A checkpoint saved again at the same iteration replaces the previous one (and keeps its labels), which
         is deleted only after the new one is committed.
@@ -84,11 +84,11 @@ class CheckpointStore:
             shared: named parts that are the same on all ranks; rank 0 writes them.
             local: named parts of this rank.
             iteration: updates done; the same on all ranks.
-            epoch: epochs begun or done, as the caller counts.
-            shards: what was taken out of the parts before; None: nothing was.
-            writers: threads, and files of the shared parts.
+            epoch: as the caller counts.
+            shards: from ``without_shards``, if the caller has replaced sharded tensors already.
+            writers: number of threads, and of files for the shared parts.
             weights: names of the parts that must be finite in a healthy checkpoint.
-            wait: called before a value is read: what is being copied is there after it.
+            wait: called before a value is read; returns when all copies are complete.
             facts: of the manifest: ``metrics`` (numbers to choose the best by), ``config`` (JSON data), ``labels``,
                 ``parent`` (the one that this run saved before, or was resumed from), ``left_out`` (names inside parts
                 that were left out of them, by part) and ``kinds`` (what each part is), of which rank 0's count;
@@ -113,7 +113,7 @@ class CheckpointStore:
                 plain_config(facts.get("config"))
                 filesystem.ensure_directory(directory)
                 path = names.temporary_path(directory, iteration)
-                # known before it is made: an interrupt in between must not leave it behind
+                # registered before it is made: an interrupt in between must not leave it behind
                 on_exit.callback(remove_if_there, path)
                 filesystem.make_directory(path)
                 on_exit.enter_context(lock(path))
@@ -122,7 +122,7 @@ class CheckpointStore:
             temporary = agreement.on_rank_0(begin, **how)
 
             def write() -> Written:
-                wait()  # in the collective: what fails on one rank fails the save of all
+                wait()  # within the collective: a failure on one rank fails the save on all
                 return write_files(temporary, iteration, shared, local, shards, writers, weights, facts)
 
             written = agreement.agreed(write, **how)
@@ -143,18 +143,18 @@ class CheckpointStore:
         return path
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """The committed ones with a readable manifest, from disk, in the order they were saved.
+        """The committed checkpoints with a readable manifest, in the order they were saved.
 
-        That is the order of iterations, but for a run that was resumed from an older checkpoint beside newer ones.
+        This is the order of iterations, unless a run was resumed from an older checkpoint beside newer ones.
         """
         return names.scan(self.directory)[0]
 
     def latest(self) -> Newest:
-        """The newest valid checkpoint; every file of it is read and verified. Not collective: ask on one rank.
+        """The newest valid checkpoint; all of its files are read and verified. Not a collective: call it on one rank.
 
         Returns:
-            It, or None if there is none; and the newer ones with the reason why each was skipped, which is also
-            logged as a warning.
+            The checkpoint, or None; and the newer ones that were skipped with the reasons, which are also logged as
+            warnings.
         """
         unreadable: list[tuple[Path, str]] = []
 
@@ -169,12 +169,13 @@ class CheckpointStore:
         return Newest(found, said_to_be_skipped(skipped))
 
     def best(self, metric: str, mode: str, *, among: Sequence[CheckpointInfo] | None = None) -> CheckpointInfo | None:
-        """The best valid checkpoint; one that is damaged is skipped with a warning. Not collective: ask on one rank.
+        """The best valid checkpoint; a damaged one is skipped with a warning. Not a collective: call it on one rank.
 
         Args:
-            metric: of the manifest; without a finite value of it, or with non-finite weights, none is the best.
+            metric: a name in the manifests. A checkpoint without a finite value, or with non-finite weights, is not
+                considered.
             mode: ``min`` or ``max``: whether a small or a large value is good.
-            among: these; None: those of the run that saved the newest one.
+            among: the candidates; None: those of the run that saved the newest one.
         """
         found, skipped = self._first_valid(
             lambda: ranked(of_one_run(self.checkpoints()) if among is None else among, metric, mode)
@@ -183,11 +184,11 @@ class CheckpointStore:
         return found
 
     def verify(self, checkpoint: str | Path | CheckpointInfo, *, keep: bool = False) -> list[str]:
-        """Read a whole checkpoint and list what is wrong with it, in words; empty if it is valid.
+        """Read a whole checkpoint and return a list of what is wrong with it; empty if it is valid.
 
         Args:
-            checkpoint: its path; or with its manifest, which was just read.
-            keep: hold what rank 0 loads of it in memory, for the :meth:`load` that follows: it is read once.
+            checkpoint: its path; or its info, if the manifest was just read.
+            keep: keep the parts that rank 0 loads in memory for the next :meth:`load`, so that they are read once.
         """
         if not isinstance(checkpoint, CheckpointInfo):
             return verification.problems_of(Path(checkpoint))
@@ -198,11 +199,11 @@ class CheckpointStore:
     def load(
         self, path: str | Path, rank: int = 0, *, mmap: bool = False, whole: bool = True, shared: bool = True
     ) -> Loaded:
-        """Load the shared parts and those of one rank; each file is verified before anything of it is used.
+        """Load the shared parts and those of one rank; each file is verified before it is used.
 
         Args:
             path: a committed checkpoint, of this store or another.
-            rank: whose local parts.
+            rank: the rank whose local parts are loaded.
             mmap: see ``pack.map_pack``; for looking into large files, not for training.
             whole: tensors that are sharded over ranks are read whole; False: they are
                 :class:`~ignite_engine.checkpoint.shards.Sharded`, read when they are needed.
@@ -222,14 +223,14 @@ class CheckpointStore:
         return Loaded(path, manifest, merged, local)
 
     def prune(self, retention: Retention) -> list[Path]:
-        """Delete what ``retention`` does not keep; not collective: on one rank, after a save, never before.
+        """Delete what ``retention`` does not keep. Not a collective: call it on one rank, after a save.
 
-        Damaged checkpoints are neither counted nor deleted; one that a process reads is left to the next call. Nothing
-        is deleted before one of those that are kept was verified (a healthy one, if there is any); files hashed while
-        they were written are not read again.
+        Damaged checkpoints are neither counted nor deleted; those in use are left to the next call. Nothing is deleted
+        before one of the kept checkpoints is known to be valid (a healthy one, if there is any); files that were hashed
+        while they were written are not read again.
 
         Returns:
-            The deleted ones.
+            The paths of the deleted checkpoints.
 
         Raises:
             CheckpointError: one could not be deleted.
@@ -249,12 +250,12 @@ class CheckpointStore:
     def annotate(
         self, path: str | Path, *, labels: Iterable[str] | None = None, metrics: Mapping[str, Any] | None = None
     ) -> Manifest:
-        """Change what the manifest says, without touching the data; a collective. Another process may do so as well.
+        """Change labels or metrics in a manifest; a collective. Other processes may do the same concurrently.
 
         Args:
             path: a committed checkpoint.
-            labels: take the place of its labels.
-            metrics: are added to its metrics.
+            labels: replace the present ones.
+            metrics: are added to the present ones.
 
         Returns:
             The new manifest.
@@ -267,23 +268,23 @@ class CheckpointStore:
         return agreement.on_rank_0(lambda: _rewritten(Path(path), labels, metrics), **how)
 
     def sweep(self) -> list[Path]:
-        """Remove what dead writers left; a collective, for the start of a run. A living writer's files stay."""
+        """Remove what dead writers have left; a collective, for the start of a run. Files of living writers stay."""
         how = self._failing_as(lambda causes: f"Sweeping failed: {causes}.")
         return agreement.on_rank_0(lambda: names.sweep(self.directory), **how)
 
     def _failing_as(self, text_of: Callable[[str], str]) -> dict[str, Any]:
-        """How all ranks act together here: what fails on one is one error, of this text, on all of them."""
+        """Arguments for collective calls: a failure on one rank is raised on all, with this text."""
         return {"group": self._group, "failed": lambda causes: CheckpointError(text_of(causes))}
 
     def to_delete(self, retention: Retention) -> list[CheckpointInfo]:
-        """Those that :meth:`prune` would delete; nothing is deleted, and files may be read to verify them."""
+        """The checkpoints that :meth:`prune` would delete; files may be read to verify them."""
         sound = [each for each in self.checkpoints() if verification.looks_sound(each.path, each.manifest)]
         kept = retention.kept(sound)
         staying_paths = {checkpoint.path for checkpoint in kept}
         to_delete = [checkpoint for checkpoint in sound if checkpoint.path not in staying_paths]
         if not to_delete:
             return []
-        # the last valid one, and the last valid healthy one, must be among those that are kept
+        # the last valid checkpoint and the last valid healthy one must be kept
         for candidates in ([checkpoint for checkpoint in sound if checkpoint.manifest.healthy], sound):
             staying = [checkpoint for checkpoint in candidates if checkpoint not in to_delete]
             if any(verification.is_valid(each.path, each.manifest) for each in reversed(staying)):
@@ -296,9 +297,9 @@ class CheckpointStore:
     def _first_valid(
         self, look: Callable[[], Iterable[CheckpointInfo]]
     ) -> tuple[CheckpointInfo | None, list[tuple[Path, str]]]:
-        """The first valid checkpoint of a look, and path and problem of those before it.
+        """The first valid checkpoint that ``look`` returns, and path and problem of those before it.
 
-        Where one of them was deleted meanwhile, by a run that prunes, the next look begins.
+        If one of them was deleted meanwhile, by a run that prunes, it looks again.
         """
         for looks_left in reversed(range(LOOKS)):
             skipped: list[tuple[Path, str]] = []
@@ -341,7 +342,7 @@ def _rewritten(path: Path, labels: Iterable[str] | None, metrics: Mapping[str, A
 
 
 def said_to_be_skipped(skipped: list[tuple[Path, str]]) -> list[tuple[Path, str]]:
-    """The path of each checkpoint that is not taken, with the reason; logged."""
+    """Log each skipped checkpoint with its reason; returns the argument."""
     for path, reason in skipped:
         logger.warning("Checkpoint %s is skipped: %s.", path, reason.rstrip("."))
     return skipped

@@ -1,6 +1,6 @@
-"""Which files were found sound, so that a prune after each save need not read all of them again.
+"""Verifies files against manifests, and caches the results so that a prune need not read all files again.
 
-What was found of a file is remembered in the process, and holds until the file changes (inode, size or times).
+The cache belongs to the process; a result is valid until the file changes (inode, size or times).
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from ignite_engine.checkpoint.pack import map_pack, read_pack
 from ignite_engine.errors import CheckpointError, one_line
 
 Kept = dict[tuple[Path, FileRecord], tuple[Signature, dict[str, Any]]]
-"""The parts of files that were read to verify them."""
+"""The parts of files that were read for their verification."""
 _FOUND: dict[Path, dict[str, tuple[Signature, FileRecord, str | None]]] = {}
-"""By checkpoint and file: what it was, and what is wrong with it."""
+"""By checkpoint and file: its signature and record when it was verified, and what is wrong with it."""
 _SETTLED_NS = 2_000_000_000
-"""A file that changed less than this before it was read may change again within one tick of its file system's clock."""
+"""A file changed less than this before it was read is not cached: it may change again within one clock tick."""
 
 
 def problems_of(
     checkpoint: Path, manifest: Manifest | None = None, *, keep: Kept | None = None, kept: tuple[str, ...] = ()
 ) -> list[str]:
-    """All that is wrong with a checkpoint, everything read again; empty if it is valid.
+    """Everything that is wrong with a checkpoint; reads all files, empty if it is valid.
 
     Args:
-        manifest: it was just read; None: it is read here.
-        keep: gets the parts of the files that are named in ``kept``.
+        manifest: if it was just read; None: it is read here.
+        keep: receives the parts of the files named in ``kept``.
     """
     try:
         files = (manifest or read_manifest(checkpoint)).files
@@ -46,7 +46,7 @@ def read_parts(path: Path, record: FileRecord, kept: Kept, *, mapped: bool = Fal
     """The parts in a file of a checkpoint, after its hash was verified.
 
     Args:
-        kept: by :func:`problems_of`; what is used is taken out.
+        kept: filled by :func:`problems_of`; a file that is used is removed from it.
         mapped: as ``pack.map_pack``.
 
     Raises:
@@ -67,7 +67,7 @@ def read_parts(path: Path, record: FileRecord, kept: Kept, *, mapped: bool = Fal
 
 
 def problem_of(path: Path, record: FileRecord) -> str | None:
-    """What is wrong with a file; one that was read before and is unchanged since is not read again."""
+    """What is wrong with a file; uses the cache."""
     status, known, problem = _FOUND.get(path.parent, {}).get(path.name, (None, None, None))
     if known == record and status == signature(path):
         return problem
@@ -75,12 +75,12 @@ def problem_of(path: Path, record: FileRecord) -> str | None:
 
 
 def is_valid(checkpoint: Path, manifest: Manifest) -> bool:
-    """Whether all files have the right hash; one that was read before and is unchanged since is not read again."""
+    """Whether all files have the right hash; uses the cache."""
     return not any(problem_of(checkpoint / name, record) for name, record in manifest.files.items())
 
 
 def looks_sound(checkpoint: Path, manifest: Manifest) -> bool:
-    """Whether all files are there in their right size and none is known to be damaged. Reads nothing."""
+    """Whether all files have the right size and none is known to be damaged. Reads no file."""
     known = _FOUND.get(checkpoint, {})
     for name, record in manifest.files.items():
         status = signature(checkpoint / name)
@@ -92,13 +92,13 @@ def looks_sound(checkpoint: Path, manifest: Manifest) -> bool:
 
 
 def remember_written(checkpoint: Path, manifest: Manifest) -> None:
-    """The files of a checkpoint were hashed while they were written."""
+    """Cache that the files of a new checkpoint are sound: they were hashed while they were written."""
     states = {name: (signature(checkpoint / name), record) for name, record in manifest.files.items()}
     _FOUND[checkpoint] = {name: (status, record, None) for name, (status, record) in states.items() if status}
 
 
 def forget(checkpoint: Path) -> None:
-    """A checkpoint that is gone."""
+    """Drop a deleted checkpoint from the cache."""
     _FOUND.pop(checkpoint, None)
 
 

@@ -1,1 +1,1 @@
-"""What a checkpoint holds: every object with a state, by name."""
+"""The states that a checkpoint holds, by name."""

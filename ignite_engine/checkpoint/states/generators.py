@@ -1,4 +1,4 @@
-"""Random number generators that the modules of a model hold."""
+"""Random number generators held by the modules of a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ignite_engine.errors import StateMismatch, leave_out
 
 
 class ModelGenerators:
-    """The states of the ``torch.Generator`` that are attributes of a model's modules, by name.
+    """The states of every ``torch.Generator`` that is an attribute of a module in a model, by name.
 
     Args:
         model: returns the model.
@@ -25,7 +25,7 @@ class ModelGenerators:
         self._model = model
 
     def found(self) -> dict[str, torch.Generator]:
-        """Each generator once, such as ``dropout.noise``."""
+        """The generators by name, such as ``dropout.noise``; each once."""
         found: dict[int, tuple[str, torch.Generator]] = {}
         for path, module in unwrap(self._model()).named_modules():
             for name, value in vars(module).items():
@@ -37,10 +37,10 @@ class ModelGenerators:
         return {name: generator.get_state() for name, generator in self.found().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load each.
+        """Load the state of each generator.
 
         Raises:
-            StateMismatch: the model has others.
+            StateMismatch: the model has generators of other names.
         """
         found = self.found()
         if found.keys() != state.keys():
@@ -53,7 +53,7 @@ class ModelGenerators:
 
     @contextmanager
     def undrawn(self) -> Iterator[None]:
-        """Restore them, and the global ones, after the body, which may draw from them."""
+        """Restore these generators and the global ones after the body, which may draw from them."""
         before = [(generator, generator.get_state()) for generator in self.found().values()]
         try:
             with rng.isolated():
@@ -65,7 +65,7 @@ class ModelGenerators:
 
 @contextmanager
 def undrawn(objects: Mapping[str, Any]) -> Iterator[None]:
-    """Restore the global generators, and those of a registry, after the body, which may draw from them."""
+    """Restore the global generators and those among ``objects`` after the body, which may draw from them."""
     with rng.isolated(), ExitStack() as stack:
         for part in objects.values():
             if isinstance(part, ModelGenerators):

@@ -1,4 +1,4 @@
-"""Loads what is registered from checkpoints: from the run's own to resume it, or what a plan takes from others."""
+"""Loads registered objects from checkpoints: a run's own, to resume it, or other sources, to begin from them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def layout_of_models(objects: Iterable[Any]) -> list[str]:
-    """How the models among registered objects are sharded, as text; empty: they are not."""
+    """How the models among the registered objects are sharded, as text; empty if they are not."""
     registered = [obj.model if isinstance(obj, ModelState) else obj for obj in objects]
     models = [unwrap(model) for model in registered if isinstance(model, nn.Module)]
     for model in models:
@@ -46,12 +46,12 @@ def layout_of_models(objects: Iterable[Any]) -> list[str]:
 
 
 def fitted_state(obj: Any, state: Any, *, shared: bool) -> Any:
-    """A copy of a saved state with its tensors sharded as the object has them; no more is read than it holds.
+    """A copy of a saved state, sharded as the object is; only this rank's pieces are read.
 
     Args:
         obj: the object that will load the state.
-        state: tensors, whole or ``Sharded``.
-        shared: the object's state is the same on all ranks.
+        state: a saved state, with whole tensors or ``Sharded`` ones.
+        shared: whether the object's state is the same on all ranks.
 
     Raises:
         CheckpointError: a file with a needed piece is damaged.
@@ -65,22 +65,22 @@ def fitted_state(obj: Any, state: Any, *, shared: bool) -> Any:
 
 
 def _parameters_by_key(obj: Any, state: Any) -> Mapping[Any, Tensor] | None:
-    """An optimizer's parameters by their keys in a saved state; None: it is no optimizer, or has a form of its own."""
+    """An optimizer's parameters by their keys in a saved state; None if it is not an optimizer in torch's form."""
     if isinstance(obj, OptimizerState):
         return obj.parameters()
     if not isinstance(obj, Optimizer) or not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
         return None
     saved = [key for group in state["param_groups"] for key in group["params"]]
     own = [parameter for group in obj.param_groups for parameter in group["params"]]
-    return dict(zip(saved, own, strict=False))  # the optimizer refuses another number itself
+    return dict(zip(saved, own, strict=False))  # the optimizer itself refuses a different number
 
 
 def _laid_out(values: Any, parameter: Tensor | None) -> Any:
-    """A copy of a parameter's state, sharded as the parameter is; a step count is whole, as in torch's optimizers."""
+    """A copy of a parameter's optimizer state, sharded as the parameter is; step counts stay whole, as in torch."""
     if parameter is None:
         return fitted(values, None)
     fit = {name: fitted_tensor(value, None if name == "step" else parameter) for name, value in values.items()}
-    for name, value in values.items():  # of another shape than the parameter
+    for name, value in values.items():  # state whose shape is not the parameter's
         if isinstance(value, Sharded) and is_sharded(parameter) and not is_sharded(fit[name]):
             fit[name] = replicated(fit[name], parameter)
     return fit
@@ -106,15 +106,15 @@ def resume(
 
     Args:
         ignore: names of parts that are left out.
-        ignored_up_to: leave them out of checkpoints up to this sequence number only; None: of any.
-        healthy_only: skip those whose weights are not finite.
-        strict: refuse one that would not go on bit for bit.
+        ignored_up_to: leave them out only for checkpoints up to this sequence number; None: for all.
+        healthy_only: skip checkpoints with non-finite weights.
+        strict: refuse a checkpoint that cannot be resumed bit for bit.
 
     Returns:
         The checkpoint; None: there is none.
 
     Raises:
-        CheckpointError: there are some, and none of them is valid.
+        CheckpointError: there are checkpoints, and none is valid.
         CheckpointError, NotExact, StateMismatch, ValueError: one line.
     """
     rank, world_size = agreement.rank(), agreement.world_size()
@@ -123,13 +123,13 @@ def resume(
     if found is None:
         return None
     path = found.info.path
-    options = {"mmap": bool(sharding), "whole": False}  # what is not of this rank's shards is not read
+    options = {"mmap": bool(sharding), "whole": False}  # only this rank's pieces are read
 
     def load() -> Loaded:
         loaded = found.load(rank, **options)
         if loaded.local:
             return loaded
-        # a rank that did not exist then takes what rank 0 had, but random numbers of its own
+        # a rank that did not exist when it was saved takes rank 0's parts, with random numbers of its own
         first = dict(found.load(0, **options, shared=False).local)
         if "rng" in first and not _is_rank_invariant(registry, loaded):
             first["rng"] = rng.derived(first["rng"], rank)
@@ -152,7 +152,7 @@ def resume(
     if ignored_up_to is not None and manifest.sequence > ignored_up_to:
         ignore = ()
     adapt = _adapter(registry, manifest.left_out, bool(sharding or manifest.environment.get(_SHARDING)))
-    # pieces are read now, from files that one rank may not be able to read
+    # reads pieces, which may fail on one rank only
     agreement.agreed(lambda: _load_all(registry, loaded, ignore, adapt))
     held = {*loaded.shared, *loaded.local}
     if begun := [name for name in registry.of_update if name not in held]:
@@ -171,9 +171,9 @@ def _load_all(registry: Registry, loaded: Loaded, ignore: Iterable[str], adapt: 
 
 
 def load_evaluated(registry: Registry, loaded: Loaded) -> None:
-    """Load what an evaluation of a checkpoint needs: the model, and averages that take its place.
+    """Load what an evaluation needs: the model, and the averages that replace its weights.
 
-    Names that were left out when a state was saved stay as they are.
+    Names that were left out of the checkpoint stay as they are.
     """
     for name, part in registry.objects.items():
         if name == "model" or getattr(part, "serves_evaluation", False):
@@ -186,7 +186,7 @@ def load_evaluated(registry: Registry, loaded: Loaded) -> None:
 
 
 def load_state(obj: Stateful, state: Any) -> None:
-    """Load what was read from a checkpoint into an object whose state is the same on all ranks."""
+    """Load a saved state into an object whose state is the same on all ranks."""
     own = obj.state_dict()
     obj.load_state_dict(fitted_state(obj, state, shared=True) if has_sharded((own, state)) else state)
 
@@ -199,7 +199,7 @@ def begin_from(registry: Registry, sources: Sequence[LoadSource]) -> tuple[LoadR
             one wins.
 
     Returns:
-        What was loaded, and from where; None for a source that is not required and was not there.
+        A report, and what each source meant; None for a source that is not required and does not exist.
 
     Raises:
         CheckpointError, StateMismatch, ValueError: one line, on all ranks the same; nothing was loaded.
@@ -226,7 +226,7 @@ def begin_from(registry: Registry, sources: Sequence[LoadSource]) -> tuple[LoadR
 
 
 def read_found(registry: Registry, found: Found) -> Source:
-    """What this rank needs of a checkpoint, sharded tensors without their values."""
+    """Read what this rank needs of a checkpoint; sharded tensors without their values."""
     return found.read(agreement.rank(), mmap=bool(layout_of_models(registry.objects.values())))
 
 
@@ -236,20 +236,19 @@ def load_again(
     """Load from a source at a step boundary within a run; a collective.
 
     Args:
-        read: what was found, the same on all ranks.
-        alone: False: a strict source may lack names, which came from another.
-        reset_optimizers: optimizers forget what they know of the model's tensors that are loaded, unless it is
-            loaded, too.
+        read: the content of the source, the same on all ranks.
+        alone: False: a strict source may lack names, which another source has brought.
+        reset_optimizers: optimizers forget the state of parameters that are loaded, unless it is loaded, too.
 
     Returns:
-        What was loaded; or, on all ranks the same, why nothing was.
+        A report; or the reason why nothing was loaded, the same on all ranks.
     """
 
     def prepared() -> tuple[dict[str, Any], LoadReport] | str:
         try:
             states, report = prepare(source, read, registry.objects, kinds=registry.kinds)
             joined([(source, report if alone else replace(report, missing=[]))])
-            # pieces of sharded tensors are read now, while nothing has changed
+            # reads pieces of sharded tensors before anything is changed
             adapt = _adapter_of(registry, states)
             return {name: adapt(name, states[name]) for name in states if name in registry.objects}, report
         except (CheckpointError, ValueError) as error:
@@ -280,11 +279,11 @@ def _adapter_of(registry: Registry, states: Mapping[str, Any]) -> Adapt:
 
 
 def _adapter(registry: Registry, left_out: Mapping[str, Sequence[str]], sharded: bool) -> Adapt:
-    """Completes a state by what was left out of it, and shards it as its object is.
+    """A function that completes a saved state by what was left out, and shards it as its object is.
 
     Args:
-        left_out: names that were left out when the states were saved, by part; they stay as they are.
-        sharded: a state, or a model that is registered now, is sharded.
+        left_out: by part, the names that were left out of the checkpoint; they stay as they are.
+        sharded: whether a saved state, or a registered model, is sharded.
     """
     known = set(registry.objects)
 
@@ -300,12 +299,12 @@ def _adapter(registry: Registry, left_out: Mapping[str, Sequence[str]], sharded:
 
 
 def _is_rank_invariant(registry: Registry, loaded: Loaded) -> bool:
-    """Whether the bits of the run, random numbers included, do not depend on the number of ranks."""
+    """Whether the run, including its random numbers, is the same on any number of ranks."""
     return "rank_invariant" in registry.objects and "rank_invariant" in loaded.shared
 
 
 def _changed_ranks(before: int, now: int) -> list[str]:
-    """What becomes of states that are each rank's own."""
+    """What happens to the states of each rank when the number of ranks changes, as reasons for the report."""
     if before == now:
         return []
     which = ", ".join(map(str, range(min(before, now), max(before, now))))

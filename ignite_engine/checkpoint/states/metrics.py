@@ -1,7 +1,7 @@
-"""What an Ignite metric has gathered so far, as plain data: captured in mid-epoch, restored in another process.
+"""The state of Ignite metrics as plain data, to be saved in mid-epoch and restored in another process.
 
-Ignite's own ``state_dict`` of a metric leaves attributes out (MutualInformation), and fails to load lists
-(EpochMetric, so ROC_AUC and its like), as seen in 0.5.5. Here every attribute that can change is captured.
+In Ignite 0.5.5, the ``state_dict`` of a metric lacks attributes (MutualInformation) or cannot be loaded (EpochMetric,
+so ROC_AUC and others). Here every attribute that can change is captured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DEVICE, _TENSOR = "__device__", "__tensor__"
 
 
 def metrics_of(engine: Engine) -> dict[str, Metric]:
-    """Every metric whose handlers ``engine`` has, by the name under which it writes; not those inside another one."""
+    """The metrics that are attached to ``engine``, by name; not those inside another metric."""
     metrics: dict[str, Metric] = {}
     unnamed: dict[int, Metric] = {}
     for handlers in engine._event_handlers.values():
@@ -40,7 +40,7 @@ def metrics_of(engine: Engine) -> dict[str, Metric]:
 
 
 def unsupported_reason(metric: Metric) -> str | None:
-    """Why this metric's state cannot be saved, as the end of a sentence; None: it can."""
+    """Why the state of a metric cannot be saved, as the end of a sentence; None if it can."""
     for name, value in _changeable(metric):
         try:
             for inner in _metrics_in(value):
@@ -54,20 +54,20 @@ def unsupported_reason(metric: Metric) -> str | None:
 
 
 def capture(metric: Metric) -> dict[str, Any]:
-    """All that ``metric`` has gathered on this rank: numbers, strings, CPU tensors, lists and dicts; not a copy."""
+    """The state of ``metric`` on this rank as plain data with CPU tensors; not a copy."""
     return {name: _packed(value) for name, value in _changeable(metric)}
 
 
 def restore(metric: Metric, state: Mapping[str, Any]) -> None:
-    """Restore what :func:`capture` returned, tensors on the kind of device that they were on."""
+    """Restore a state from :func:`capture`; tensors return to their type of device."""
     for name, value in state.items():
         setattr(metric, name, _unpacked(value, getattr(metric, name, None)))
 
 
 class MetricState:
-    """A metric's part of a checkpoint, each rank's own; empty where :func:`unsupported_reason` has a reason.
+    """A metric's part of a checkpoint, one for each rank; empty if the metric's state cannot be saved.
 
-    Clock readings are not worth saving: a :class:`~ignite.metrics.Frequency` starts over.
+    A :class:`~ignite.metrics.Frequency` starts over, as it holds clock readings.
     """
 
     def __init__(self, metric: Metric) -> None:
@@ -84,7 +84,7 @@ class MetricState:
 
 
 def _metric_of(handler: Any) -> Metric | None:
-    """The metric that a handler is a method of, also inside the wrapper of a filter."""
+    """The metric whose method a handler is, also inside the wrapper of an event filter."""
     while handler is not None:
         owner = getattr(handler, "__self__", None)
         if isinstance(owner, Metric):
@@ -95,13 +95,13 @@ def _metric_of(handler: Any) -> Metric | None:
 
 def _changeable(metric: Metric) -> Iterator[tuple[str, Any]]:
     for name, value in vars(metric).items():
-        is_code = callable(value) and not hasattr(value, "compute")  # loss functions and transforms; no torchmetrics
+        is_code = callable(value) and not hasattr(value, "compute")  # a loss function or transform, not torchmetrics
         if not (is_code or isinstance(value, torch.device | Engine)):
             yield name, value
 
 
 def inner_metrics(metric: Metric) -> Iterator[Metric]:
-    """``metric`` and every metric that it is computed from."""
+    """``metric`` and all metrics inside it."""
     yield metric
     for _, value in _changeable(metric):
         for inner in _metrics_in(value):
@@ -126,7 +126,7 @@ def _packed_leaf(value: Any) -> Any:
 
 
 def _unpacked(value: Any, present: Any) -> Any:
-    """``value`` as it was packed; metrics in ``present``, the current value, are kept and restored."""
+    """Restore a packed value; metrics in ``present``, the current value, are kept and restored in place."""
     if isinstance(present, Metric):
         restore(present, value)
         return present

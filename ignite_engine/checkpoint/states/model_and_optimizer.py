@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name without the prefix of torch.compile; :func:`unwrap` removes DDP's."""
+    """A parameter's name without the prefix of torch.compile; DDP's prefix is removed by :func:`unwrap`."""
     return name.replace("_orig_mod.", "")
 
 
@@ -37,7 +37,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let FSDP2 put its sharded parameters back: after a forward without a backward the model has whole copies."""
+    """Make FSDP2 restore its sharded parameters: after a forward without a backward they are whole copies."""
     for module in sharded_modules(model):
         module.reshard()
 
@@ -48,7 +48,7 @@ def sharded_modules(model: nn.Module) -> list[Any]:
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of the unwrapped model by the names that a checkpoint has; FSDP2's as it shards them."""
+    """The parameters of the unwrapped model by their names in a checkpoint; sharded ones under FSDP2."""
     model = unwrap(model)
     reshard(model)
     for name, parameter in model.named_parameters():
@@ -61,14 +61,14 @@ class ModelState:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.swapped_out: Mapping[str, Tensor] = {}
-        """The model's own values by name, while an evaluation runs with others in their place."""
+        """The model's own values by name, while an evaluation runs with other values in their place."""
 
     def state_dict(self) -> dict[str, Any]:
         state = {clean_name(name): value for name, value in unwrap(self.model).state_dict().items()}
         return {name: self.swapped_out.get(name, value) for name, value in state.items()}
 
     def untaken(self) -> list[str]:
-        """What ``state_dict()`` gives and no module of the model loads, such as the scales of 4-bit weights."""
+        """Names in ``state_dict()`` that no module loads again, such as the scales of 4-bit weights."""
         model = unwrap(self.model)
         modules = dict(model.named_modules())
         own = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -95,7 +95,7 @@ class ModelState:
         own = {clean_name(name): name for name in model.state_dict()}
         try:
             model.load_state_dict({own.get(name, name): state[name] for name in state if name not in untaken})
-        except RuntimeError as error:  # torch's has a line for each parameter
+        except RuntimeError as error:  # torch's message has a line for each parameter
             differences = _shape_differences(self.state_dict(), state)
             if not differences:
                 raise
@@ -106,17 +106,17 @@ class ModelState:
 
 
 def with_modes(optimizers: Iterable[Any]) -> list[Any]:
-    """Those that have ``train()`` and ``eval()``, as of Schedule-Free."""
+    """The optimizers that have ``train()`` and ``eval()``, such as Schedule-Free's."""
     return [each for each in optimizers if hasattr(each, "train") and hasattr(each, "eval")]
 
 
 class EvaluatedWeights:
-    """The weights with which an optimizer that has ``train()`` and ``eval()`` wants to be evaluated; an average.
+    """The weights for evaluation of an optimizer with ``train()`` and ``eval()``; saved as an average.
 
-    What it trains are others, of which those follow: nothing is loaded.
+    They are computed from the trained weights, so nothing is loaded.
 
     Attributes:
-        optimizers: those that have both.
+        optimizers: those with both methods.
     """
 
     def __init__(self, model: nn.Module, optimizers: Iterable[Any]) -> None:
@@ -128,7 +128,7 @@ class EvaluatedWeights:
         with self.in_place(), torch.no_grad():
             named = unwrap(self.model).named_parameters(remove_duplicate=False)
             weights = {clean_name(name): parameter.detach().clone() for name, parameter in named}
-        with torch.no_grad():  # train() has come back to them but for the last bits
+        with torch.no_grad():  # train() restores them only up to rounding
             for parameter, value in trained:
                 parameter.copy_(value)
         return {"updates": 0, "weights": weights}
@@ -140,7 +140,7 @@ class EvaluatedWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model has them."""
+        """Within it the model has these weights."""
         for optimizer in self.optimizers:
             optimizer.eval()
         try:
@@ -151,10 +151,10 @@ class EvaluatedWeights:
 
 
 def weights_of(objects: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[str, Tensor]:
-    """Each parameter and saved buffer of the models among what is registered, by its name in a checkpoint.
+    """The parameters and saved buffers of the registered models, by name in a checkpoint.
 
     Args:
-        objects, kinds: of the registry. Of several models the name begins with that of the part.
+        objects, kinds: of the registry. With several models, each name begins with that of the part.
     """
     models = [name for name in objects if kinds.get(name) == "model"]
     return {
@@ -166,7 +166,7 @@ def weights_of(objects: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[str
 
 
 def _shape_differences(here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """In which names and shapes two states of a model differ."""
+    """Descriptions of the names and shapes in which two states of a model differ."""
     shapes = [{name: tuple(getattr(value, "shape", ())) for name, value in state.items()} for state in (here, saved)]
     return [
         f"{name} is {shapes[0].get(name, 'missing')}, saved {shapes[1].get(name, 'without it')}"
@@ -176,21 +176,21 @@ def _shape_differences(here: Mapping[str, Any], saved: Mapping[str, Any]) -> lis
 
 
 class ParametersState:
-    """What is trained outside of the model: parameters that optimizers hold and the model does not.
+    """Parameters outside of the model that its optimizers train.
 
-    A loss function that is a module, or a method of one, names its own (``loss_fn.weight``), and its buffers are saved
-    with them; others are named by their place (``<optimizer>.<group>.<index>``).
+    Parameters and buffers of the loss function, if that is a module or its method, are named ``loss_fn.<name>``; other
+    parameters by their place, ``<optimizer>.<group>.<index>``.
     """
 
     def __init__(self, model: nn.Module, optimizers: Mapping[str, Optimizer], loss_fn: Any = None) -> None:
         self.model, self.optimizers = model, optimizers
         self.is_saved = True
-        """False: there were none when the parts of a checkpoint were registered."""
+        """False if there were none when the parts of a checkpoint were registered."""
         owner = loss_fn if isinstance(loss_fn, nn.Module) else getattr(loss_fn, "__self__", None)
         self.loss_module = owner if isinstance(owner, nn.Module) and owner is not model else None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers by name, as they are now."""
+        """The current parameters and buffers by name."""
         model = unwrap(self.model)
         inside = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         found: dict[str, Tensor] = {}
@@ -227,15 +227,14 @@ class ParametersState:
 
 
 class OptimizerState:
-    """An optimizer's state keyed by parameter names instead of positions; sparse optimizers too.
+    """An optimizer's state keyed by parameter names instead of positions.
 
-    Beside it, under ``built``, how the optimizer was made: its kind, and the groups and frozen parameters that it had
-    before the run. A run that changes them (unfreezing) is resumed by the program that made it: to what was built, the
-    saved groups and frozen parameters are restored. Under ``other`` is the state that the optimizer keeps under keys
-    that are no parameters, and under ``beside`` what its ``state_dict`` has beside state and groups, if it has any.
+    ``built`` describes the optimizer before the run: its class, groups and frozen parameters. The same program resumes
+    a run that has changed them (unfreezing): saved groups and frozen parameters are restored. ``other`` has the state
+    under keys that are not parameters, ``beside`` the entries of ``state_dict`` beside state and groups, if any.
 
     Args:
-        outside: names the parameters that are not the model's.
+        outside: names the parameters outside of the model.
         part: its name in a checkpoint, for errors.
     """
 
@@ -246,18 +245,18 @@ class OptimizerState:
         parameters = self.parameters()
         self._kind = type(optimizer).__name__
         self._built_groups, self._built_frozen = self._groups(self.names(parameters)), _frozen(parameters)
-        self._made_with_state = bool(optimizer.state)  # Adagrad's is there before the first step
+        self._made_with_state = bool(optimizer.state)  # Adagrad has state before the first step
 
     def state_dict(self) -> dict[str, Any]:
-        """By name.
+        """The state by name.
 
         Raises:
-            StateMismatch: the optimizer's own has no state, or no groups.
+            StateMismatch: the optimizer's ``state_dict`` has no state or no groups.
         """
         own, parameters = self.optimizer.state, self.parameters()
         names = self.names(parameters)
         held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
-        # torch cannot save the state of a parameter that left its groups, and continues with it if it comes back
+        # torch cannot save the state of a parameter that left the groups, but uses it if the parameter returns
         left = {
             parameter: own.pop(parameter)
             for parameter in list(own)
@@ -288,7 +287,7 @@ class OptimizerState:
         }
 
     def unsaved(self) -> list[str]:
-        """Names of parameters whose values are in no part: they came from outside of the model during the run."""
+        """Names of trained parameters that no part saves: added during the run, from outside of the model."""
         held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         is_saved = self.outside is not None and self.outside.is_saved
         if is_saved or {*map(id, held)} <= {*map(id, self._own_model().parameters())}:
@@ -296,7 +295,7 @@ class OptimizerState:
         return [name for name in self.names() if name.startswith(("unnamed.", "parameters/"))]
 
     def reset(self, names: Collection[str]) -> None:
-        """Forget the state of these parameters: the next step makes it anew, as the first one did."""
+        """Forget the state of these parameters; the next step starts it anew."""
         kind, parameters = type(self.optimizer), self.parameters()
         known = inspect.signature(kind).parameters
         options = {name: value for name, value in self.optimizer.defaults.items() if name in known}
@@ -305,7 +304,7 @@ class OptimizerState:
                 self.optimizer.state[parameter] = kind([parameter], **options).state[parameter]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load by name. Options are those saved; a warning names those that the optimizer was built with otherwise.
+        """Load by name. The saved options apply; a warning names those with which the optimizer was built differently.
 
         Raises:
             StateMismatch: the groups differ from those saved, or the optimizer is of another kind.
@@ -328,7 +327,7 @@ class OptimizerState:
             for name in set(parameters) & (set(state["frozen"]) ^ set(built["frozen"])):
                 parameters[name].requires_grad_(name not in state["frozen"])
             self._warn_of_options(built["groups"])
-            self._built_groups = built["groups"]  # which are in force from here on
+            self._built_groups = built["groups"]  # these are now in force
         index_of = {name: index for index, name in enumerate(names)}
         groups = [
             {**group, "params": [index_of[name] for name in own]}
@@ -341,25 +340,25 @@ class OptimizerState:
         loaded = {**beside, "state": {**numbered, **other}, "param_groups": groups}
         _load(self.optimizer, loaded)
         self.optimizer.defaults.clear()
-        self.optimizer.defaults.update(defaults)  # torch adds one, which groups that are added later would get
+        self.optimizer.defaults.update(defaults)  # torch adds an entry, which groups added later would inherit
         restore_types(self.optimizer, loaded)
         for name, values in state["state"].items():
             if name not in index_of and name in parameters:
                 self.optimizer.state[parameters[name]] = _copied_to(values, parameters[name].device)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Everything that the optimizer may hold, by the name that it has in the state."""
+        """All parameters that the optimizer may hold, by their names in the state."""
         named = self._own_model().named_parameters()
         found: dict[str, Tensor] = {clean_name(name): parameter for name, parameter in named}
-        if self.outside is not None:  # a slash is in no name of a module's own
+        if self.outside is not None:  # names inside a module contain no slash
             found |= {f"parameters/{name}": value for name, value in self.outside.tensors().items()}
         return found
 
     def names(self, parameters: Mapping[str, Tensor] | None = None) -> list[str]:
-        """Names in the order of the optimizer's own numbering.
+        """Parameter names in the order in which the optimizer numbers them.
 
         Args:
-            parameters: as :meth:`parameters` returned them; None: they are asked for.
+            parameters: the result of :meth:`parameters`, if it was just computed.
         """
         parameters = self.parameters() if parameters is None else parameters
         known = {id(parameter): name for name, parameter in parameters.items()}
@@ -372,15 +371,15 @@ class OptimizerState:
         return model
 
     def _by_group(self, names: Iterable[str]) -> list[list[str]]:
-        """Names in the optimizer's order, by parameter group."""
+        """Split names in the optimizer's order by parameter group."""
         names = iter(names)
         return [[next(names) for _ in group["params"]] for group in self.optimizer.param_groups]
 
     def _groups(self, names: Iterable[str]) -> list[dict[str, Any]]:
-        """The names of each group's parameters, and its options that are plain values."""
+        """The parameter names and the plain options of each group."""
         groups = []
         for group, held in zip(self.optimizer.param_groups, self._by_group(names), strict=True):
-            # a scheduler of torch sets the rate as soon as it is made
+            # a torch scheduler changes the rate when it is made
             options = {**group, "lr": group.get("initial_lr", group.get("lr"))}
             plain = {name: options[name] for name in self.optimizer.defaults if _is_literal(options.get(name, group))}
             groups.append(plain | {"params": held})
@@ -388,7 +387,7 @@ class OptimizerState:
 
     def _regroup(self, groups: list[dict[str, Tensor]]) -> None:
         own = self.optimizer.param_groups
-        named = "param_names" in own[0]  # then torch wants names for all, and loading replaces them
+        named = "param_names" in own[0]  # then torch requires names for all parameters; loading replaces them
         del own[len(groups) :]
         for group, parameters in zip(own, groups, strict=False):
             group["params"][:] = parameters.values()
@@ -419,11 +418,11 @@ class OptimizerState:
 
 
 _STATE_KEYS = ("state", "param_groups")
-"""What the ``state_dict`` of each optimizer of torch has."""
+"""The keys in the ``state_dict`` of every torch optimizer."""
 
 
 def _load(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load it; what a wrapper has in common with the optimizer inside, which loads it, is in common afterwards, too."""
+    """Load a state; lists and dicts that a wrapper shares with the optimizer inside are still shared afterwards."""
     holders = {
         name: [each for each in (optimizer, *vars(optimizer).values()) if getattr(each, name, None) is value]
         for name, value in (("param_groups", optimizer.param_groups), ("state", optimizer.state))
@@ -438,17 +437,17 @@ def _load(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 
 def restore_types(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Give tensors that an optimizer has loaded their saved types: torch casts them to those of the parameters."""
-    _typed(optimizer.state_dict(), state)  # also inside of what is built around another optimizer
+    """Restore the saved types of an optimizer's tensors, which torch casts to the types of the parameters."""
+    _typed(optimizer.state_dict(), state)  # also in the state of a wrapped optimizer
     own, saved = optimizer.state, state.get("state", {})
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, parameter in enumerate(held):  # a parameter's state may be no mapping
+    for index, parameter in enumerate(held):  # a parameter's state need not be a mapping
         if parameter in own and index in saved:
             own[parameter] = _typed(own[parameter], saved[index])
 
 
 def _typed(loaded: Any, saved: Any) -> Any:
-    """What was loaded, as far as possible the same object, with tensors of the types that were saved."""
+    """The loaded value with tensors of the saved types; changed in place where possible."""
     if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device, copy=True)
     if isinstance(loaded, MutableMapping) and isinstance(saved, Mapping):
@@ -466,7 +465,7 @@ def _names_of(groups: Iterable[Mapping[str, Any]]) -> list[set[str]]:
 
 
 def _copied_to(values: Any, device: torch.device) -> Any:
-    """A state on a device; a step count stays where it was, as in torch's own loading."""
+    """A copy of a state on a device; step counts stay where they are, as in torch."""
     return rebuilt(
         values,
         lambda value: value.to(device if value.dim() else value.device, copy=True) if torch.is_tensor(value) else value,

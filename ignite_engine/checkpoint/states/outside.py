@@ -1,4 +1,4 @@
-"""What a model keeps from one iteration to the next beside its state_dict."""
+"""Detects state that a model keeps between iterations but not in its state_dict."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ignite_engine.checkpoint.states.model_and_optimizer import clean_name, unwr
 
 
 class Outside:
-    """Numbers, texts and tensors that modules hold and no state_dict has, as they were when this was made.
+    """The numbers, strings and tensors that modules hold outside of their state_dict, as they were at construction.
 
-    Of torch's own modules buffers only, and no module that writes its own ``get_extra_state()``.
+    Torch's own modules count with their buffers only; modules with a ``get_extra_state()`` do not count.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -29,7 +29,7 @@ class Outside:
                         self._held.append((label, holder, name, _mark(value)))
 
     def changed(self) -> list[str]:
-        """Their names."""
+        """The names of those that have changed since."""
         return [label for label, holder, name, mark in self._held if _differs(holder.get(name), mark)]
 
 
@@ -37,7 +37,7 @@ _OF_EACH_MODULE = vars(nn.Module()).keys()
 
 
 def _is_kept(value: Any) -> bool:
-    """A tensor of a graph belongs to its iteration."""
+    """Whether a value may carry state; a tensor in a graph belongs to its iteration."""
     if isinstance(value, Tensor):
         return value.grad_fn is None and not value.is_inference()
     return isinstance(value, bool | int | float | str | None)

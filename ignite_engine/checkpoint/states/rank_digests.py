@@ -1,4 +1,4 @@
-"""Digests of weights and optimizer states over ranks: what all ranks should have alike and have not."""
+"""Compares digests of weights and optimizer states over the ranks, which should all be equal."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ logger = logging.getLogger(__name__)
 
 
 class RankDigests:
-    """Compares after iterations 1, 2, 4, 8, ... of a run and its last one what rank 0 saves for all.
+    """Compares what rank 0 saves for all ranks, after iterations 1, 2, 4, 8, ... of a run and after the last one.
 
-    Compared are 64 bits of each parameter and buffer of what is registered as shared, and of each tensor of its
-    optimizers' states, but for DTensors and the buffers that DDP broadcasts. What nothing reduces differs after its
-    first step; at a rate of 0, as a warmup may begin, only in the optimizer's state.
+    It compares 64-bit hashes of the parameters and buffers of shared objects, and of the tensors in their optimizers'
+    states; not DTensors, nor buffers that DDP broadcasts. A parameter that nothing reduces differs after the first
+    step, or in the optimizer's state only, if the rate is still 0.
 
     Args:
-        objects: those of the registry, by name.
-        shared: the names of those of which one rank's state is saved for all.
+        objects: the registered objects by name.
+        shared: the names of objects whose state rank 0 saves for all ranks.
     """
 
     def __init__(self, objects: Mapping[str, Any], shared: Collection[str]) -> None:
@@ -40,10 +40,10 @@ class RankDigests:
         self._first: str | None = None
 
     def watch(self, engine: Engine, *, boundary: Any) -> None:
-        """A run has its position: compare within it.
+        """Compare during the run that starts now.
 
         Args:
-            boundary: the event of step boundaries, whose last one is that of the run.
+            boundary: the event of step boundaries; the last one compares, too.
         """
         self._begun, self._first = engine.state.iteration, None
         if not self._watches and mesh.data_size() > 1:
@@ -52,7 +52,7 @@ class RankDigests:
             engine.add_event_handler(boundary, self._compare_at_end)
 
     def reasons(self) -> list[str]:
-        """Why a resumed run would have other bits."""
+        """Reasons why a resumed run would have other bits."""
         return [] if self._first is None else [f"the ranks have different values of {self._first}: rank 0's are saved"]
 
     def _is_compared(self, engine: Engine, iteration: int) -> bool:
@@ -63,7 +63,7 @@ class RankDigests:
         if engine.state.boundary.last:  # type: ignore[attr-defined]  # the Trainer's
             self._compare(engine)
 
-    _compare_at_end.phase = -1  # type: ignore[attr-defined]  # before a save, whose report has what is found
+    _compare_at_end.phase = -1  # type: ignore[attr-defined]  # before the save, which reports the result
 
     def _compare(self, engine: Engine) -> None:
         if self._first is not None or not (found := different_names(self.tensors() | self._moments())):
@@ -94,7 +94,7 @@ class RankDigests:
         return found
 
     def _moments(self) -> dict[str, Tensor]:
-        """Tensors that the optimizers hold of parameters; numbers may be a rank's own, as the loss that LBFGS keeps."""
+        """The tensors in the optimizers' states, not the numbers, which may differ, as the loss that LBFGS keeps."""
         found: dict[str, Tensor] = {}
         for label in (label for label in self._objects if label in self._shared):
             obj = self._objects[label]
@@ -104,20 +104,20 @@ class RankDigests:
                 named = obj.parameters() if isinstance(obj, OptimizerState) else dict(enumerate(held))
                 for name, parameter in named.items():
                     state = optimizer.state.get(parameter)
-                    if isinstance(state, Mapping):  # one around another may hold what it likes
+                    if isinstance(state, Mapping):  # wrapped optimizers may hold anything
                         found |= {f"{label}.{name}.{k}": value for k, value in state.items() if torch.is_tensor(value)}
         return found
 
 
 def _id_of(tensor: Tensor) -> int:
-    """What a tensor and its detached copies share."""
+    """An identity shared by a tensor and its detached copies."""
     return 0 if hasattr(tensor, "to_local") or tensor.is_meta else tensor.data_ptr()
 
 
 def different_names(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Which tensors have not the same bits on all ranks, in their order; a collective.
+    """The names of tensors whose bits differ between ranks, in order; a collective.
 
-    Left out are those that are sharded, or of a kind with a storage of its own.
+    Sharded tensors, and subclasses with a storage of their own, are not compared.
     """
     compared = {name: value.detach() for name, value in tensors.items() if _is_comparable(value)}
     mine = dict(zip(compared, hashes(list(compared.values())).tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: every object with a state, by its stable name."""
+"""The registered objects, whose states a checkpoint holds, by name."""
 
 from __future__ import annotations
 
@@ -26,49 +26,49 @@ if TYPE_CHECKING:
     from ignite_engine.checkpoint.states.rank_digests import RankDigests
 
 Adapt = Callable[[str, Any], Any]
-"""Makes of the saved state of a part, by the part's name, the state that its registered object loads."""
+"""Converts the saved state of a part, given by name, to the state that the registered object loads."""
 
 
 def unchanged(part: str, state: Any) -> Any:
-    """The state as it was saved."""
+    """Return the state as it was saved."""
     return state
 
 
 class ResumeState:
-    """Waits here between ``checkpoint.resume()`` and the first batch. The run takes it in this order:
+    """The loaded state between ``checkpoint.resume()`` and the first batch. The run uses it in this order:
 
-    1. ``run()``: the counters are there, so the run is *resumed*; :attr:`data` positions the loader.
+    1. ``run()``: counters were loaded, so the run is *resumed*; :attr:`data` positions the loader.
     2. STARTED: handlers may still register objects, which claim their parts from :attr:`unclaimed`.
-    3. After STARTED whatever is unclaimed is an error. Metrics, which reset themselves at STARTED, are loaded again.
-    4. Random numbers are restored. EPOCH_STARTED comes for an epoch that has not begun.
-    5. Before the first batch all of it is dropped (:meth:`clear`).
+    3. After STARTED an unclaimed part is an error. Metrics, which reset themselves at STARTED, are loaded again.
+    4. Random numbers are restored. EPOCH_STARTED is fired for an epoch that has not begun.
+    5. Before the first batch everything is dropped (:meth:`clear`).
 
-    A run that fails before 5, because a part is unclaimed, say, leaves it here: the next ``run()`` resumes.
+    A run that fails before step 5, such as for an unclaimed part, leaves it here: the next ``run()`` resumes.
     """
 
     def __init__(self) -> None:
         self.source: str | None = None
-        """Where the parts are from, for messages."""
+        """The origin of the parts, for messages."""
         self.unclaimed: dict[str, Any] = {}
-        """Parts that no registered object has claimed, by name."""
+        """Parts that no registered object has claimed yet, by name."""
         self.adapt: Adapt = unchanged
-        """Applied to a part when its object claims it."""
+        """Applied to a part when an object claims it."""
         self.saved_grouping: Any = None
-        """The ``Grouping`` that an iteration had where the run's counters were saved; None: none were loaded."""
+        """The ``Grouping`` of an iteration in the saved run; None: no counters were loaded."""
         self.data: dict[str, Any] | None = None
         """The position in the data."""
         self.in_eval_mode: list[str] = []
-        """Modules of the model that were in eval mode."""
+        """Names of modules that were in evaluation mode."""
         self.rng: dict[str, Any] | None = None
         """States of the random number generators."""
         self.metrics: list[tuple[MetricState, Any]] = []
-        """Ignite's metrics that are attached to the Trainer, each with its state."""
+        """The Ignite metrics that are attached to the Trainer, with their states."""
         self.loaded: set[str] = set()
-        """Names of the objects whose state was loaded since the last run."""
+        """Names of objects whose state was loaded since the last run."""
 
     @property
     def is_pending(self) -> bool:
-        """The run's counters were loaded, and no run has begun with them yet."""
+        """Whether counters were loaded and no run has begun with them yet."""
         return self.saved_grouping is not None
 
     def restore_metrics(self) -> None:
@@ -77,7 +77,7 @@ class ResumeState:
             metric.load_state_dict(state)
 
     def clear(self) -> None:
-        """The first batch is about to be fetched: nothing waits any more."""
+        """Drop everything; the first batch is about to be fetched."""
         self.saved_grouping, self.data, self.rng, self.metrics, self.in_eval_mode = None, None, None, [], []
         self.loaded.clear()
 
@@ -95,32 +95,32 @@ class Stateful(Protocol):
 
 
 class Registry:
-    """Names and their objects.
+    """The registered objects by name.
 
     Args:
-        resume: takes what a checkpoint brings for objects that are not registered yet.
+        resume: holds the loaded states of objects that are not registered yet.
     """
 
     def __init__(self, resume: ResumeState) -> None:
         self.objects: dict[str, Stateful] = {}
         self.shared: set[str] = set()
         self.kinds: dict[str, str] = {}
-        """What each object is: ``model``, ``optimizer``, ``schedule``, ``average``, ``metric``, ... or ``other``."""
+        """The kind of each object: ``model``, ``optimizer``, ``schedule``, ``average``, ``metric``, ..., ``other``."""
         self.of_update: list[str] = []
-        """Names of what the update's bits depend on."""
+        """Names of the objects on which the bits of the update depend."""
         self.nameless: list[str] = []
-        """Attached objects with a state that could not be given a name of their own: they are not saved."""
+        """Attached objects that have a state but no unique name; they are not saved."""
         self.filters: list[SaveFilter] = []
-        """What the attached checkpoint handlers leave out."""
+        """The filters of the attached checkpoint handlers."""
         self.resumed_otherwise: list[str] = []
-        """How this run's update, ranks, sharding or machine differ from what the checkpoint was saved with."""
+        """Reasons why this run continued with other bits when it was resumed."""
         self._automatic: set[str] = set()
         self._rank_digests: RankDigests | None = None
         self._resume = resume
 
     @property
     def rank_digests(self) -> RankDigests | None:
-        """Notices where ranks have different weights; None on one process."""
+        """Compares the weights of the ranks; None on one process."""
         if self._rank_digests is None and agreement.world_size() > 1:
             from ignite_engine.checkpoint.states.rank_digests import RankDigests
 
@@ -134,10 +134,10 @@ class Registry:
 
         Args:
             shared: its state is the same on every rank, so one copy is saved.
-            kind: what it is, for whoever reads the checkpoint; None: as its type says, else ``other``.
+            kind: of the object, stored in the checkpoint; None: inferred from its type, else ``other``.
 
         Raises:
-            TypeError: it has no ``state_dict`` and ``load_state_dict``.
+            TypeError: it lacks ``state_dict`` or ``load_state_dict``.
             ValueError: another object has this name, or this object was registered under another name.
         """
         if not isinstance(obj, Stateful):
@@ -164,15 +164,15 @@ class Registry:
             self._claim(name)
 
     def register_attached(self, obj: Any, args: tuple[Any, ...]) -> None:
-        """Register an object that was attached without ``register``, under its ``name`` or that of its class.
+        """Register an object that was attached without ``register``, under its ``name`` or the name of its class.
 
-        A metric goes by the name that it is attached under. A class of the script itself has no package in its name,
-        however the script was started. An object whose name is taken is not saved, and is named in the reproducibility
-        report, unless it has a ``name`` of its own: then two have the same, which is an error.
+        A metric is registered under the name given to ``attach``. The name of a class in the script itself has no
+        package, however the script was started. If the class name is taken, the object is not saved and the
+        reproducibility report names it; if its ``name`` is taken, that is an error.
         """
         words = [str(arg) for arg in args if isinstance(arg, str)]
         if isinstance(obj, Metric) and not words:
-            return  # of its several handlers one brings the name
+            return  # only one of its handlers has the name
         if self.holds(obj) or isinstance(obj, (nn.Module, Optimizer)):
             return
         own = getattr(obj, "name", None)
@@ -188,32 +188,32 @@ class Registry:
         self._automatic.add(label)
 
     def holds(self, obj: object) -> bool:
-        """Whether ``obj`` is registered, by itself or as the metric that it is."""
+        """Whether ``obj`` is registered, directly or as a metric."""
         return any(known is obj for known in (*self.objects.values(), *(known.metric for known in self._metrics())))
 
     def type_name(self, name: str, obj: Any) -> str:
-        """What a person calls the type of the object."""
+        """The type of an object, as a person would call it."""
         wrapped = {ModelState: "model", OptimizerState: "optimizer", MetricState: "metric"}.get(type(obj), "")
         own = {"trainer": "counters", "data": "data", "rng": "rng"}
         return own.get(name) or type(getattr(obj, wrapped, obj)).__name__
 
     def capture(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """States of the shared objects, and of this rank's own."""
+        """The states of the shared objects, and those of this rank's own objects."""
         shared = {name: obj.state_dict() for name, obj in self.objects.items() if name in self.shared}
         local = {name: obj.state_dict() for name, obj in self.objects.items() if name not in self.shared}
         return shared, local
 
     def begin_anew(self) -> None:
-        """A run starts over: objects with ``begin_anew()`` drop what an earlier run in this process has left in them.
+        """Call ``begin_anew()`` of objects that have it: a new run starts, and they drop the state of an earlier one.
 
-        Not those into which a state was loaded since.
+        Objects whose state was loaded since are skipped.
         """
         for name, obj in self.objects.items():
             if name not in self._resume.loaded and hasattr(type(obj), "begin_anew"):
                 obj.begin_anew()  # type: ignore[attr-defined]  # its type has it
 
     def flush_to_disk(self) -> None:
-        """Let what writes files of its own, as sinks do, make durable what its state relies on."""
+        """Call ``flush_to_disk()`` of objects that have it, such as the log, whose files must match the checkpoint."""
         for obj in self.objects.values():
             if callable(flush := getattr(obj, "flush_to_disk", None)):
                 flush()
@@ -227,11 +227,11 @@ class Registry:
         kinds: Mapping[str, str] | None = None,
         adapt: Adapt = unchanged,
     ) -> set[str]:
-        """Load every state whose object is registered; the others wait for theirs.
+        """Load every state whose object is registered; the others wait for their objects.
 
         Args:
-            ignore: parts that are not loaded, by name or kind.
-            kinds: what the parts are, for those that nothing is registered for.
+            ignore: names or kinds of parts that are not loaded.
+            kinds: of parts that have no registered object.
             adapt: see :class:`ResumeState`.
 
         Returns:
@@ -242,7 +242,7 @@ class Registry:
             if parts := {part for part in states if kind_of.get(part) == kind}:
                 ignored = ignored - {kind} | parts
         unknown = ignored - set(states)
-        if unknown:  # no error: the same program resumes from its own checkpoints, which don't hold them any more
+        if unknown:  # not an error: the program's own later checkpoints no longer hold these parts
             held = ", ".join(sorted(states))
             logger.warning("%s holds no %s to leave out; it holds %s.", source, ", ".join(sorted(unknown)), held)
         self.take({name: state for name, state in states.items() if name not in ignored}, source, adapt)
@@ -252,16 +252,16 @@ class Registry:
         return set(states) - ignored
 
     def take(self, states: Mapping[str, Any], source: str, adapt: Adapt = unchanged) -> None:
-        """As :meth:`load`, of parts that were chosen before."""
+        """As :meth:`load`, for states that were chosen already."""
         resume = self._resume
         resume.source, resume.unclaimed, resume.adapt = source, dict(states), adapt
         names = [name for name in resume.unclaimed if name in self.objects]
-        # a schedule sets options of its optimizer, whose own state is that of the last save
+        # schedules last: they set the options of their optimizer
         for name in sorted(names, key=lambda name: self.kinds.get(name) == "schedule"):
             self._claim(name)
 
     def _claim(self, name: str) -> None:
-        """Give a registered object its part of what was loaded."""
+        """Load the waiting state of a registered object."""
         resume, obj = self._resume, self.objects[name]
         state = resume.adapt(name, resume.unclaimed.pop(name))
         self.load_into(name, state)
@@ -277,7 +277,7 @@ class Registry:
             restore_types(obj, state)
 
     def evaluated_with(self) -> dict[str, str]:
-        """The part of the average that takes the place of the weights, by the name of the evaluation; else none."""
+        """By name of an evaluation, the average that replaces the weights in it."""
         sets = [name.removeprefix("evaluation/") for name in self.objects if name.startswith("evaluation/")]
         averages = {name: obj for name, obj in self.objects.items() if hasattr(obj, "is_evaluated")}
         return {
@@ -291,7 +291,7 @@ class Registry:
         """Refuse to continue while a loaded part has no object.
 
         Raises:
-            StateMismatch: names both sides and the remedy.
+            StateMismatch: names the parts, the registered objects and the remedy.
         """
         if unclaimed := sorted(self._resume.unclaimed):
             raise StateMismatch(
@@ -301,7 +301,7 @@ class Registry:
             )
 
     def keep_metrics(self) -> None:
-        """Keep what Ignite's metrics hold now, for a run that continues in this process."""
+        """Keep the current states of Ignite's metrics for a run that continues in this process."""
         self._resume.metrics = [(metric, metric.state_dict()) for metric in self._metrics()]
 
     def _metrics(self) -> list[MetricState]:
@@ -309,7 +309,7 @@ class Registry:
 
 
 _SCRIPT = ("__main__", "__mp_main__")
-"""Modules of the script that was started, in this process and in one that it spawned."""
+"""Names of the script's module, in the main process and in spawned ones."""
 _KINDS: dict[type, str] = {
     ModelState: "model",
     nn.Module: "model",

@@ -1,4 +1,4 @@
-"""Why a run that is resumed from a checkpoint made now would not be bit for bit."""
+"""The reproducibility report: reasons why a run resumed from the present state would not be bit-exact."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _WITH_PARAMETERS = frozenset(("model", "parameters"))
 _WITHOUT_MEMORY = (type(None), int, float, str, ProcessGroup, ReferenceType)
-"""States of communication hooks that stay as they are; DDP gives a reference to itself to one of its own."""
+"""Types of hook states that do not change; one of DDP's own hooks has a reference to DDP."""
 
 
 class Source(Protocol):
@@ -32,11 +32,11 @@ class Source(Protocol):
 
     @property
     def inexact(self) -> str | None:
-        """Why a resumed run would not have the same batches."""
+        """Why a resumed run would not get the same batches; None if it would."""
 
     @property
     def changed(self) -> str | None:
-        """What in the data is other than where the run was saved, as a sentence; None: nothing."""
+        """How the data differs from the data of the saved run, as a sentence; None if it does not."""
 
 
 def reasons_of(
@@ -47,16 +47,16 @@ def reasons_of(
     models: Collection[Any],
     filters: Iterable[SaveFilter],
 ) -> list[str]:
-    """The reproducibility report; empty: it would be bit for bit.
+    """The reasons; empty if a resumed run would be bit-exact.
 
     Args:
-        model: of the update, if it has one.
-        used: by the update, by name.
-        models: of the update and of the registry.
-        filters: what is left out of the checkpoints.
+        model: the update's model, if it has one.
+        used: objects that the update uses, by name.
+        models: all models of the update and the registry.
+        filters: those of the checkpoint handlers.
     """
     reasons = _of_states(registry)
-    if registry.filters:  # there is a checkpoint to miss it
+    if registry.filters:  # only if checkpoints are saved
         reasons += _unsaved_of(used, registry)
     if source is not None and source.inexact is not None:
         reasons.append(source.inexact)
@@ -81,7 +81,7 @@ def _of_kernels(models: Collection[Any]) -> list[str]:
 
 
 def _of_states(registry: Registry) -> list[str]:
-    """Why the states that are captured now are not all, or not those of the resumed run."""
+    """Reasons in the registered states: some are missing, or differ from those of an uninterrupted run."""
     found = [*registry.resumed_otherwise, *(f"{name} is attached but not saved" for name in registry.nameless)]
     if registry.rank_digests is not None:
         found += registry.rank_digests.reasons()
@@ -117,7 +117,7 @@ def _unsaved_of(used: Mapping[str, Any], registry: Registry) -> list[str]:
 
 
 def _unsaved_of_hooks(models: Collection[Any], registry: Registry) -> list[str]:
-    """One reason per communication hook of the user's that keeps something, unless a registered object holds it."""
+    """One reason per user-defined communication hook with a state that no registered object holds."""
     found = {id(ddp): ddp for model in models for ddp in data_parallel(model)}.values()
     states = [state for ddp in found if ddp.mixed_precision is None for _, state in getattr(ddp, "_comm_hooks", ())]
     states = [state for state in states if not isinstance(state, _WITHOUT_MEMORY)]

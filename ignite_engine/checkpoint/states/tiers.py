@@ -1,4 +1,4 @@
-"""The places of a run's checkpoints: its folder, and those that TIERS names. A resume takes the newest of all."""
+"""The tiers of a run's checkpoints: its folder and those in TIERS. A resume takes the newest checkpoint of all."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ TIERS = {
     "memory": "ignite_engine.ext.recovery.memory:MemoryTier",
     "mirror": "ignite_engine.ext.mirror.tier:MirrorTier",
 }
-"""By the keyword of ``Checkpoint`` that asks for it: ``Checkpoint(..., NAME=value)`` makes ``TIER(value, run)``."""
+"""By keyword of ``Checkpoint``: ``Checkpoint(..., NAME=value)`` makes ``TIER(value, run)``."""
 
 
 class SavedRun(Protocol):
-    """What a tier is told of the run: where and how it is saved, and what a checkpoint of its Trainer holds now."""
+    """What a tier knows of the run: where and how it is saved, and the content of a checkpoint made now."""
 
     store: CheckpointStore
     options: SaveOptions
@@ -39,14 +39,14 @@ class SavedRun(Protocol):
     parent: str | None
 
     def parts(self, trainer: Any) -> tuple[Mapping[str, Any], Mapping[str, Any], dict[str, list[str]]]:
-        """Shared parts, this rank's own, and names that are left out."""
+        """The shared parts, this rank's own parts, and the names that are left out."""
 
     def metrics_of(self, trainer: Any) -> Mapping[str, float] | None:
-        """What was measured at this step boundary."""
+        """The metrics of this step boundary."""
 
 
 class Offer(NamedTuple):
-    """What a tier holds, the same on all ranks: checkpoints, and name and reason of what cannot be read."""
+    """The checkpoints in a tier, the same on all ranks; and name and reason of those that cannot be read."""
 
     checkpoints: Sequence[CheckpointInfo]
     damaged: Sequence[tuple[Path, str]] = ()
@@ -58,8 +58,8 @@ class Fetched:
 
     Attributes:
         load: ``load(rank, mmap=, whole=, shared=)``, as that of :class:`CheckpointStore`.
-        place: where it came from, in words.
-        is_committed: it lies in the run's folder.
+        place: the place where it was found, in words.
+        is_committed: whether it is in the run's folder.
     """
 
     info: CheckpointInfo
@@ -69,49 +69,49 @@ class Fetched:
 
 
 class Unreachable(Exception):
-    """A tier does not answer, or does not let us in; the message is one line."""
+    """A tier does not answer or denies access; the message is one line."""
 
 
 class Tier:
-    """A second place of the checkpoints of a Trainer. Its methods are collectives; these do nothing.
+    """A second place of a run's checkpoints. Its methods are collectives; the default ones do nothing.
 
     Args:
-        value: of the keyword that asks for it.
-        run: what is saved; what a checkpoint is to hold.
+        value: of the keyword argument of ``Checkpoint``.
+        run: describes the run that is saved.
 
     Raises:
         TypeError, ValueError: one line about ``value``.
     """
 
     def __init__(self, value: Any, run: SavedRun) -> None:
-        """Store the settings and touch nothing."""
+        """Store the settings; has no other effect."""
 
     def attach(self, trainer: Any) -> None:
-        """Listen to the run, after the checkpoint handler does."""
+        """Add event handlers, after those of the checkpoint handler."""
 
     def candidates(self) -> Offer:
-        """What a resume may take; Unreachable: it is not to be known."""
+        """The checkpoints that a resume may use; raises Unreachable if that cannot be known."""
         return Offer([])
 
     def fetch(self, candidate: CheckpointInfo, folder: Folder) -> Fetched:
-        """One of them, read and verified; CheckpointError: it is damaged, Unreachable: it is not to be had."""
+        """Read and verify one of them; raises CheckpointError if it is damaged, Unreachable if it cannot be read."""
         raise NotImplementedError
 
     def push(self, checkpoint: Path) -> None:
-        """Take a checkpoint that was committed, or resumed; it does not wait for it."""
+        """Store a checkpoint that was committed or resumed, without waiting for the end of the transfer."""
 
     def begin(self, trainer: Any) -> None:
-        """A run begins, and holds its folder."""
+        """Called when a run begins, after it has taken its folder."""
 
     def end(self, trainer: Any) -> None:
-        """A run is over, or is left to go back to a checkpoint; it still holds its folder."""
+        """Called when a run ends or rolls back, before it releases its folder."""
 
 
 class Folder(Tier):
     """The run's own folder.
 
     Args:
-        keep: hold what rank 0 loads of a checkpoint in memory when it is verified, so that it is read once.
+        keep: keep the parts that rank 0 loads in memory when they are verified, so that they are read once.
     """
 
     def __init__(self, store: CheckpointStore, *, keep: bool = False) -> None:
@@ -134,7 +134,7 @@ class Folder(Tier):
 
 
 def order(checkpoint: CheckpointInfo) -> tuple[int, int, int]:
-    """A sort key: the order in which the checkpoints of one run were saved."""
+    """A sort key for the order in which the checkpoints of one run were saved."""
     return checkpoint.manifest.sequence, checkpoint.iteration, checkpoint.manifest.epoch
 
 
@@ -142,11 +142,12 @@ def newest(folder: Folder, others: Iterable[Tier] = (), *, healthy_only: bool = 
     """The newest checkpoint of all tiers that every rank can load; a collective. None: there is none at all.
 
     Args:
-        others: of equal ones that of the folder is taken.
-        healthy_only: skip those with weights that are not finite.
+        others: tiers beside the folder, which is preferred among equal checkpoints.
+        healthy_only: skip checkpoints with non-finite weights.
 
     Raises:
-        CheckpointError: there are some and none is valid, or it cannot be known: to start over would lose them.
+        CheckpointError: there are checkpoints and none is valid, or a tier is unreachable: starting over would lose
+            them.
     """
     tiers = (folder, *others)
     offered: list[tuple[tuple[int, ...], Tier, CheckpointInfo]] = []
@@ -200,12 +201,12 @@ def _refuse_to_start_over(
 
 
 def marker(name: str) -> str:
-    """The name of a file by which a tier finds again what it keeps for a folder; a run without the tier removes it."""
+    """The name of a tier's marker file in a folder of checkpoints; a run without the tier removes it."""
     return f".{name}"
 
 
 def tiers_of(values: Mapping[str, Any], run: SavedRun) -> dict[str, Tier]:
-    """The tiers that keywords ask for, by name; None asks for none.
+    """Make the tiers for keyword arguments of ``Checkpoint``, by name; the value None makes none.
 
     Raises:
         TypeError: the value is of another type.
