@@ -39,8 +39,7 @@ def attach_handlers(run: Run) -> None:
         ConfigError: a setting does not fit.
     """
     config, trainer = run.settings, run.trainer
-    trainer.add_event_handler(Events.STARTED, run.log_length)
-    trainer.add_event_handler(Events.STARTED, run.keep_record)
+    trainer.add_event_handler(Events.STARTED, run.started)
     _attach_schedules(run)
     sources = [load_source(entry) for entry in config.load]
     entries = {label: entry for label, entry in config.handlers.items() if entry is not None}

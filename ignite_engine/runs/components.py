@@ -180,7 +180,7 @@ def settings_of(
 ) -> dict[str, Any]:
     """The resolved config; ``task`` names what the task has made in the place of an entry."""
     values = config.to_dict()
-    values["run"] |= {"restart": False, "must_be_new": False}  # they are of one start
+    values["run"]["restart"] = False  # it is of one start
     if task.optimizer is not None:
         made = {name: _options_of(optimizer) for name, optimizer in optimizers.items()}
         values |= made if set(made) == {"optimizer"} else {"optimizers": made}

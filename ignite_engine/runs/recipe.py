@@ -84,7 +84,7 @@ def build_run(config: Config, task: Task | None = None) -> Run:
     _check_configs_agree(config)
     # torchrun's agents count apart: one that joined later has counted none
     if any(agreement.gather_objects(any(int(os.environ.get(count) or 0) for count in _STARTED_AGAIN))):
-        config = config.changed(run=replace(config.run, restart=False, must_be_new=False))
+        config = config.changed(run=replace(config.run, restart=False))
     _set_up_torch(config)
     arranged = declare_mesh(config)
     with startup("task"):

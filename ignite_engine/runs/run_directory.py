@@ -72,34 +72,16 @@ class RunDirectory:
         self.followed = self.path / "follow" / METRICS
         self.logs = self.path / "logs"
 
-    def files_of_a_run(self) -> list[str]:
-        """What a run has left in the folder, by name; its log and other files do not count.
-
-        Nothing of a run that failed before its first update, as it does by a mistake in its settings.
-        """
-        known = (self.config, self.metrics, self.summary, self.checkpoints)
-        files = [path.name for path in known if path.exists()]
-        if set(files) <= {self.config.name, self.summary.name}:
-            summary = self.read_summary()
-            if (summary.get("status"), summary.get("iteration")) == ("failed", 0):
-                return []
-        return files
-
     def move_aside(self) -> Path | None:
         """Rename the folder of a run to the first free of ``<name>.1``, ``<name>.2`` and so on; None: it holds no run.
 
         Raises:
             RunDirectoryInUse: another process trains in it.
-            OSError: it cannot be renamed.
-            ValueError: the working directory is in it.
         """
-        if not self.files_of_a_run():
+        files = (self.config, self.metrics, self.summary, self.checkpoints)
+        if not any(path.exists() for path in files):
             return None
-        if Path.cwd().is_relative_to(self.path.resolve()):
-            raise ValueError(f"{self.given} holds the working directory, which would be moved aside with the run")
         with self.held():
-            if not self.files_of_a_run():  # another process has moved it by now
-                return None
             numbers = itertools.count(1)
             aside = next(path for number in numbers if not os.path.lexists(path := Path(f"{self.given}.{number}")))
             os.rename(self.path, aside)
@@ -113,7 +95,6 @@ class RunDirectory:
         Raises:
             RunDirectoryInUse: another process holds it.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(held(self.path))
@@ -131,17 +112,13 @@ class RunDirectory:
 
     def differences(self, values: Mapping[str, Any]) -> list[str]:
         """``key: before -> now`` for each key that differs from the stored config; empty if there is none."""
-        try:
-            before = read_yaml(self.config.read_text(encoding="utf-8")) if self.config.exists() else None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            why = " ".join(str(error).split())
-            logger.warning("%s cannot be compared with this run's config: %s", self.config, why)
+        if not self.config.exists():
             return []
-        return config_differences(before, values) if isinstance(before, dict) else []
+        return config_differences(read_yaml(self.config.read_text(encoding="utf-8")), values)
 
-    def write_environment(self, world_size: int, code: Mapping[str, Any] | None = None) -> None:
+    def write_environment(self, world_size: int, code: Mapping[str, Any]) -> None:
         """Store versions, machine, devices and command line, and the commit of the user's code."""
-        values = {**environment_values(world_size), "packages": installed_packages(), **(code or {})}
+        values = {**environment_values(world_size), "packages": installed_packages(), **code}
         write_whole(self.environment, json.dumps(values, indent=1) + "\n")
 
     def read_history(self) -> list[dict[str, Any]]:
@@ -152,25 +129,16 @@ class RunDirectory:
                 history = [line] if line["what"] == "started" else [*history, line]
         return history
 
-    def logged(self) -> Iterator[dict[str, Any]]:
+    def logged(self) -> list[dict[str, Any]]:
         """The lines of the log, joined with what a follower has measured beside the run at the same iterations.
 
         Numbers that are not finite are numbers again.
         """
-        followed = {line["iteration"]: line for line in lines_of(self.followed)}
-        waiting = sorted(followed, reverse=True)
-
-        def take() -> dict[str, Any]:
-            line = followed[waiting.pop()]
-            return {name: from_json(value) for name, value in line.items() if name != FOLLOWED_CHECKPOINT}
-
-        for line in lines_of(self.metrics):
-            line = {name: from_json(value) for name, value in line.items()}
-            while waiting and waiting[-1] < line["iteration"]:
-                yield take()
-            yield {**take(), **line} if waiting and waiting[-1] == line["iteration"] else line
-        while waiting:
-            yield take()
+        rows: dict[int, dict[str, Any]] = {}
+        for line in itertools.chain(lines_of(self.followed), lines_of(self.metrics)):
+            values = {name: from_json(value) for name, value in line.items() if name != FOLLOWED_CHECKPOINT}
+            rows.setdefault(line["iteration"], {}).update(values)
+        return [rows[iteration] for iteration in sorted(rows)]
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
         """Store how the run ended; numbers as in the other files, see :func:`ignite_engine.text.json_number`."""
@@ -181,16 +149,16 @@ class RunDirectory:
         """All processes of the run have ended: write why, unless one of them has written it.
 
         Args:
-            rank: the one that failed first; its peers know only that it is gone, and may have written that.
-            killed: by a signal, which ``reason`` names and the peers do not know; they know its last heartbeat.
+            rank: the one that failed first.
+            killed: by a signal, which ``reason`` names; its peers know only its last heartbeat.
         """
         summary = self.read_summary()
-        written = str(summary.get("reason"))
-        known = f"rank {rank}" in written.lower() or summary.get("world_size") == 1
+        written, status = str(summary.get("reason")), summary.get("status")
         if killed and "no sign of life" in written:
-            _, found, heartbeat = written.partition(" Last heartbeat")
-            reason, known = reason + found + heartbeat, False
-        if summary.get("status") == "running" or (summary.get("status") == "failed" and not known):
+            reason += "".join(written.partition(" Last heartbeat")[1:])
+        elif status == "failed" and (f"rank {rank}" in written.lower() or summary["world_size"] == 1):
+            return
+        if status in ("running", "failed"):
             self.write_summary({**summary, "status": "failed", "reason": reason})
 
     def read_summary(self) -> dict[str, Any]:
@@ -234,31 +202,11 @@ def _for_the_console(record: logging.LogRecord) -> bool:
 
 
 class _LogFile(logging.handlers.WatchedFileHandler):
-    """A log file that reports once that it cannot be written; raising would hide what failed the run."""
-
-    _reported = False
+    """A log file in a folder that is made with its first line, and again where the folder was moved aside."""
 
     def _open(self) -> Any:
         Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
         return super()._open()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            super().emit(record)
-        except OSError:
-            self.handleError(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            super().handleError(record)
-        elif not self._reported:
-            self._reported = True
-            print(f"{self.baseFilename} could not be written: {error}.", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):  # its buffer may not be writable either
-            super().close()
 
 
 class PhaseTimes:

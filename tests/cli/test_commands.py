@@ -115,8 +115,8 @@ CALLS = [
     ("no command", in_folder(), "command train --help"),
     ("no config", in_folder("train"), "required CONFIG"),
     ("command", in_folder("trian", "my_config.yaml"), "'trian' 'train'?"),
-    ("nothing to evaluate", in_folder("evaluate", "my_config.yaml"), "no valid checkpoint train first"),
-    ("no best", in_folder("evaluate", "my_config.yaml", "--checkpoint", "best"), "no valid checkpoint val/loss"),
+    ("nothing to evaluate", in_folder("evaluate", "my_config.yaml"), "checkpoints does not exist"),
+    ("no best", in_folder("evaluate", "my_config.yaml", "--checkpoint", "best"), "checkpoints does not exist"),
     (
         "best without a metric",
         in_folder("evaluate", "my_config.yaml", "--checkpoint", "best", "handlers.Checkpoint.best=null"),

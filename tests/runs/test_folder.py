@@ -4,7 +4,6 @@ import errno
 import json
 import logging
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -177,23 +176,6 @@ def test_a_full_disk_does_not_hide_what_failed(tmp_path, monkeypatch, caplog):
     assert not list(tmp_path.glob("*.tmp")) and not list(tmp_path.glob(".*.tmp"))
 
 
-def test_a_start_that_fails_in_a_handler_is_in_the_summary_and_not_in_the_config(tmp_path):
-    fitted(tmp_path, handlers=[at(3, stop)])
-    before = (tmp_path / "config.yaml").read_bytes()
-    with pytest.raises(KeyError):
-        fitted(tmp_path, clip_norm=0.5, handlers=[(fail, Events.STARTED)])
-    assert read(tmp_path)["status"] == "failed" and (tmp_path / "config.yaml").read_bytes() == before
-
-
-def test_a_folder_that_is_deleted_under_the_run_is_whole_at_its_end(tmp_path, caplog):
-    folder = tmp_path / "run"
-    fitted(folder, handlers=[at(3, lambda trainer: shutil.rmtree(folder))])
-    assert {"config.yaml", "environment.json", "summary.json", "checkpoints"} <= {
-        each.name for each in folder.iterdir()
-    }
-    assert saved(folder)[-1] == 18 and caplog.text.count("was deleted during the run") == 1
-
-
 def test_points_of_a_run_without_a_checkpoint_do_not_stand_twice(tmp_path):
     tmp_path.joinpath("metrics.jsonl").write_text('{"iteration": 6, "loss": 1.0}\n')
     fitted(tmp_path, MetricLogger={"every": 6})
@@ -287,13 +269,6 @@ def test_the_run_stays_where_the_program_that_restarts_it_is_refused(wrong, tmp_
 
 def files_in(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
-
-
-def test_a_run_that_failed_before_its_first_update_is_none(tmp_path):
-    new = {"run": {"must_be_new": True}, "max_epochs": 1}
-    with pytest.raises(ValueError):
-        fitted(tmp_path, lambda model, batch: loss_fn(model, batch).item(), **new)
-    assert fitted(tmp_path, **new).summary["status"] == "completed"
 
 
 @pytest.mark.parametrize(("counts", "start"), [((0, 0), "fresh"), ((0, 1), "resumed")])

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.kit.fitting import at, fitted, read
+from tests.kit.fitting import at, fitted
 from tests.kit.refusals import CommandRefused, command, refuses
 
 TASK = """
@@ -72,11 +72,3 @@ def test_numbers_that_json_lacks_are_strings_that_float_reads_back(tmp_path):
 
     values = json.loads((tmp_path / "summary.json").read_text(), parse_constant=lambda constant: 1 / 0)["metrics"]
     assert math.isnan(float(values["lost"])) and float(values["least"]) == -math.inf
-
-
-def test_config_that_is_damaged_is_compared_with_nothing(tmp_path, caplog):
-    fitted(tmp_path, max_epochs=1)
-    (tmp_path / "config.yaml").write_bytes(b"run: \xff\xfe")
-    fitted(tmp_path, max_epochs=2)
-
-    assert "config.yaml cannot be compared" in caplog.text and read(tmp_path)["status"] == "completed"

@@ -59,7 +59,7 @@ def moved_to(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
 
     A handler that is turned off stays so, and one under a label of its own changes as its kind does.
     """
-    run = {**values.get("run", {}), "must_be_new": False, "restart": False, "directory": str(folder)}
+    run = {**values.get("run", {}), "restart": False, "directory": str(folder)}
     handlers = {**{label: {} for label in OFF}, **values.get("handlers", {})}
     for label, entry in handlers.items():
         if entry is not None and (kind := entry.get("use", label)) in OFF:

@@ -23,7 +23,6 @@ class RunSection:
 
     name: Name | None = None  # the run's name; default: the config file's name
     directory: Name | None = None  # where the run writes; default: `runs/<name>`
-    must_be_new: bool = False  # refuse a folder that holds a run, instead of resuming it
     restart: bool = False  # move a run that the folder holds to `<directory>.1`, and begin anew
     seed: Seed = 0  # rank r uses seed + r after the model is made
     max_iterations: Count | None = None  # length in updates; the first limit that is reached ends the run
@@ -33,10 +32,6 @@ class RunSection:
     threads: Count | None = None  # CPU threads of each rank; default: torch's
 
     def __post_init__(self) -> None:
-        if self.restart and self.must_be_new:
-            raise Fault(
-                ("restart", "got true with run.must_be_new, which refuses what it would move; set one of them.")
-            )
         if self.max_iterations is None and self.max_epochs is None:
             raise Fault(("", "expected one of max_iterations and max_epochs, or both, got neither."))
 
