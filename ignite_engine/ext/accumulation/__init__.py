@@ -28,10 +28,8 @@ class GradientAccumulationOptimizer(Optimizer):
 
     For any loop that calls, for each micro-batch and in this order, :meth:`backward` and :meth:`step`, with
     :meth:`zero_grad` before the first or after the last of them. Everything else (``param_groups``, ``state``, hooks)
-    is the wrapped optimizer's, ``.optimizer``.
-
-    From construction on the model's gradients are reduced over ranks in the last micro-batch of a group only. This is
-    set on the model before each forward, so a model has one of these at a time; :meth:`release` restores the model.
+    is the wrapped optimizer's, ``.optimizer``. From construction on the model's gradients are reduced over ranks in the
+    last micro-batch of a group only.
 
     Args:
         optimizer: over parameters of ``model``.
@@ -61,16 +59,10 @@ class GradientAccumulationOptimizer(Optimizer):
         check_type("optimizer", optimizer, isinstance(optimizer, Optimizer), "an optimizer of torch")
         check_steps(accumulation_steps)
         self.optimizer, self.model, self.accumulation_steps = optimizer, model, accumulation_steps
-        if {id(parameter) for parameter in model.parameters()}.isdisjoint(map(id, self.parameters())):
-            raise ValueError(
-                "optimizer holds no parameter of model: make it from model.parameters(), after fully_shard."
-            )
         self.precision, self.device = precisions.check_precision(precision), device_of(model)
         scaler = precisions.loss_scaler(precision, self.device.type, grad_scaler)
         self.scaler = scaler or precisions.LossScaler(self.device.type, enabled=False)
         self.micro_batches = self.optimizer_steps = self.skipped_steps = 0
-        self._has_backward = False
-        self._scheduler: GradientAccumulationLRScheduler | None = None  # set by initialize()
         self._reducing: list[Any] = reducing_modules(model)
         for module in self._reducing if accumulation_steps > 1 else ():
             check_accumulates(module)
@@ -119,7 +111,6 @@ class GradientAccumulationOptimizer(Optimizer):
         Returns:
             The norm before clipping, in the units of the loss, shape ``()`` on the device; None elsewhere.
         """
-        self._expect_backward("clip_gradients()")
         if not self.accumulation_boundary():
             return None
         self._unscale()
@@ -133,7 +124,8 @@ class GradientAccumulationOptimizer(Optimizer):
         Raises:
             RuntimeError: :meth:`backward` was not called (a bare ``loss.backward()`` is neither divided nor scaled).
         """
-        self._expect_backward("step()")
+        if not self._has_backward:
+            raise RuntimeError("step() was called without optimizer.backward(loss), which divides and scales it.")
         self.micro_batches = (self.micro_batches + 1) % self.accumulation_steps
         if not self.micro_batches:
             if self._unscale():
@@ -153,14 +145,14 @@ class GradientAccumulationOptimizer(Optimizer):
         """Update with the incomplete last group; does nothing without an open group. A collective under DDP.
 
         The gradients become the plain mean over the group's micro-batches on all ranks, which may have different
-        numbers of them. Then follow clipping to ``max_norm`` if given, the step (skipped on an overflow) and the
-        scheduler's step; the gradients are cleared.
+        numbers of them. Then follow clipping to ``max_norm`` if given, and the step (skipped on an overflow); the
+        gradients are cleared. The loop's call of the scheduler comes after it, as after :meth:`step`.
 
         Returns:
             Whether the weights were updated.
 
         Raises:
-            RuntimeError: a group of an FSDP2 model is open, whose gradients cannot be reduced without a backward.
+            RuntimeError: a group of an FSDP2 model is open, or a DDP model has sparse gradients.
         """
         before = self.optimizer_steps
         if self._has_backward:
@@ -181,13 +173,7 @@ class GradientAccumulationOptimizer(Optimizer):
                 self.clip_gradients(max_norm)
             self.step()
             self.zero_grad()
-        if self._scheduler is not None:
-            self._scheduler.step()
         return self.optimizer_steps > before
-
-    def release(self) -> None:
-        """Let the model reduce at each backward again, for use without this optimizer."""
-        self._set_sync(True)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, the counters and the scaler; it loads into the bare optimizer too.
@@ -195,10 +181,9 @@ class GradientAccumulationOptimizer(Optimizer):
         Raises:
             RuntimeError: within a group, whose gradients would be lost.
         """
-        if done := self.micro_batches + self._has_backward:
-            where = f"within a group ({done} of {self.accumulation_steps} micro-batches)"
+        if self.micro_batches or self._has_backward:
             raise RuntimeError(
-                f"The optimizer was saved {where}: save it after flush(), or at accumulation_boundary()."
+                "The optimizer was saved within a group: save it after flush(), or at accumulation_boundary()."
             )
         counters = {"optimizer_steps": self.optimizer_steps, "skipped_steps": self.skipped_steps}
         return {**self.optimizer.state_dict(), "accumulation": counters, "scaler": self.scaler.state_dict()}
@@ -217,22 +202,16 @@ class GradientAccumulationOptimizer(Optimizer):
         self.optimizer.zero_grad()
         self._await_micro_batch()
 
-    def _expect_backward(self, name: str) -> None:
-        if not self._has_backward:
-            raise RuntimeError(f"{name} was called without optimizer.backward(loss), which divides and scales it.")
-
-    def _set_sync(self, reduces: bool) -> None:
-        for module in self._reducing:
-            if hasattr(module, "set_requires_gradient_sync"):
-                module.set_requires_gradient_sync(reduces)
-            else:
-                module.require_backward_grad_sync = reduces  # as DDP's no_sync() does; read in forward
-
     def _await_micro_batch(self) -> None:
-        """Set the model up for the next forward."""
+        """Set the model up for the next forward, in which DDP decides whether it reduces."""
         self._has_backward = False
         self._is_finite: bool | None = None
-        self._set_sync(self.micro_batches + 1 == self.accumulation_steps)
+        is_last = self.micro_batches + 1 == self.accumulation_steps
+        for module in self._reducing:
+            if isinstance(module, DistributedDataParallel):
+                module.require_backward_grad_sync = is_last
+            else:
+                module.set_requires_gradient_sync(is_last)
 
     def _unscale(self) -> bool:
         """Whether all gradients are finite; unscales them once per update."""
@@ -251,17 +230,12 @@ class GradientAccumulationLRScheduler(LRScheduler):
         scheduler: one of torch, or of ``ignite_engine.handlers`` (its first LR is set here), over the optimizer.
         accumulation_steps: micro-batches per update, at least 1.
         optimizer: whose updates it follows; None: it counts its own calls.
-
-    Raises:
-        TypeError, ValueError: an argument is of the wrong kind or out of range.
     """
 
     def __init__(
         self, scheduler: Any, accumulation_steps: int, optimizer: GradientAccumulationOptimizer | None = None
     ) -> None:
         # torch's own initializer is not called: it would step the wrapped one
-        is_known = isinstance(scheduler, LRScheduler | Schedule)
-        check_type("scheduler", scheduler, is_known, "one of torch.optim.lr_scheduler or ignite_engine.handlers")
         check_steps(accumulation_steps)
         self.scheduler, self.accumulation_steps, self.gated = scheduler, accumulation_steps, optimizer
         self.calls = self.seen = 0
@@ -311,34 +285,21 @@ def initialize(
 
     Returns:
         The optimizer, and a scheduler that follows its updates.
-
-    Raises:
-        TypeError, ValueError: an argument is of the wrong kind or out of range.
     """
     gated = GradientAccumulationOptimizer(optimizer, model, accumulation_steps, **options)
-    gated._scheduler = GradientAccumulationLRScheduler(scheduler, accumulation_steps, gated)
-    if scheduler.optimizer.param_groups is not optimizer.param_groups:
-        raise ValueError("scheduler is over another optimizer: make it from the optimizer that is given beside it.")
-    return gated, gated._scheduler
+    return gated, GradientAccumulationLRScheduler(scheduler, accumulation_steps, gated)
 
 
 def _sum_over_ranks(ddp: Any, micro_batches: int) -> int:
-    """Sum the gradients of this rank's ``micro_batches`` over the ranks of ``ddp``; the micro-batches of all.
-
-    A parameter without a gradient on any rank stays without. On a rank without a micro-batch ``grad`` is that of the
-    last update, and counts as none.
-    """
-    parameters, group = list(ddp.parameters()), ddp.process_group
-    gradients = [parameter.grad if micro_batches else None for parameter in parameters]
-    of_ranks: list[Any] = [None] * group.size()
-    are_sparse = [None if gradient is None else gradient.is_sparse for gradient in gradients]
-    dist.all_gather_object(of_ranks, (micro_batches, are_sparse), group=group)
-    total: int = sum(count for count, _ in of_ranks)
-    for index, parameter in enumerate(parameters) if total else ():
-        kinds, gradient = {sparse[index] for _, sparse in of_ranks} - {None}, gradients[index]
-        if kinds:
-            gradient = torch.zeros_like(parameter) if gradient is None else gradient
-            gradient = gradient.to_sparse(1).coalesce() if True in kinds else gradient.contiguous()
-            dist.all_reduce(gradient, group=group)
-        parameter.grad = gradient
-    return total
+    """Sum the gradients of this rank's ``micro_batches`` over the ranks of ``ddp``; the micro-batches of all."""
+    if any(getattr(module, "sparse", False) for module in ddp.modules()):
+        raise RuntimeError("flush() cannot reduce sparse gradients: end the data with a whole group.")
+    total = torch.tensor(micro_batches, device=next(ddp.parameters()).device)
+    dist.all_reduce(total, group=ddp.process_group)
+    for parameter in ddp.parameters() if total else ():
+        if parameter.requires_grad:
+            if not micro_batches or parameter.grad is None:  # it may be that of the last update
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = parameter.grad.contiguous()
+            dist.all_reduce(parameter.grad, group=ddp.process_group)
+    return int(total)

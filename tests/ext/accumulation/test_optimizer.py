@@ -153,12 +153,12 @@ def test_tail_is_the_plain_mean_of_what_there_is(is_stepped):
     if not is_stepped:
         optimizer.backward(mse(model, batches[7]))
     assert optimizer.micro_batches == 1 and optimizer.flush()
+    scheduler.step()
 
     expected, lrs = by_hand([batches[:3], batches[3:6], batches[6 : 8 - is_stepped]])
     assert close(one(model), expected) and scheduler.get_last_lr()[0] == lrs[-1]
     assert all(parameter.grad is None for parameter in model.parameters()) and not optimizer.flush()
-    scheduler.step()  # of the loop, which may come after it
-    assert scheduler.get_last_lr()[0] == lrs[-1] and optimizer.optimizer_steps == 3
+    assert optimizer.optimizer_steps == 3
     clear_last(model, optimizer, scheduler, batches[0])
     assert optimizer.micro_batches == 1 and not optimizer.accumulation_boundary()
 
@@ -329,21 +329,13 @@ def test_it_is_an_optimizer_and_everything_else_is_the_wrapped_ones():
 # -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
-MODEL, OTHER, STATIC = linear(), linear(), linear()
+MODEL, STATIC = linear(), linear()
 STATIC.require_backward_grad_sync = STATIC.static_graph = True
 BARE = SGD(MODEL.parameters(), lr=0.1)
 
 
 def of(optimizer, model, steps=2, **options):
     return lambda: GradientAccumulationOptimizer(optimizer, model, steps, **options)
-
-
-def over(scheduler, steps=2):
-    return lambda: GradientAccumulationLRScheduler(scheduler, steps)
-
-
-def over_another():
-    initialize(MODEL, BARE, torch_schedulers.ConstantLR(SGD(OTHER.parameters(), lr=0.1)), 2)
 
 
 def after_a_backward(call, own=True):
@@ -360,14 +352,10 @@ test_refusals = refusals(
     [
         ("no steps", of(BARE, MODEL, 0), ValueError, "whole number at least 1 got 0"),
         ("no optimizer", of(MODEL, BARE), TypeError, "optimizer must got Sequential"),
-        ("of another model", of(SGD(OTHER.parameters()), MODEL), ValueError, "no parameter of model"),
         ("precision", of(BARE, MODEL, precision="fp8"), ValueError, "fp32 bf16 'fp8'"),
         ("scaler", of(BARE, MODEL, grad_scaler={"init_scale": 1.0}), ValueError, "no effect 'fp32'"),
         ("static graph", of(SGD(STATIC.parameters()), STATIC), ValueError, "static_graph=True cannot accumulate"),
-        ("no scheduler", over("cosine"), TypeError, "torch.optim.lr_scheduler 'cosine'"),
-        ("scheduler of another", over_another, ValueError, "over another optimizer"),
         ("step of another loss", after_a_backward(lambda o: o.step(), False), RuntimeError, "step() backward(loss)"),
-        ("clip of another loss", after_a_backward(lambda o: o.clip_gradients(1.0), False), RuntimeError, "backward("),
-        ("saved in a group", after_a_backward(lambda o: o.state_dict()), RuntimeError, "within group (1 of 4"),
+        ("saved in a group", after_a_backward(lambda o: o.state_dict()), RuntimeError, "within a group flush()"),
     ]
 )
