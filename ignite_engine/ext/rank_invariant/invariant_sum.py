@@ -87,12 +87,11 @@ class InvariantSum:
             return [tree.total() for tree in self._trees]
         own = [[value for _, value in tree.nodes] for tree in self._trees]
         present = torch.tensor([any(value is not None for value in values) for values in own], dtype=torch.uint8)
-        # on the host: whether there is a sum must not wait for the device
-        dist.all_reduce(present, dist.ReduceOp.MAX, agreement.cpu_group("gradients"))
+        # on the host, as it must not wait for a device, and while the values are exchanged
+        presence = dist.all_reduce(present, dist.ReduceOp.MAX, agreement.cpu_group("gradients"), async_op=True)
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for at, is_present in enumerate(present.tolist()):
-            if is_present:
-                kinds.setdefault((like[at].dtype, like[at].device), []).append(at)
+        for at, tensor in enumerate(like):
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(at)
         result: list[Tensor | None] = [None] * len(like)
         for (dtype, device), alike in kinds.items():
             sizes, ranks = [like[at].numel() for at in alike], len(self._leaves)
@@ -112,7 +111,8 @@ class InvariantSum:
                 result[at] = torch.empty_like(like[at]).copy_(part.view(like[at].shape))
             for each in (rows, summed):
                 self._keep(each)
-        return result
+        presence.wait()
+        return [value if is_there else None for value, is_there in zip(result, present.tolist(), strict=True)]
 
     def _memory(self, new: Tensor) -> Tensor:
         """``new``, which nothing was written to, or memory of its kind that is free."""
