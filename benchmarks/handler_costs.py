@@ -84,7 +84,6 @@ def measure(rounds: int, iterations: int) -> Times:
         "Throughput": lambda trainer, folder: Throughput().attach(trainer),
         "Progress": lambda trainer, folder: Progress().attach(trainer),
         "MemoryLogger, log every 50": lambda trainer, folder: MemoryLogger().attach(trainer),
-        "Throughput, FLOPs counted": lambda trainer, folder: Throughput(flops=True).attach(trainer),
         "Profiler, before its window": lambda trainer, folder: Profiler(folder, wait=10**9).attach(trainer),
         MEASURED: measure_costs,
         LOGGED: watch,
@@ -155,7 +154,7 @@ def measure_costs(trainer: Trainer, folder: Path) -> None:
     trainer.update = FunctionUpdate(update)
     StepTimes().attach(trainer)
     MemoryLogger().attach(trainer)
-    Throughput(flops=True).attach(trainer)
+    Throughput(flops=1e6).attach(trainer)
     Profiler(folder, wait=10**9).attach(trainer)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
@@ -13,16 +12,13 @@ from ignite.engine import Engine, Events
 
 from ignite_engine import Trainer, TrainingEvents
 from ignite_engine.events import Phase
-from ignite_engine.ranks import agreement
 
-logger = logging.getLogger(__name__)
-
-_CHECK_EVERY_S = 1.0
+_LOOK_EVERY_S = 1.0
 _MARGIN_SHARE, _LARGEST_MARGIN_S = 0.05, 30.0
 
 
 class _StopCheck:
-    """Checked after iterations and batches of evaluations, and in waits for windows, whether to ask for a stop."""
+    """Checks after iterations and batches of evaluations, and in waits for windows, whether to ask for a stop."""
 
     def attach(self, engine: Engine, event: Any = Events.ITERATION_COMPLETED) -> None:
         """Check at ``event``, during evaluations, and while the run waits for a window."""
@@ -30,16 +26,16 @@ class _StopCheck:
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(event, self)
         trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, self._start_evaluation)
-        trainer.check_while_waiting(lambda: self._check(trainer))
+        trainer.check_while_waiting(lambda: self._check(trainer, time.monotonic()))
 
     def __call__(self, trainer: Trainer) -> None:
-        self._check(trainer)
+        self._check(trainer, time.monotonic())
 
     def _begin(self) -> None:
         """A run starts."""
         raise NotImplementedError
 
-    def _check(self, trainer: Trainer) -> None:
+    def _check(self, trainer: Trainer, now: float) -> None:
         raise NotImplementedError
 
     def _start(self) -> None:
@@ -50,7 +46,9 @@ class _StopCheck:
     def _start_evaluation(self, trainer: Trainer) -> None:
         ongoing = trainer.state.evaluating
         assert ongoing is not None
-        after_each = ongoing.evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: self._check(trainer))
+        after_each = ongoing.evaluator.add_event_handler(
+            Events.ITERATION_COMPLETED, lambda: self._check(trainer, time.monotonic())
+        )
         ongoing.undo.callback(after_each.remove)
 
 
@@ -58,11 +56,10 @@ class WallClockLimit(_StopCheck):
     """Stop early enough that the last checkpoint is on disk before the limit; the run returns as ``interrupted``.
 
     Args:
-        hours, minutes, seconds: they add up to the limit.
+        hours, minutes, seconds: they add up to the limit, which counts from the start of each ``run()``.
         margin_s: reserved in addition to twice the duration of the last save (``state.save_seconds``) and the duration
             of an iteration. Until a process has saved once, only the margin is reserved for the save. None: 5 % of
             the limit, at most 30 s.
-        since: reading of ``time.monotonic()`` from which the limit counts; None: the start of each ``run()``.
 
     ``state.reason`` is ``time limit of 3600 s``. The clock is read after each iteration and after each batch of an
     evaluation, which is then interrupted, and while the run waits for a window. A wait for a batch is not interrupted.
@@ -72,23 +69,15 @@ class WallClockLimit(_StopCheck):
     """
 
     def __init__(
-        self,
-        *,
-        hours: float = 0.0,
-        minutes: float = 0.0,
-        seconds: float = 0.0,
-        margin_s: float | None = None,
-        since: float | None = None,
+        self, *, hours: float = 0.0, minutes: float = 0.0, seconds: float = 0.0, margin_s: float | None = None
     ) -> None:
         self.limit_s = 3600.0 * hours + 60.0 * minutes + seconds
-        if not 0 < self.limit_s < math.inf:
-            raise ValueError(f"The limit must be above 0 s, got {self.limit_s:g} s.")
         self.margin_s = min(_MARGIN_SHARE * self.limit_s, _LARGEST_MARGIN_S) if margin_s is None else margin_s
-        if not 0 <= self.margin_s < self.limit_s:
+        if not 0 <= self.margin_s < self.limit_s < math.inf:
             raise ValueError(
-                f"margin_s must be at least 0 and below the limit of {self.limit_s:g} s, got {self.margin_s:g}."
+                f"WallClockLimit needs a limit above 0 s and a margin_s from 0 to below it, got {self.limit_s:g} s and "
+                f"{self.margin_s:g} s."
             )
-        self.since = since
         self._deadline = math.inf
         self._checked_at = self._gap = 0.0
 
@@ -97,8 +86,7 @@ class WallClockLimit(_StopCheck):
         gap, before = now - self._checked_at, self._gap
         self._checked_at, self._gap = now, gap
         # the next check is an iteration later; the shorter of two gaps, as one of them may include an evaluation
-        if now + min(gap, before) + _saving_s(trainer) >= self._deadline:
-            trainer.request_stop(self.reason)
+        self._check(trainer, now + min(gap, before))
 
     @property
     def reason(self) -> str:
@@ -106,11 +94,11 @@ class WallClockLimit(_StopCheck):
 
     def _begin(self) -> None:
         self._checked_at, self._gap = time.monotonic(), 0.0
-        began = self._checked_at if self.since is None else self.since
-        self._deadline = began + self.limit_s - self.margin_s
+        self._deadline = self._checked_at + self.limit_s - self.margin_s
 
-    def _check(self, trainer: Trainer) -> None:
-        if time.monotonic() + _saving_s(trainer) >= self._deadline:
+    def _check(self, trainer: Trainer, now: float) -> None:
+        # two saves: one may be due or in flight in the background when the last one follows
+        if now + 2 * trainer.state.save_seconds >= self._deadline:
             trainer.request_stop(self.reason)
 
 
@@ -120,41 +108,23 @@ class StopFile(_StopCheck):
     Args:
         path: checked at most once a second, on every rank; one rank that sees it is enough.
 
-    The file is never removed, so it can stop several runs. A file that exists before a run starts does not stop that
-    run, which logs one line; touch the file again to stop it. A wait for a window is interrupted, one for a batch is
-    not.
+    The file is never removed, so it can stop several runs. A wait for a window is interrupted, one for a batch is not.
+
+    Raises:
+        ValueError: (in a run) the file is there when the run starts.
     """
 
     def __init__(self, path: str | Path = "stop", *, directory: str | Path = ".") -> None:
         self.path = (Path(directory) / path).absolute()  # wherever the run goes
-        self._next_check = 0.0
-        self._old: tuple[int, int] | None = None
-
-    def _check(self, trainer: Trainer) -> None:
-        now = time.monotonic()
-        if now >= self._next_check:
-            self._next_check = now + _CHECK_EVERY_S
-            if (found := _identity(self.path)) is not None and found != self._old:
-                trainer.request_stop(f"stop file {self.path}")
+        self._next_look = 0.0
 
     def _begin(self) -> None:
-        self._next_check, self._old = 0.0, _identity(self.path)
-        if self._old is not None and agreement.rank() == 0:
-            logger.warning(
-                "The stop file %s existed before this run and does not stop it: touch it again to stop, or remove it.",
-                self.path,
-            )
+        self._next_look = 0.0
+        if os.path.exists(self.path):
+            raise ValueError(f"The stop file {self.path} is still there and would stop this run: remove it.")
 
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Inode and modification time, which change when the file is created or touched; None without a file."""
-    try:
-        status = os.stat(path)
-    except OSError:  # missing, or the file system failed: that is not a request
-        return None
-    return status.st_ino, status.st_mtime_ns
-
-
-def _saving_s(trainer: Trainer) -> float:
-    """Time for two saves: one may be due or in flight in the background when the last one follows."""
-    return 2 * trainer.state.save_seconds
+    def _check(self, trainer: Trainer, now: float) -> None:
+        if now >= self._next_look:
+            self._next_look = now + _LOOK_EVERY_S
+            if os.path.exists(self.path):  # False where the file system fails, which is no request
+                trainer.request_stop(f"stop file {self.path}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import resource
 from typing import Any
 
 import psutil
@@ -39,7 +37,7 @@ class MemoryLogger:
     def __call__(self, trainer: Engine) -> None:
         """Write into ``state.metrics``; a collective."""
         device = _device(trainer)
-        values = {"host_rss_mib": rss_mib()}
+        values = {"host_rss_mib": psutil.Process().memory_info().rss / MIB}
         if devices.is_accelerator(device.type):
             values |= _device_values(device)
         rows = agreement.gather_floats(list(values.values()))
@@ -51,19 +49,6 @@ class MemoryLogger:
         if len(rows) > 1:
             ranked = columns["peak_mib" if "peak_mib" in values else "host_rss_mib"]
             metrics["memory/peak_rank"] = float(ranked.index(max(ranked)))
-
-
-def rss_mib() -> float:
-    """What the process holds now."""
-    try:
-        # psutil takes four times as long, and Python's buffered files cost more than the kernel's answer
-        descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return float(psutil.Process().memory_info().rss) / MIB
-    try:
-        return int(os.read(descriptor, 256).split()[1]) * resource.getpagesize() / MIB
-    finally:
-        os.close(descriptor)
 
 
 def _device(trainer: Engine) -> torch.device:

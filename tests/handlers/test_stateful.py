@@ -7,7 +7,7 @@ import tempfile
 import pytest
 import torch
 from ignite.engine import Events
-from ignite.metrics import Average, MeanAbsoluteError, RunningAverage
+from ignite.metrics import Average, RunningAverage
 from ignite.metrics.metric import SingleEpochRunningBatchWise
 from torch import nn
 from torch.optim import lr_scheduler as of_torch
@@ -19,7 +19,6 @@ from ignite_engine.handlers.limits import StopFile
 from ignite_engine.handlers.meters import Meter
 from ignite_engine.handlers.model_bank import ModelBank
 from ignite_engine.handlers.profiler import Profiler
-from ignite_engine.handlers.training_metrics import TrainingMetrics
 from tests.kit.floors import needs
 from tests.kit.processes import ranks
 from tests.kit.resume import assert_resumes, program
@@ -108,18 +107,6 @@ def meters(trainer):
     trainer.add_event_handler(Events.ITERATION_STARTED, give)
 
 
-def training_metrics(trainer):
-    metrics = TrainingMetrics({"mae": MeanAbsoluteError()})
-
-    def loss_fn(model, batch):
-        predictions = model(batch[0])
-        metrics.record((predictions, batch[1]))
-        return nn.functional.mse_loss(predictions, batch[1])
-
-    trainer.update.loss_fn = loss_fn
-    metrics.attach(trainer, EVERY_3)
-
-
 def averaged(trainer):
     """The average, and an evaluation of it: its loss is that of the average."""
     handlers.EMA(0.8).attach(trainer)
@@ -164,7 +151,6 @@ STATEFUL = {
         measure, lambda: handlers.EarlyStopping("val/loss", mode="max", patience=5), parts=("early_stopping",)
     ),
     "MetricLogger": of(meters, logger, Remembering, log_grad_norm=True, parts=("metric_logger", "remembering")),
-    "TrainingMetrics": of(training_metrics, parts=("training_metrics/train", "training_metrics/train/mae")),
     "Throughput": of(lambda: (handlers.Throughput(), EVERY_3), measured=("throughput/samples_per_s",)),
     "StepTimes": of(
         lambda: (handlers.StepTimes(), EVERY_3),
@@ -176,7 +162,7 @@ STATEFUL = {
     "Evaluation": of(evaluated, parts=("evaluation/val", "evaluation/other")),
     "what saves and stops": of(
         lambda: handlers.WallClockLimit(hours=1),
-        lambda: StopFile(os.devnull),
+        lambda: StopFile("no such file"),
         lambda: handlers.GracefulStop(exit=False),
     ),
     "what looks on": of(
@@ -195,7 +181,7 @@ STATEFUL = {
     ),
     "LRSchedule of another library": schedule(OwnSchedule),
 }
-ON_TWO_RANKS = ("EMA", "EarlyStopping", "MetricLogger", "TrainingMetrics", "ModelBank", "LRSchedule of a plateau")
+ON_TWO_RANKS = ("EMA", "EarlyStopping", "MetricLogger", "ModelBank", "LRSchedule of a plateau")
 
 
 @pytest.mark.row("E2", "F4")
