@@ -4,48 +4,44 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from ignite_engine.runs.config.named import Fault, checked, only, parameters_of
+from ignite_engine.errors import did_you_mean
+from ignite_engine.runs.config.named import Fault, fitting, for_each, section
 from ignite_engine.runs.config.sections import DataSection, DistributedSection, RunSection, UpdateSection
 from ignite_engine.runs.config.tables import (
     HANDLERS,
     handler_entries,
     load_entries,
-    named_optimizer,
+    optimizer_entries,
     optimizer_entry,
     schedule_entry,
 )
-from ignite_engine.runs.config.yaml_file import ConfigError, ConfigSource, ConfigWarning, read_config_source
+from ignite_engine.runs.config.yaml_file import ConfigError, ConfigSource, ConfigWarning, display, read_config_source
+from ignite_engine.text import flat
 
 __all__ = ["Config", "ConfigError", "ConfigWarning", "config_from_dict", "load_config", "validated"]
-
-
-NamedOptimizer = Annotated[dict[str, Any], named_optimizer]
-TaskName = Annotated[
-    str,
-    only(re.compile(r".+:[^\W\d]\w*").fullmatch, "file.py:function or package.module:function"),
-]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Everything a run is made from except the code of its task. Frozen; equal configs compare equal."""
 
-    task: TaskName  # file.py:function or package.module:function
+    task: str  # file.py:function or package.module:function
     task_options: dict[str, Any]  # passed to that function
     run: RunSection
     data: DataSection
-    optimizer: Annotated[dict[str, Any], optimizer_entry]  # by name, with its own options
-    optimizers: dict[str, NamedOptimizer]  # instead of optimizer: several, by name
-    schedule: Annotated[dict[str, Any], schedule_entry]  # of the learning rate, by name, with its own options
+    optimizer: dict[str, Any]  # by name, with its own options
+    optimizers: dict[str, dict[str, Any]]  # instead of optimizer: several, by name
+    schedule: dict[str, Any]  # of the learning rate, by name, with its own options
     update: UpdateSection
-    load: Annotated[list[dict[str, Any]], load_entries]  # what a run without a checkpoint of its own begins from
-    handlers: Annotated[dict[str, Any], handler_entries]  # by label: settings and event; null: not this one
+    load: list[dict[str, Any]]  # what a run without a checkpoint of its own begins from
+    handlers: dict[str, Any]  # by label: settings and event; null: not this one
     distributed: DistributedSection
     source: ConfigSource = field(default_factory=lambda: ConfigSource({}), init=False, compare=False, repr=False)
 
@@ -102,42 +98,28 @@ class Config:
 
     def warn_of_unused(self) -> None:
         """Warn about each setting that has no effect with the others as they are."""
-        ranks, best = self.distributed, self.handler("Checkpoint").get("best")
-        workers, is_ddp = self.data.num_workers > 0, ranks.strategy == "ddp"
-        rules: dict[str, tuple[bool, str]] = {
+        workers, is_ddp = self.data.num_workers > 0, self.distributed.strategy == "ddp"
+        best = self.handler("Checkpoint").get("best") is not None
+        rules = {
             "data.prefetch_factor": (workers, "data.num_workers"),
             "data.persistent_workers": (workers, "data.num_workers"),
             "update.grad_scaler": (self.update.precision == "fp16", "update.precision=fp16"),
-            "distributed.shard_ranks": (ranks.strategy == "hsdp", "strategy=hsdp"),
+            "distributed.shard_ranks": (self.distributed.strategy == "hsdp", "strategy=hsdp"),
             "distributed.param_dtype": (not is_ddp, "strategy=fsdp or hsdp"),
             "distributed.sync_bn": (is_ddp, "strategy=ddp"),
             "distributed.ddp_options": (is_ddp, "strategy=ddp"),
-            "distributed.loss_parallel": (ranks.tensor_parallel > 1, "distributed.tensor_parallel"),
-            "handlers.Checkpoint.mode": (best is not None, "handlers.Checkpoint.best"),
-            "handlers.Checkpoint.keep_best": (best is not None, "handlers.Checkpoint.best"),
+            "distributed.loss_parallel": (self.distributed.tensor_parallel > 1, "distributed.tensor_parallel"),
+            "handlers.Checkpoint.mode": (best, "handlers.Checkpoint.best"),
+            "handlers.Checkpoint.keep_best": (best, "handlers.Checkpoint.best"),
             "optimizer": (not self.optimizers, "optimizers left out"),
         }
-        usual = {
-            **{name: asdict(section) for name, section in _DEFAULTS.items()},
-            "optimizer": optimizer_entry({}),
-        }
-        for key, (has_effect, needs) in rules.items():
+        sections = {name: asdict(kind()) for name, kind in _SECTIONS.items() if name != "run"}
+        now, usual = flat(self.to_dict()), flat({**sections, "optimizer": optimizer_entry({})})
+        for rule, (has_effect, needs) in rules.items():
             # in a resolved config every key is given
-            if not has_effect and _value_at(self.to_dict(), key) != _value_at(usual, key):
-                self.warn(key, f"it has no effect without {needs}.")
-
-
-_DEFAULTS: Mapping[str, Any] = {
-    "data": DataSection(),
-    "update": UpdateSection(),
-    "distributed": DistributedSection(),
-}
-
-
-def _value_at(values: Mapping[str, Any], key: str) -> Any:
-    for part in key.split("."):
-        values = (values or {}).get(part)  # type: ignore[assignment]  # the last is a value
-    return values
+            given = [key for key in now if f"{key}.".startswith(f"{rule}.") and now[key] != usual.get(key)]
+            if given and not has_effect:
+                self.warn(rule, f"it has no effect without {needs}.")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -172,23 +154,46 @@ def validated(source: ConfigSource) -> Config:
     Raises:
         ConfigError: one line for each mistake, with the place that the source names.
     """
-    defaults: dict[str, Any] = {
-        name: [] if name == "load" else {} for name in Config.__annotations__ if name not in ("task", "source")
-    }
     # an empty section is the default
-    given = {key: value for key, value in source.values.items() if value is not None or key not in defaults}
-    sections = {"run": RunSection, "data": DataSection, "update": UpdateSection, "distributed": DistributedSection}
-    inner = [f"{section}.{name}" for section, kind in sections.items() for name in parameters_of(kind)[0]]
-    meant = [*inner, "optimizer.lr", *(f"handlers.{label}" for label in HANDLERS)]
+    given = {key: value for key, value in source.values.items() if value is not None}
+    defaults: dict[str, Any] = {key: [] if key == "load" else {} for key in _FIELDS if key != "task"}
     try:
-        arguments = checked(Config, {**defaults, **given}, beside=meant)
+        needed = {"task": None} if given.keys() <= _FIELDS.keys() else {}  # else one is misspelt, perhaps this
+        settings = for_each({**needed, **defaults, **given}.items(), _field)
     except Fault as fault:
         mistakes = sorted(fault.mistakes, key=lambda mistake: source.lines.get(mistake[0], 0))
         raise ConfigError("\n".join(source.say(*mistake) for mistake in mistakes)) from None
-    run = arguments["run"]
-    name = run.name or (source.path.stem if source.path else "run")
-    arguments["run"] = replace(run, name=name, directory=run.directory or str(Path("runs") / name))
-    config = Config(**arguments)
+    name = settings["run"].name or (source.path.stem if source.path else "run")
+    directory = settings["run"].directory or str(Path("runs") / name)
+    settings["run"] = replace(settings["run"], name=name, directory=directory)
+    config = Config(**settings)
     object.__setattr__(config, "source", source)
     config.warn_of_unused()
     return config
+
+
+def _field(key: str, value: Any) -> Any:
+    if key in _FIELDS:
+        return _FIELDS[key](value)
+    inner = [f"{name}.{setting.name}" for name, kind in _SECTIONS.items() for setting in fields(kind)]
+    meant = [*_FIELDS, *inner, "optimizer.lr", *(f"handlers.{label}" for label in HANDLERS)]
+    raise Fault(("", f"got {display(value)}, which is not a section{did_you_mean(key, meant, limit=len(_FIELDS))}"))
+
+
+def _task(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r".+:[^\W\d]\w*", value):
+        raise Fault(("", f"got {display(value)}, expected file.py:function or package.module:function."))
+    return value
+
+
+_SECTIONS = {"run": RunSection, "data": DataSection, "update": UpdateSection, "distributed": DistributedSection}
+_FIELDS: Mapping[str, Callable[[Any], Any]] = {
+    "task": _task,
+    "task_options": lambda value: dict(fitting(value, Mapping)),
+    **{name: partial(section, kind) for name, kind in _SECTIONS.items()},
+    "optimizer": optimizer_entry,
+    "optimizers": optimizer_entries,
+    "schedule": schedule_entry,
+    "load": load_entries,
+    "handlers": handler_entries,
+}

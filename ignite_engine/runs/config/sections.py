@@ -5,26 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-import torch
+from ignite_engine.runs.config.named import Fault, Only
 
-from ignite_engine.runs.config.named import Fault, checked, only
-
-Positive = Annotated[float, only(lambda value: value > 0, "more than 0")]
-Count = Annotated[int, only(lambda value: value >= 1, "at least 1")]
-CountFrom0 = Annotated[int, only(lambda value: value >= 0, "at least 0")]
-Heartbeat = Annotated[float, only(lambda value: value >= 1, "at least 1")]
-Name = Annotated[str, only(bool, "some text")]
-Seed = Annotated[int, only(lambda value: 0 <= value < 2**32, f"at least 0 and less than {2**32}")]
+Positive = Annotated[float, Only(lambda value: value > 0, "more than 0")]
+Count = Annotated[int, Only(lambda value: value >= 1, "at least 1")]
+CountFrom0 = Annotated[int, Only(lambda value: value >= 0, "at least 0")]
+Heartbeat = Annotated[float, Only(lambda value: value >= 1, "at least 1")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSection:
     """Which run this is and how long."""
 
-    name: Name | None = None  # the run's name; default: the config file's name
-    directory: Name | None = None  # where the run writes; default: `runs/<name>`
+    name: str | None = None  # the run's name; default: the config file's name
+    directory: str | None = None  # where the run writes; default: `runs/<name>`
     restart: bool = False  # move a run that the folder holds to `<directory>.1`, and begin anew
-    seed: Seed = 0  # rank r uses seed + r after the model is made
+    seed: CountFrom0 = 0  # rank r uses seed + r after the model is made
     max_iterations: Count | None = None  # length in updates; the first limit that is reached ends the run
     max_epochs: Count | None = None  # length in passes over the data; one of the two limits is required
     deterministic: bool = False  # `torch.use_deterministic_algorithms`
@@ -51,7 +47,14 @@ class DataSection:
     pin_memory: bool | None = None  # page-locked host memory; default: on devices that copy while they compute
 
 
-ScalerOptions = Annotated[dict[str, Positive], lambda options: checked(torch.amp.GradScaler, options)]
+@dataclass(frozen=True, kw_only=True)
+class ScalerOptions:
+    """Of ``torch.amp.GradScaler``."""
+
+    init_scale: Positive = 2.0**16
+    growth_factor: Positive = 2.0
+    backoff_factor: Positive = 0.5
+    growth_interval: Count = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +70,6 @@ class UpdateSection:
     grad_scaler: ScalerOptions | None = None  # options of `torch.amp.GradScaler`, for fp16
     non_finite: Literal["skip", "stop", "rollback"] | None = None  # at a loss or gradient that is not finite
     max_skips: Count = 10  # most iterations that `non_finite` leaves out
-
-    def __post_init__(self) -> None:
-        if self.accumulate == "rank_invariant" and self.global_micro_batches is None:
-            complaint = "got 'rank_invariant' without update.global_micro_batches; set how many an update has in all."
-            raise Fault(("accumulate", complaint))
 
 
 @dataclass(frozen=True, kw_only=True)

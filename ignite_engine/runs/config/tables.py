@@ -18,10 +18,9 @@ from ignite_engine.loop.intervals import Count, every
 from ignite_engine.runs.config.named import (
     Fault,
     Table,
-    WrongType,
     checked,
     checked_entry,
-    fitted,
+    fitting,
     for_each,
     lookup,
     parameters_of,
@@ -65,97 +64,90 @@ SCHEDULES: Table = {
 
 
 def table_of_optimizers() -> Table:
-    """The optimizers of torch, and our own."""
-    kinds = {
-        name: kind
-        for name, kind in vars(torch.optim).items()
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
-    }
+    """The optimizers of torch that step without a closure, and our own."""
+    kinds = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    for other in ("Optimizer", "LBFGS"):
+        del kinds[other]
     return {**kinds, "RowwiseAdagrad": "ignite_engine.ext.sparse.rowwise_adagrad:RowwiseAdagrad"}
 
 
-def optimizer_entry(given: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's name, in any case, its rate and options; or what a task has made, by ``task``."""
-    if "task" in given:
-        return dict(given)
-    entry = {"name": "AdamW", "lr": 1e-3, **given}
-    table = table_of_optimizers()
-    if isinstance(entry["name"], str):
-        entry["name"] = next((name for name in table if name.lower() == entry["name"].lower()), entry["name"])
-    if entry["name"] == "LBFGS":
-        complaint = (
-            "got 'LBFGS', which needs a closure; expected an optimizer that steps without one, or for LBFGS: give "
-            "Trainer an update of your own, as examples/own_update.py does."
-        )
-        raise Fault(("name", complaint))
-    checked_entry(entry, table, skip=1)
+def optimizer_entry(given: Any) -> dict[str, Any]:
+    """An optimizer's name, its rate and options; or what a task has made, by ``task``."""
+    entry = dict(fitting(given, Mapping))
+    if "task" not in entry:
+        entry = {"name": "AdamW", "lr": 1e-3, **entry}
+        checked_entry(entry, table_of_optimizers(), skip=1)
     return entry
 
 
-def named_optimizer(given: Mapping[str, Any]) -> dict[str, Any]:
-    """One of several optimizers, which may have a schedule."""
-    options = {key: value for key, value in given.items() if key != "schedule"}
-    schedules = {key: value for key, value in given.items() if key == "schedule"}
-    return {
-        **optimizer_entry(options),
-        **for_each(schedules.items(), lambda _, value: schedule_entry(fitted(value, dict))),
-    }
-
-
-def schedule_entry(given: Mapping[str, Any]) -> dict[str, Any]:
+def schedule_entry(given: Any) -> dict[str, Any]:
     """A schedule's name and options; or what a task has made, by ``task``."""
-    entry = given if "task" in given else {"name": "constant", **given}
-    if entry.get("name", "none") != "none":
-        checked_entry(entry, SCHEDULES, skip=1)
-    return dict(entry)
+    entry = dict(fitting(given, Mapping))
+    if "task" not in entry:
+        entry = {"name": "constant", **entry}
+        if entry["name"] != "none":
+            checked_entry(entry, SCHEDULES, skip=1)
+    return entry
 
 
-def load_source(given: Mapping[str, Any]) -> LoadSource:
+def optimizer_entries(given: Any) -> dict[str, Any]:
+    """Optimizers by name, each of which may have a schedule."""
+
+    def check(name: str, entry: Any) -> dict[str, Any]:
+        options = {key: value for key, value in fitting(entry, Mapping).items() if key != "schedule"}
+        own = {"schedule": entry["schedule"]} if "schedule" in entry else {}
+        return {**optimizer_entry(options), **for_each(own.items(), lambda _, value: schedule_entry(value))}
+
+    return for_each(fitting(given, Mapping).items(), check)
+
+
+def load_source(given: Any) -> LoadSource:
     """What a run begins from."""
-    arguments = checked(LoadSource, given)
+    arguments = checked(LoadSource, fitting(given, Mapping))
     try:
         return LoadSource(**arguments)
     except (TypeError, ValueError) as error:
         raise refusal_of(error, "load", arguments) from None
 
 
-def load_entries(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def load_entries(given: Any) -> list[dict[str, Any]]:
     """The sources in their order, each of which could be made."""
-    for_each(((str(place), entry) for place, entry in enumerate(given)), lambda _, entry: load_source(entry))
-    return given
+    entries = {str(place): entry for place, entry in enumerate(fitting(given, list))}
+    for_each(entries.items(), lambda _, entry: load_source(entry))
+    return [*given]
 
 
-def handler_entries(given: Mapping[str, Any]) -> dict[str, Any]:
+# -- handlers ---------------------------------------------------------------------------------------------------------
+
+
+def handler_entries(given: Any) -> dict[str, Any]:
     """The handlers of a run by label, with the usual ones; None: not this one."""
     merged: dict[str, Any] = {label: {**entry} for label, entry in USUAL.items() if is_there(HANDLERS[label])}
-    for label, entry in given.items():
-        if not isinstance(entry, Mapping | None):
-            raise WrongType(entry, "a mapping of the handler's settings, or null").inside(label)
-        if entry is not None:
+    for label, entry in fitting(given, Mapping).items():
+        if isinstance(entry, Mapping):
             usual = USUAL.get(str(entry.get("use", label)), {}) if "at" not in entry else {}
             entry = {**usual, **entry}
         merged[label] = entry
     return for_each(merged.items(), _handler_entry)
 
 
-def _handler_entry(label: str, entry: dict[str, Any] | None) -> dict[str, Any] | None:
+def _handler_entry(label: str, entry: Any) -> dict[str, Any] | None:
     if entry is None:
         return None
-    kind = entry.get("use", label)
-    if not isinstance(kind, str):
-        raise WrongType(kind, "text").inside("use")
-    if kind not in HANDLERS and ":" not in kind:
-        known = did_you_mean(kind, HANDLERS, limit=40)
-        own = "" if "did you mean" in known else " One of your own is named by use: FILE.py:CLASS."
-        raise Fault(("use" if "use" in entry else "", f"got {display(kind)}, which is not a handler{known}{own}"))
-    if kind in HANDLERS:  # the user's own code is imported when the run is built
+    if not isinstance(entry, Mapping):
+        raise Fault(("", f"got {display(entry)}, expected a mapping of the handler's settings, or null."))
+    kind = fitting(entry.get("use", label), str, "use")
+    if kind in HANDLERS:
         make = lookup(kind, HANDLERS, key="use")
         arguments_of(make, entry)
-        entry_event = when_of(make, entry)
+        event_of(when_of(make, entry), count=len)  # anything may count tokens
+    elif ":" in kind:  # the user's own code is imported when the run is built
+        event_of(entry, count=len)
     else:
-        entry_event = entry
-    event_of(entry_event, count=len)  # anything may count tokens
-    return entry
+        near = did_you_mean(kind, HANDLERS, limit=40)
+        own = "" if "did you mean" in near else " One of your own is named by use: FILE.py:CLASS."
+        raise Fault(("use" if "use" in entry else "", f"got {display(kind)}, which is not a handler{near}{own}"))
+    return dict(entry)
 
 
 def when_of(make: Any, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,7 +164,7 @@ def arguments_of(make: Any, entry: Mapping[str, Any]) -> dict[str, Any]:
     """
     rest = {key: value for key, value in entry.items() if key not in ("use", "at", *when_of(make, entry))}
     if hasattr(make, "resume") and (options := rest.pop("resume", None)) is not None:
-        for_each([("resume", options)], lambda _, value: checked(make.resume, fitted(value, dict), skip=1))
+        for_each([("resume", options)], lambda _, value: checked(make.resume, fitting(value, Mapping), skip=1))
     skip = 0 if isinstance(make, type) else 1
     return checked(make, rest, skip=skip, given=SUPPLIED, beside=("use", "every", "at"))
 
@@ -187,39 +179,39 @@ def event_of(entry: Mapping[str, Any], *, count: Count | None = None, has_length
     Raises:
         Fault: it is no interval, or no event.
     """
-    if "at" in entry and entry.get("every") is not None:
-        raise Fault(("at", f"got {display(entry['at'])} with every {display(entry['every'])}; give one of them."))
-    if "at" in entry:
+    name, given = entry.get("at"), entry.get("every")
+    if name is not None and given is not None:
+        raise Fault(("at", f"got {display(name)} with every {display(given)}; give one of them."))
+    if name is not None:
         events = {event.name: event for kind in (Events, TrainingEvents) for event in kind}
-        name = entry["at"]
         if name not in events:
-            raise Fault(
-                ("at", f"got {display(name)}, which is not an event{did_you_mean(str(name), events, limit=40)}")
-            )
+            near = did_you_mean(str(name), events, limit=40)
+            raise Fault(("at", f"got {display(name)}, which is not an event{near}"))
         return events[name]
-    if (given := entry.get("every")) is None:
+    if given is None:
         return None
-    intervals = given if isinstance(given, list | tuple) and given else [given]
     try:
+        intervals = given if isinstance(given, list) and given else [given]
         return reduce(or_, [_interval(each, count, has_length) for each in intervals])
     except Fault as fault:
         raise fault.inside("every") from None
 
 
 def _interval(given: Any, count: Count | None, has_length: bool) -> Any:
-    units = "{epochs: 1}, {windows: 1}, {samples: 50000}, {tokens: 1e6} or {minutes: 10}"
-    expected = f"a number of iterations, such as 500, {units}"
-    if is_number(given):
-        given = {"iterations": given}
-    if not isinstance(given, Mapping) or len(given) != 1:
-        raise WrongType(given, expected)
-    checked(every, given)
-    ((unit, number),) = given.items()
-    if unit == "tokens" and count is None:
-        raise Fault(("", f"got {number} tokens, but the task has no tokens_fn to count them."))
-    if unit == "epochs" and number != int(number) and not has_length:
-        raise Fault(("", f"got {number} epochs, but its data has no known epoch length."))
+    units = {"iterations": given} if is_number(given) else given
+    if not isinstance(units, Mapping) or len(units) != 1:
+        raise Fault(("", f"got {display(given)}, expected {_INTERVAL}."))
+    checked(every, units)
+    if "tokens" in units and count is None:
+        raise Fault(("", f"got {units['tokens']} tokens, but the task has no tokens_fn to count them."))
+    if units.get("epochs", 1) % 1 and not has_length:
+        raise Fault(("", f"got {units['epochs']} epochs, but its data has no known epoch length."))
     try:
-        return every(**given, count=count if unit == "tokens" else None)
+        return every(**units, count=count if "tokens" in units else None)
     except (TypeError, ValueError) as error:
-        raise Fault(("", f"got {display(number)} {unit}, expected {expected}: {error}")) from None
+        raise Fault(("", f"got {display(given)}, expected {_INTERVAL}: {error}")) from None
+
+
+_INTERVAL = (
+    "a number of iterations, such as 500, {epochs: 1}, {windows: 1}, {samples: 50000}, {tokens: 1e6} or {minutes: 10}"
+)
