@@ -21,10 +21,10 @@ _TOKEN, _RANK = 16, 8
 _HELLO_S = 10.0
 
 
-def listening(port: int = 0) -> socket.socket:
-    """A server at ``port``, or at one that is free, on all addresses of this machine."""
+def listening() -> socket.socket:
+    """A server at a port that is free, on all addresses of this machine."""
     both = socket.has_dualstack_ipv6()
-    return socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
+    return socket.create_server(("", 0), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
 
 
 class Exchange:

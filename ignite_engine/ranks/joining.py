@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import secrets
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,8 +24,6 @@ Work = Callable[[int], object]
 """What a rank does, called with its number on this machine; pickle carries it."""
 _meetings = itertools.count()  # each in the same place on all ranks of torchrun
 
-_POLL_S = 0.01
-
 
 def is_launched() -> bool:
     """Whether a launcher such as torchrun or SLURM has started this process as one rank of several."""
@@ -39,7 +35,7 @@ def _is_of_srun() -> bool:
     return "SLURM_STEP_ID" in os.environ
 
 
-def _connect(backend: str, init_method: str | None, timeout: timedelta | None) -> None:
+def _connect(backend: str, timeout: timedelta | None) -> None:
     """Join the other ranks, as the environment says; ``ignite.distributed`` takes the group over.
 
     Raises:
@@ -47,17 +43,11 @@ def _connect(backend: str, init_method: str | None, timeout: timedelta | None) -
     """
     for name in ("auto_model", "auto_dataloader"):  # to a logger that is known Ignite gives no handler of its own
         logging.getLogger(f"ignite.distributed.auto.{name}")
-    if dist.is_initialized():
-        raise LaunchError(
-            "This process has a process group already, of another Parallel or of its own: call the function without "
-            "Parallel, or destroy the group before."
-        )
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     try:
         with signals.stops_go_to(signal.SIG_DFL):
-            store = _store(options) if init_method in (None, "env://") else None
-            if store is None:  # as torch and Ignite do it, under SLURM for instance
-                idist.initialize(backend, init_method=init_method, **options)
+            if (store := _store(options)) is None:  # as torch and Ignite do it, under SLURM for instance
+                idist.initialize(backend, **options)
                 return
             rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
             devices.set_current(int(os.environ.setdefault("LOCAL_RANK", "0")), backend)
@@ -66,59 +56,30 @@ def _connect(backend: str, init_method: str | None, timeout: timedelta | None) -
             idist.sync()
             if slurm is not None:
                 os.environ["SLURM_JOB_ID"] = slurm
-    except (dist.DistNetworkError, ValueError) as error:
-        raise LaunchError(f"The ranks cannot meet: {one_line(error)}") from error
+    except (dist.DistError, ValueError) as error:
+        raise LaunchError(
+            f"The ranks cannot meet: {one_line(error)}. See in their logs why one did not come."
+        ) from error
 
 
 def _store(options: dict[str, Any]) -> Any:
-    """Where ranks meet that torchrun or this module started, or a process alone; None: it is to be found by torch."""
+    """Where ranks meet that torchrun or this package started, or a process alone; None: it is to be found by torch."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = agreement.STORES.TCPStore(
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, **options
         )
         # torch's own rendezvous keeps the keys of all groups in one place: a rank could meet one of them that is dead
-        store = agreement.STORES.PrefixStore(f"meeting_{next(_meetings)}", store)
-        return _part_of_this_attempt(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return agreement.STORES.PrefixStore(f"attempt_{attempt}/meeting_{next(_meetings)}", store)
     has_peers = _is_of_srun() or {"RANK", "WORLD_SIZE"} & os.environ.keys()
     return None if has_peers else agreement.STORES.HashStore()
 
 
-def _part_of_this_attempt(store: Any, rank: int, world_size: int) -> Any:
-    """The part of a store that ranks of torchrun's earlier attempts do not know.
-
-    Each of torchrun's agents counts restarts for itself, so the count is no name for an attempt. Rank 0 draws a name. A
-    rank asks for it under a name of its own, new in each attempt, so that it is not answered by a rank 0 that is dead.
-
-    Raises:
-        LaunchError: a rank has not asked within the store's timeout; rank 0 names it.
-    """
-    name = secrets.token_hex(8)
-    if rank > 0:
-        store.set(f"question_{rank}", name)
-        attempt = store.get(f"answer_{name}").decode()
-        store.set(f"{attempt}/rank_{rank}", "")
-        return agreement.STORES.PrefixStore(attempt, store)
-    missing, deadline = list(range(1, world_size)), time.monotonic() + store.timeout.total_seconds()
-    while missing:
-        for other_rank in missing:
-            if store.check([f"question_{other_rank}"]):  # it may be that of a dead rank: another one will follow
-                store.set(f"answer_{store.get(f'question_{other_rank}').decode()}", name)
-        missing = [other_rank for other_rank in missing if not store.check([f"{name}/rank_{other_rank}"])]
-        if missing and time.monotonic() >= deadline:
-            ranks = ", ".join(map(str, missing))
-            raise LaunchError(
-                f"The ranks cannot meet: of {world_size} ranks these did not come within "
-                f"{store.timeout.total_seconds():g} s: {ranks}. See why in their logs."
-            )
-        time.sleep(_POLL_S if missing else 0.0)
-    return agreement.STORES.PrefixStore(name, store)
-
-
 @contextmanager
-def joined(backend: str, init_method: str | None, timeout: timedelta | None) -> Iterator[None]:
+def joined(backend: str, timeout: timedelta | None) -> Iterator[None]:
     """Within it this process is one of the ranks, as the environment says."""
     with signals.stops_go_to(signals.Ending()):
-        _connect(backend, init_method, timeout)
+        _connect(backend, timeout)
         try:
             if agreement.rank() > 0 and logging.lastResort is not None:
                 # warnings are for the logs of ranks but the first, if there are any: without, stderr shows errors alone
@@ -139,16 +100,13 @@ class Start:
 
     Attributes:
         environment: in which the rank meets the others.
-        first: the number of the first rank on this machine; None: it meets no others.
         passes_on: whether the parent passes on the signals that it receives.
-        backend: None: there is no process group.
+        backend: None: there is no process group, and no other rank.
     """
 
     environment: dict[str, str]
-    first: int | None
     passes_on: bool
     backend: str | None
-    init_method: str | None
     timeout: timedelta | None
 
 
@@ -156,9 +114,9 @@ def rank_main(local_rank: int, start: Start, work: Work) -> None:
     """The exit status says how it ended: a code, or 1 for an exception, which torch hands to the parent."""
     signals.begin_rank(passed_on=start.passes_on)
     os.environ.update(start.environment)
-    if start.first is not None:
-        os.environ.update(RANK=str(start.first + local_rank), LOCAL_RANK=str(local_rank))
-    group = nullcontext() if start.backend is None else joined(start.backend, start.init_method, start.timeout)
+    if start.backend is not None:
+        os.environ.update(RANK=str(local_rank), LOCAL_RANK=str(local_rank))
+    group = nullcontext() if start.backend is None else joined(start.backend, start.timeout)
     try:
         with signals.stops_go_to(signals.Ending()), group:
             try:

@@ -1,4 +1,4 @@
-"""``idist.Parallel`` whose parent waits after a signal until its ranks have saved, and exits with their code."""
+"""Processes that a parent starts as ranks; it waits after a signal until they have saved, and exits with their code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from types import FrameType
 from typing import Any
 
 import ignite.distributed as idist
-from ignite.distributed.launcher import Parallel as IgniteParallel
 from torch.multiprocessing.spawn import (
     ProcessException,
     ProcessExitedException,
@@ -30,11 +29,11 @@ from torch.multiprocessing.spawn import (
     start_processes,
 )
 
-from ignite_engine.errors import LaunchError, by_name
+from ignite_engine.errors import by_name, check_type
 from ignite_engine.ranks import agreement, signals
 from ignite_engine.ranks.exchange import listening
 from ignite_engine.ranks.joining import Start, Work, is_launched, joined, rank_main
-from ignite_engine.ranks.watch import HEARTBEAT_TIMEOUT_S, watched
+from ignite_engine.ranks.watch import HEARTBEAT_TIMEOUT_S, watching
 
 logger = logging.getLogger(__name__)
 
@@ -48,40 +47,36 @@ _TERMINATED_RANKS_MAY_END_S = 30.0
 _POLL_S = 0.2
 
 
-class Parallel(IgniteParallel):
-    """Launch a function on one process or many; arguments and use are those of ``idist.Parallel``.
+class Parallel:
+    """Start the ranks of one machine, or join those that torchrun or SLURM has started; use it as ``idist.Parallel``.
 
     Args:
+        backend: of the process group; None: there is none, as there is one process.
+        nproc_per_node: how many ranks are started here; under torchrun it has no effect. None: none are.
+        start_method: how, ``fork`` or ``spawn``. None: ``spawn``, and ``fork`` in a notebook and with ``restarts``.
         timeout: how long a rank waits for another one; seconds or a timedelta. None: torch's own (30 min on gloo, 10
             min on nccl).
         heartbeat_timeout: seconds without a heartbeat of a rank, after which all ranks end.
         restarts: how often in an hour all ranks may be started again, after one was killed by a signal or hangs. The
             function begins anew: ``checkpoint.resume()`` in it continues the run. None: never.
 
-    In addition:
+    From the first line on, a signal ends a process with code 128 + n: not with 0, nor with a traceback. Groups end with
+    the ``with`` block. A rank whose launcher has died (this parent, or torchrun's agent) saves and ends, as on SIGTERM;
+    on Linux. Warnings are on stderr once, from rank 0, where logging is not set up; each rank's log has its own.
 
-    - From the first line on, a signal ends a process with code 128 + n: not with 0, nor with a traceback.
-    - Groups end with the ``with`` block, also under torchrun and SLURM.
-    - Under torchrun its ranks are joined, and ``nproc_per_node`` with its options has no effect.
-    - A rank whose launcher has died (this parent, or torchrun's agent) saves and ends, as on SIGTERM; on Linux.
-    - torchrun's ``--max-restarts`` works: ranks of one attempt never meet those of another.
-    - Warnings are on stderr once, from rank 0, where logging is not set up; each rank's log has its own.
-
-    Where it spawns the ranks itself (``nproc_per_node``): the parent hosts the store at which the ranks meet, on a port
-    that is free, so that two runs can share a machine and rank 0 may die. SIGINT, SIGTERM, SIGHUP and SIGUSR1 to the
-    parent are passed on to every rank, and the parent waits for them; Ctrl-Z stops them until the parent goes on. Each
-    rank leads a session, so that a terminal's signals reach the parent alone, and does not count stops: a second one
-    to the parent, 0.5 s or more after the first, ends all within 5 s. In another thread than the main one the parent
-    passes nothing on, and the ranks stay in its session.
+    Where it starts the ranks itself: the parent hosts the store at which the ranks meet, on a port that is free, so
+    that two runs can share a machine and rank 0 may die. SIGINT, SIGTERM, SIGHUP and SIGUSR1 to the parent are passed
+    on to every rank, and the parent waits for them; Ctrl-Z stops them until the parent goes on. Each rank leads a
+    session, so that a terminal's signals reach the parent alone, and does not count stops: a second one to the parent,
+    0.5 s or more after the first, ends all within 5 s. In another thread than the main one the parent passes nothing
+    on, and the ranks stay in its session.
     A rank that ends with ``SystemExit`` passes its code to the parent, which exits with it once every rank is done.
     When a rank fails (an exception, code 1, a signal), the others have 5 s to end by themselves, then they get SIGTERM,
     and SIGKILL after 30 s more.
 
     Raises:
-        TypeError: an option that does not exist, or does not go with ``restarts``.
-        ValueError: a number that is too small or too large.
-        LaunchError: (when it is entered, or run) the ranks cannot meet, because the port is in use, say; or this
-            process cannot fork them. One line.
+        TypeError, ValueError: an argument is not what it should be.
+        LaunchError: (when it is entered, or run) the ranks cannot meet; or this process cannot fork them. One line.
     """
 
     def __init__(
@@ -89,15 +84,15 @@ class Parallel(IgniteParallel):
         backend: str | None = None,
         nproc_per_node: int | None = None,
         *,
-        init_method: str | None = None,
+        start_method: str | None = None,
         timeout: float | timedelta | None = None,
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT_S,
         restarts: int | None = None,
-        **options: Any,
     ) -> None:
-        known = {"nnodes", "node_rank", "master_addr", "master_port", "start_method", "daemon"}
-        if unknown := sorted(options.keys() - known):
-            raise TypeError(f"Parallel got {', '.join(unknown)}; its other options are {', '.join(sorted(known))}.")
+        if backend is not None and backend not in idist.available_backends():
+            raise ValueError(f"backend must be one of {', '.join(idist.available_backends())}, got {backend!r}.")
+        if nproc_per_node is not None and (backend is None or nproc_per_node < 1):
+            raise ValueError(f"nproc_per_node must be at least 1, and needs a backend, got {nproc_per_node}.")
         if nproc_per_node is not None and "TORCHELASTIC_RUN_ID" in os.environ:
             # each of torchrun's ranks would start a run of its own, all of them in one folder
             started = os.environ.get("LOCAL_WORLD_SIZE")
@@ -105,27 +100,28 @@ class Parallel(IgniteParallel):
                 logger.warning(
                     "nproc_per_node=%d has no effect: torchrun has started %s on this machine.", nproc_per_node, started
                 )
-            nproc_per_node, options = None, {}
-        super().__init__(backend=backend, nproc_per_node=nproc_per_node, init_method=init_method, **options)
+            nproc_per_node = None
+        self._backend, self._count, self._start_method = backend, nproc_per_node, start_method or START_METHOD
         self._timeout = timeout if isinstance(timeout, timedelta | None) else timedelta(seconds=timeout)
         self._heartbeat_timeout_s = heartbeat_timeout
         self._within = contextlib.ExitStack()
         self._supervisor: Any = None
         if restarts is not None:
-            supervisor = by_name("Parallel's", "restarts", SUPERVISORS)(restarts, init_method=init_method, **options)
+            check_type("start_method", start_method, start_method in (None, "fork"), "fork, which restarts need")
+            supervisor = by_name("Parallel's", "restarts", SUPERVISORS)(restarts)
             if not is_launched():
                 self._supervisor = supervisor
             elif os.environ.get("RANK", "0") == "0":
                 logger.warning("restarts has no effect: the launcher that started this rank restarts it.")
 
     def __enter__(self) -> Parallel:
-        if self.backend is not None and self._spawn_params is None and self._supervisor is None:
+        if self._backend is not None and self._count is None and self._supervisor is None:
             if "TORCHELASTIC_RUN_ID" in os.environ:  # another launcher may end before its processes
                 signals.end_with_parent()
-            self._within.enter_context(joined(self.backend, self.init_method, self._timeout))
+            self._within.enter_context(joined(self._backend, self._timeout))
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._within.close()
 
     def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -137,46 +133,46 @@ class Parallel(IgniteParallel):
             ProcessExitedException: (of torch) a rank was killed; with ``restarts`` the message says why the ranks are
                 not started again.
         """
-        work = partial(watched, self._heartbeat_timeout_s, func, args, kwargs)
+        work = partial(_watched, self._heartbeat_timeout_s, func, args, kwargs)
         try:
             if self._supervisor is not None:
-                self._supervisor.run(self.backend, self._spawn_params or {}, self._timeout, work)
-            elif self._spawn_params is None:
+                self._supervisor.run(self._backend, self._count or 1, self._timeout, work)
+            elif self._count is None:
                 work(idist.get_local_rank())
             else:
-                Ranks(self.backend, self._spawn_params, self._timeout).run(work)
+                ranks = Ranks(self._backend, self._count, self._timeout, self._start_method)
+                with ranks.passing_signals_on():
+                    ranks.attempt(work)
+                ranks.finish()
         except ProcessException as error:  # its message says what happened, not the way from there to here
             raise error.with_traceback(None) from None
 
 
+def _watched(timeout_s: float, func: Any, args: Any, kwargs: Any, local_rank: int) -> None:
+    with watching(timeout_s):
+        func(local_rank, *args, **kwargs)
+
+
 class Ranks:
-    """The ranks of this machine, from their start until all have ended; a rank is known by its number here.
+    """The ranks of this machine, from their start until all have ended.
 
     Args:
         backend: None: they have no process group, as there is one rank.
-        params: ``idist.Parallel``'s for processes that it starts; without ``nproc_per_node`` one rank that no other
-            meets.
 
     Attributes:
         processes: of the ranks.
         stop: the first signal of the user that stops them; None: none has come.
     """
 
-    def __init__(self, backend: str | None, params: Mapping[str, Any], timeout: timedelta | None) -> None:
+    def __init__(self, backend: str | None, count: int, timeout: timedelta | None, start_method: str) -> None:
         self.processes: list[Any] = []
         self.stop: int | None = None
-        self._backend, self._params, self._timeout = backend, params, timeout
-        self._first = params.get("node_rank", 0) * params.get("nproc_per_node", 0)
+        self._backend, self._count, self._timeout, self._start_method = backend, count, timeout, start_method
         self._error_files: list[Path] = []
         self._ended_here: set[int] = set()
         self._stopped_at = 0.0
         self._forced_by: int | None = None
         self._forced_at = self._failed_at = float("inf")
-
-    def run(self, work: Work) -> None:
-        with self.passing_signals_on():
-            self.attempt(work)
-        self.finish()
 
     def attempt(self, work: Work, **environment: object) -> None:
         """Start the ranks, and return when all of them have ended."""
@@ -194,38 +190,24 @@ class Ranks:
 
     def _start(self, work: Work, environment: Mapping[str, object]) -> Any:
         """Returns:
-        The store at which the ranks meet, if this process has it.
+        The store at which the ranks meet, if they do.
         """
-        params, server = self._params, None
-        count, address, port = params.get("nproc_per_node"), params.get("master_addr", "127.0.0.1"), 0
-        if count is not None:
-            port = params.get("master_port", 0)
-            if params.get("init_method") in (None, "env://") and params.get("node_rank", 0) == 0:
-                try:
-                    server = listening(port)
-                except OSError as error:
-                    raise LaunchError(
-                        f"The ranks cannot meet at {address}, port {port}: {error.strerror}. Give another master_port, "
-                        "or none."
-                    ) from error
-                port = server.getsockname()[1]
-            place = {"WORLD_SIZE": params.get("nnodes", 1) * count, "MASTER_ADDR": address, "MASTER_PORT": port}
+        server = None if self._backend is None else listening()
+        if server is not None:
+            place = {"WORLD_SIZE": self._count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.getsockname()[1]}
             # the store is this process's
             environment = {**place, "TORCHELASTIC_USE_AGENT_STORE": True, **environment}
         texts = {name: str(value) for name, value in environment.items()}
-        first = None if count is None else self._first
-        start = Start(texts, first, _is_main_thread(), self._backend, params.get("init_method"), self._timeout)
-        method = params.get("start_method", START_METHOD)
+        start = Start(texts, _is_main_thread(), self._backend, self._timeout)
         resource_tracker.ensure_running()  # its start lets signals in again
         with signals.blocked():
-            daemon = params.get("daemon", False)
-            started = start_processes(rank_main, (start, work), count or 1, False, daemon, method)
+            started = start_processes(rank_main, (start, work), self._count, False, False, self._start_method)
             self.processes, self._error_files = started.processes, [Path(name) for name in started.error_files]
         if server is None:
             return None
         # the ranks wait meanwhile: its thread may hold a lock of the C library, which a fork would find held for ever
         meeting = {"is_master": True, "wait_for_workers": False, "master_listen_fd": server.detach()}
-        return agreement.STORES.TCPStore(address, port, **meeting)
+        return agreement.STORES.TCPStore("127.0.0.1", place["MASTER_PORT"], **meeting)
 
     @contextmanager
     def passing_signals_on(self) -> Iterator[None]:
@@ -248,9 +230,10 @@ class Ranks:
             self._send(signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
             self._send(signal.SIGCONT)
-        elif number == signal.SIGUSR1 or self.stop is None:
-            if number != signal.SIGUSR1:
-                self.stop, self._stopped_at = number, now
+        elif number == signal.SIGUSR1:
+            self._send(number)
+        elif self.stop is None:
+            self.stop, self._stopped_at = number, now
             self._send(number)
         elif now - self._stopped_at >= signals.FORCE_AFTER_S and self._forced_by is None:
             self._forced_by, self._forced_at = number, now
@@ -293,9 +276,8 @@ class Ranks:
 
         Not those that a library has ended after a peer had raised, which is the cause.
         """
-        codes = {rank: process.exitcode or 0 for rank, process in enumerate(self.processes)}
-        sent_by_others = {rank: -code for rank, code in codes.items() if code < 0 and rank not in self._ended_here}
-        found = {rank: number for rank, number in sent_by_others.items() if number not in signals.STOPS}
+        codes = {rank: process.exitcode for rank, process in enumerate(self.processes) if rank not in self._ended_here}
+        found = {rank: -code for rank, code in codes.items() if code < 0 and -code not in signals.STOPS}
         is_cause = not any(path.exists() for path in self._error_files)
         return {rank: number for rank, number in found.items() if is_cause or number != signal.SIGABRT}
 
@@ -311,15 +293,15 @@ class Ranks:
             sys.exit(128 + signals.treated_as(self._forced_by))
         for rank, number in self.killed.items():
             pid, name = self.processes[rank].pid, signals.name_of(number)
-            text = f"Rank {self._first + rank} (process {pid}) was killed by {name}."
-            raise ProcessExitedException(text, self._first + rank, pid, exit_code=-number, signal_name=name)
+            text = f"Rank {rank} (process {pid}) was killed by {name}."
+            raise ProcessExitedException(text, rank, pid, exit_code=-number, signal_name=name)
         if raised := [path for path in self._error_files if path.exists()]:
             first = min(raised, key=lambda path: path.stat().st_mtime_ns)
             rank, trace = self._error_files.index(first), pickle.loads(first.read_bytes())
             for path in raised:
                 path.unlink()
-            text = f"\n\n-- Rank {self._first + rank} ended with the following error:\n{trace}"
-            raise ProcessRaisedException(text, self._first + rank, self.processes[rank].pid)
+            text = f"\n\n-- Rank {rank} ended with the following error:\n{trace}"
+            raise ProcessRaisedException(text, rank, self.processes[rank].pid)
         if code := max(self.codes, default=1):
             sys.exit(code)
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -357,12 +357,6 @@ current: Watch | None = None
 learned: Callable[[Failure], None] | None = None
 """Called when this rank hears of a failure; for a supervisor that is not one of the ranks."""
 _callbacks: list[Callable[[str], None]] = []
-
-
-def watched(timeout_s: float, func: Any, args: Sequence[Any], kwargs: dict[str, Any], local_rank: int) -> None:
-    """Call ``func(local_rank, *args, **kwargs)``, watching the other ranks if there are any; a collective."""
-    with watching(timeout_s):
-        func(local_rank, *args, **kwargs)
 
 
 @contextmanager

@@ -64,6 +64,7 @@ class GradientAccumulationOptimizer(Optimizer):
         self.scaler = scaler or precisions.LossScaler(self.device.type, enabled=False)
         self.micro_batches = self.optimizer_steps = self.skipped_steps = 0
         self._reducing: list[Any] = reducing_modules(model)
+        self._has_backward = False
         for module in self._reducing if accumulation_steps > 1 else ():
             check_accumulates(module)
         self._await_micro_batch()

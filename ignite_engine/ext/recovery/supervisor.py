@@ -47,9 +47,9 @@ class RankStatus(ctypes.Structure):
 class _ForkedRanks(Ranks):
     """Ranks of which all are killed when one has died, as they go on from what is saved."""
 
-    def __init__(self, backend: str | None, params: Mapping[str, Any], timeout: timedelta | None) -> None:
-        super().__init__(backend, {**params, "start_method": "fork"}, timeout)
-        count, size = params.get("nproc_per_node") or 1, ctypes.sizeof(RankStatus)
+    def __init__(self, backend: str | None, count: int, timeout: timedelta | None) -> None:
+        super().__init__(backend, count, timeout, "fork")
+        size = ctypes.sizeof(RankStatus)
         memory = mmap.mmap(-1, count * size)
         self.rows = [RankStatus.from_buffer(memory, rank * size) for rank in range(count)]
         self.ended = False
@@ -91,20 +91,16 @@ class Supervisor:
 
     Args:
         restarts: at most so many in an hour.
-        options: the other ones of ``Parallel``.
 
     Raises:
-        TypeError: an option does not go with it.
+        TypeError: it is no whole number.
         ValueError: no restart is allowed.
     """
 
-    def __init__(self, restarts: int, **options: Any) -> None:
+    def __init__(self, restarts: int) -> None:
         check_type("restarts", restarts, is_whole(restarts), "a whole number, of an hour")
         if restarts < 1:
             raise ValueError(f"restarts must be at least 1, got {restarts}; leave it out for none.")
-        for name, value in options.items():
-            if name in ("init_method", "start_method", "nnodes") and value not in (None, "env://", "fork", 1):
-                raise TypeError(f"Parallel got {name}={value!r} with restarts, which forks ranks here: leave it out.")
         devices.look_without_using()
         self._allowed = restarts
         self._restarted_at: deque[float] = deque(maxlen=restarts)
@@ -112,17 +108,17 @@ class Supervisor:
         self._died_at: dict[int, int] = {}
         """By rank the iteration at which it died last, while it has not gone beyond."""
 
-    def run(self, backend: str | None, params: Mapping[str, Any], timeout: timedelta | None, work: Work) -> None:
+    def run(self, backend: str | None, count: int, timeout: timedelta | None, work: Work) -> None:
         """Call ``work(local_rank)`` on every rank until it has ended there.
 
         Args:
-            backend, params, timeout: as :class:`~ignite_engine.ranks.launch.Ranks` takes them.
+            backend, count, timeout: as :class:`~ignite_engine.ranks.launch.Ranks` takes them.
 
         Raises:
             LaunchError: this process cannot fork ranks.
             ProcessExitedException: (of torch) a rank died, and is not started again; the message says why.
         """
-        told, ranks = Attempt(), _ForkedRanks(backend, params, timeout)
+        told, ranks = Attempt(), _ForkedRanks(backend, count, timeout)
         with ready_to_fork(), ranks.passing_signals_on():
             while True:
                 in_rank = partial(_in_rank, ranks.rows, told, work)
