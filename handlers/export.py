@@ -1,4 +1,4 @@
-"""The weights out of a run while it trains, for programs that serve or test them."""
+"""Exports the weights of a run during training, for programs that serve or test them."""
 
 from __future__ import annotations
 

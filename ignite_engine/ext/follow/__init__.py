@@ -1,3 +1,3 @@
-"""Evaluation beside a run: each checkpoint that it saves is evaluated by another process, while it trains on."""
+"""Evaluation beside a run: another process evaluates each checkpoint while the run continues."""
 
 from ignite_engine.ext.follow.follow import follow as follow

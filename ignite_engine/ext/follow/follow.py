@@ -1,4 +1,4 @@
-"""Evaluate each checkpoint of a run beside its training, so that log, report and retention know its metrics."""
+"""Evaluates each checkpoint of a run beside its training, and adds the metrics to the log and the manifests."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def follow(
 
 
 class _Follower:
-    """One process, or group of ranks, that evaluates the checkpoints of a run."""
+    """A process, or a group of ranks, that evaluates the checkpoints of a run."""
 
     def __init__(
         self, run: RunDirectory, trainer: Trainer, evaluations: Sequence[Any], every: bool, announce: Announce
@@ -110,12 +110,12 @@ class _Follower:
         self.every_checkpoint, self.announce = every, announce
         self._refused: list[dict[str, Any]] = []
         self._kept: dict[Path, contextlib.ExitStack] = {}
-        """Checkpoints that retention does not delete."""
+        """Locks on checkpoints that must not be deleted."""
         self._signs: list[Any] = []
         self._seen_at = time.monotonic()
 
     def follow(self, wait_s: float) -> int:
-        """Evaluate what comes until the run has ended or is given up; returns how many."""
+        """Evaluate new checkpoints until the run has ended or is given up; returns their number."""
         count = 0
         while True:
             status, chosen = agreement.on_rank_0(self._look)
@@ -137,18 +137,18 @@ class _Follower:
                 time.sleep(_LOOKS_EVERY_S)
 
     def release(self) -> None:
-        """Let retention delete what was kept."""
+        """Release the locks on checkpoints."""
         for kept in self._kept.values():
             kept.close()
 
     def _look(self) -> tuple[str | None, CheckpointInfo | None]:
-        """The status that the run was left with, None while it is trained; and the checkpoint to evaluate next.
+        """The final status of the run, None while it is training; and the checkpoint to evaluate next.
 
-        In this order: what the run has saved before it ended is seen after that.
+        The status is read first, so that no checkpoint is missed that was saved before the end.
         """
         run = self.run
         signs = [signature(path) for path in (run.summary, run.metrics, run.starts)]
-        # of a run of a config or of fit(), and of Checkpoint alone
+        # fit() and configs hold the run's folder, a Checkpoint alone holds its own
         is_training = is_held(run.path) or is_held(run.checkpoints)
         if is_training or signs != self._signs:
             self._signs, self._seen_at = signs, time.monotonic()
@@ -161,7 +161,7 @@ class _Follower:
         return CheckpointStore(self.run.checkpoints if is_folder_of_its_own else self.run.path)
 
     def _choose(self) -> CheckpointInfo | None:
-        """The checkpoint that is evaluated next, kept from deletion; None: there is none now."""
+        """The checkpoint to evaluate next, locked against deletion; None: there is none now."""
         while waiting := self._waiting():
             wanted = waiting if self.every_checkpoint else waiting[-1:]
             if kept := [checkpoint for checkpoint in wanted if self._keep(checkpoint.path)]:
@@ -169,7 +169,7 @@ class _Follower:
         return None
 
     def _keep(self, path: Path) -> bool:
-        """Keep retention from deleting a checkpoint; False: it has been deleted."""
+        """Lock a checkpoint against deletion; False: it has been deleted."""
         if path not in self._kept:
             with contextlib.ExitStack() as stack:
                 if not stack.enter_context(in_use(path)):
@@ -178,14 +178,14 @@ class _Follower:
         return True
 
     def _waiting(self) -> list[CheckpointInfo]:
-        """Those of the run that were not evaluated yet, in the order in which it has saved them."""
+        """The checkpoints of the run that were not evaluated yet, in the order of their saves."""
         saved = of_one_run(self._store().checkpoints())
         left = {checkpoint.path for checkpoint in superseded(saved)}
         seen = [*self._refused, *(line[FOLLOWED_CHECKPOINT] for line in self._lines())]
         return [each for each in saved if each.path not in left and _identity_of(each) not in seen]
 
     def _evaluate(self, checkpoint: CheckpointInfo) -> bool:
-        """Measure, write, let it go; False: it cannot be read, which is a warning."""
+        """Evaluate a checkpoint and record the metrics; False, with a warning, if it cannot be read."""
         trainer, path, rank_0 = self.trainer, checkpoint.path, agreement.rank() == 0
         try:
             loaded = agreement.together(lambda: self._store().load(path, agreement.rank(), whole=False))
@@ -211,21 +211,21 @@ class _Follower:
             logger.warning("%s", error)
         if rank_0:
             about = {"iteration": checkpoint.iteration, "epoch": checkpoint.manifest.epoch}
-            self._log(checkpoint, {**about, **values})  # last: killed before that, it is measured again
+            self._log(checkpoint, {**about, **values})  # last: after a kill before this line, it is evaluated again
             self._kept.pop(path).close()
             self.announce({"checkpoint": str(path), **about, **values})
         return True
 
     def _lines(self) -> list[dict[str, Any]]:
-        """What followers have measured: a line for each checkpoint, without what somebody else has written there."""
+        """The lines that followers have written, one for each checkpoint."""
         lines = lines_of(self.run.followed)
         return [line for line in lines if isinstance(line.get(FOLLOWED_CHECKPOINT), dict) and line[FOLLOWED_CHECKPOINT]]
 
     def _log(self, checkpoint: CheckpointInfo, line: Mapping[str, Any]) -> None:
-        """Add a line; the file is replaced whole, so that no reader or kill meets half of one.
+        """Add a line; the file is replaced atomically.
 
-        Lines of another run in the folder go, and those of iterations that the run has left: it was resumed from an
-        earlier checkpoint, and has saved this one after them.
+        Lines of another run are dropped, and those of iterations that the run has abandoned: it was resumed from an
+        earlier checkpoint and has saved this one since.
         """
         manifest, lines = checkpoint.manifest, [json_values({**line, FOLLOWED_CHECKPOINT: _identity_of(checkpoint)})]
         for other in self._lines():
@@ -239,6 +239,6 @@ class _Follower:
 
 
 def _identity_of(checkpoint: CheckpointInfo) -> dict[str, Any]:
-    """Which checkpoint it is, among all that a folder has held."""
+    """Identifies a checkpoint among all that the folder has ever held."""
     manifest = checkpoint.manifest
     return {"name": checkpoint.path.name, "created_at": manifest.created_at, "run_id": manifest.run_id}

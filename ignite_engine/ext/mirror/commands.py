@@ -1,4 +1,4 @@
-"""``checkpoints pull`` and ``push``: from and to a mirror, a URL or a directory elsewhere."""
+"""The commands ``checkpoints pull`` and ``push``, from and to a mirror."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def push(action: Parser) -> None:
 
 
 def _pull(options: argparse.Namespace) -> None:
-    """Fetch the newest, or one by its name."""
+    """Fetch the newest checkpoint, or the one that was named."""
     url, _, name = options.where.rstrip("/").rpartition("/")
     if not url or named_iteration(Path(name)) is None:
         url, name = options.where, ""
@@ -49,7 +49,7 @@ def _pull(options: argparse.Namespace) -> None:
 
 
 def _push(options: argparse.Namespace) -> None:
-    """Upload the newest valid one, or the one that was named."""
+    """Upload the newest valid checkpoint, or the one that was named."""
     path = find_source(options.where)
     if problems := problems_of(path):
         raise CheckpointError(f"{path.name} is not uploaded, damaged: {'; '.join(problems)}.")
@@ -60,7 +60,7 @@ def _push(options: argparse.Namespace) -> None:
 
 @contextmanager
 def _mirror(url: str) -> Iterator[Remote]:
-    """A mirror, of which all that is raised within it is one line."""
+    """The mirror at ``url``; errors in the body become one line."""
     try:
         yield Remote(url)
     except Torn as problem:

@@ -1,4 +1,4 @@
-"""Fetches a checkpoint of a mirror into a folder: into a temporary one, verified by its hashes, then renamed."""
+"""Fetches a checkpoint from a mirror: into a temporary folder, which is verified and renamed."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 
 def fetch(remote: Remote, directory: Path, checkpoint: CheckpointInfo) -> Path:
-    """Fetch a checkpoint that is not there yet; a collective, in which each rank fetches its share of the files.
+    """Fetch a checkpoint if it is not there yet; a collective, in which each rank fetches some of the files.
 
     Returns:
-        Where it is now.
+        The path of the checkpoint.
 
     Raises:
         Torn, Unreachable: one line, the same on all ranks.
@@ -49,7 +49,7 @@ def fetch(remote: Remote, directory: Path, checkpoint: CheckpointInfo) -> Path:
                 remote.get(f"{name}/{file}", temporary / file, record)
 
     def commit() -> Path:
-        """Give it its name; a damaged one that has it goes."""
+        """Rename it to its committed name; a damaged checkpoint of that name is deleted."""
         committed = directory / name
         filesystem.write_file(temporary / MANIFEST_NAME, lambda file: file.write(manifest.to_json()))
         filesystem.synchronise_directory(temporary)
@@ -74,9 +74,9 @@ def fetch(remote: Remote, directory: Path, checkpoint: CheckpointInfo) -> Path:
 
 
 def together(remote: Remote, function: Callable[[], T]) -> list[T]:
-    """Call a function that waits for a store on every rank; a collective, in which no exchange waits for the store.
+    """Call a function that waits for a store on every rank; a collective that itself never waits for the store.
 
-    It is called in a thread that ends with the process, and is left behind where the store is silent.
+    It is called in a daemon thread, which is abandoned if the store is silent.
 
     Returns:
         The (picklable) results of all ranks.

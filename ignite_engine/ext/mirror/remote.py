@@ -1,4 +1,4 @@
-"""The files of a mirror, each operation one call of fsspec."""
+"""The files of a mirror; each operation is one call of fsspec."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from ignite_engine.errors import CheckpointError, one_line
 
 _PIECE_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 23
-"""Bytes of one part of an upload; a store takes at most 10,000 parts of a file."""
+"""The size of one part of an upload; stores accept at most 10,000 parts per file."""
 _SILENT_S = 300.0
-"""Without a byte for so long, a store is given up."""
+"""A store that transfers no byte for so many seconds is given up."""
 _SECRET = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*(?=@)|\?[^\s'\"]+")
 _ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
 
 
 class Torn(CheckpointError):
-    """A file is not what its checkpoint's manifest says, or not there; the message is one line."""
+    """A file is missing or does not match the manifest; the message is one line."""
 
 
 class Remote:
-    """A mirror by its URL.
+    """The mirror at a URL.
 
     Args:
         url: a directory, or a URL of fsspec without credentials.
 
     Raises:
-        ValueError: one line; the URL holds credentials, or its package is missing.
+        ValueError: one line; the URL holds credentials, or the package for it is missing.
 
-    What a store raises leaves every method as it is; :func:`why` makes one line of it.
+    Methods raise the store's errors unchanged; :func:`why` makes one line of them.
     """
 
     def __init__(self, url: str) -> None:
@@ -51,28 +51,28 @@ class Remote:
         self.url = url.rstrip("/") or "/"
         self._is_local = "://" not in url or url.startswith(("file://", "local://"))
         options = {"auto_mkdir": True} if self._is_local else {}
-        try:  # answers that are kept would hide what another process has changed there
+        try:  # cached listings would hide changes by other processes
             self._store, self._root = url_to_fs(url, use_listings_cache=False, **options)
         except (ImportError, ValueError) as error:
             raise ValueError(f"{url} cannot be used: {str(error).rstrip('.')}.") from None
         self.moved_at = time.monotonic()
-        """When the last byte was sent or received, or was first waited for."""
+        """When the last byte was transferred, or the transfer began."""
 
     @property
     def is_silent(self) -> bool:
-        """No byte has moved for long."""
+        """Whether no byte was transferred for a long time."""
         return time.monotonic() - self.moved_at > _SILENT_S
 
     def is_within(self, directory: Path) -> bool:
-        """Whether it is a directory, this one or one in it."""
+        """Whether the mirror is this directory or inside it."""
         return self._is_local and Path(self._root).resolve().is_relative_to(directory.resolve())
 
     def names(self) -> list[str]:
-        """Names of the checkpoints of which anything is there, whole or not."""
+        """Names of the checkpoints in the mirror, also of incomplete ones."""
         return sorted(name for name in self._list("") if named_iteration(Path(name)) is not None)
 
     def checkpoints(self) -> tuple[list[CheckpointInfo], list[tuple[str, str]]]:
-        """Those with a manifest, in the order they were saved; and name and reason of those whose manifest is damaged.
+        """The checkpoints with a manifest, in the order they were saved; name and reason of those with a damaged one.
 
         The path of a checkpoint is its name.
         """
@@ -90,7 +90,7 @@ class Remote:
         return sorted(readable, key=order), unreadable
 
     def write(self, name: str, content: bytes) -> None:
-        """A small file beside those that :meth:`put` has sent; it replaces one of that name at once."""
+        """Write a small file; an existing one is replaced atomically."""
         if self._is_local:
             filesystem.replace_file(Path(self._path(name)), lambda file: file.write(content))
         else:
@@ -100,8 +100,8 @@ class Remote:
         """Upload a file.
 
         Raises:
-            Torn: the file here is not what the manifest says.
-            OSError: the file there has another size.
+            Torn: the local file does not match the manifest.
+            OSError: the uploaded file has another size.
         """
         digest, block = blake3(), max(_BLOCK_BYTES, record.bytes // 5000)
         with open_regular(source) as file, self._store.open(self._path(name), "wb", block_size=block) as there:
@@ -118,7 +118,7 @@ class Remote:
         """Download a file into a new one, fsynced.
 
         Raises:
-            Torn: it is not there, or not what the manifest says.
+            Torn: it is missing, or does not match the manifest.
         """
 
         def copy(file: Any) -> None:
@@ -135,7 +135,7 @@ class Remote:
             raise Torn(problem)
 
     def delete(self, checkpoint: str) -> None:
-        """Remove what is there of a checkpoint, its manifest first: a kill in between leaves no checkpoint."""
+        """Remove the files of a checkpoint, the manifest first, so that a kill leaves no damaged checkpoint."""
         for file in sorted(self._list(checkpoint), key=lambda name: name != MANIFEST_NAME):
             with contextlib.suppress(FileNotFoundError):
                 self._store.rm_file(self._path(f"{checkpoint}/{file}"))
@@ -153,12 +153,12 @@ class Remote:
 
 
 def why(error: BaseException) -> str:
-    """One line about what a store raised, with ``***`` in the place of passwords and queries of URLs."""
+    """One line about a store's error, with ``***`` in the place of passwords and queries in URLs."""
     return _SECRET.sub("***", one_line(error)).rstrip(".")
 
 
 def _check_url(url: str) -> None:
-    """Refuse what is no place, and a URL with a password or a query, without repeating them."""
+    """Refuse a malformed URL, and one with a password or a query; the message does not repeat these."""
     shown = _SECRET.sub("***", url)
     if not url.partition("://")[2 if "://" in url else 0].strip("/") and url != "/":
         raise ValueError(f"mirror must name a directory, a bucket or a folder, got {shown!r}: s3://bucket/run, say.")

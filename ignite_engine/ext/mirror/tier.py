@@ -1,4 +1,4 @@
-"""The mirror of a run's checkpoints as a tier: takes each that is saved, and gives the newest to a resume."""
+"""The mirror as a tier: uploads each checkpoint that is saved, and provides the newest to a resume."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _SHOWN_EVERY_S = 10.0
 _OF_A_FAILED_RUN_S = 5.0
-"""So long a run that has failed waits for its last upload, on rank 0 alone: a collective may not return."""
+"""How long a failed run waits for its last upload, on rank 0 only, as a collective might not return."""
 
 
 class MirrorTier(Tier):
-    """A second place of a run's checkpoints, which comes to hold what its folder keeps.
+    """A copy of the checkpoints that a run keeps, in a second place.
 
     Args:
         value: a directory or a URL of ``fsspec``, without credentials.
-        run: whose folder it mirrors.
+        run: the run whose folder is mirrored.
 
     Raises:
-        TypeError, ValueError: one line; it cannot be used.
+        TypeError, ValueError: one line; the value cannot be used.
     """
 
     def __init__(self, value: Any, run: SavedRun) -> None:
@@ -59,7 +59,7 @@ class MirrorTier(Tier):
             raise ValueError(f"The mirror {self} is in the folder of the checkpoints itself: give another place.")
 
     def candidates(self) -> Offer:
-        """Those of the run that saved the newest one in the folder; without one there, of the last run."""
+        """The checkpoints of the run that last saved in the folder; if that is empty, of the last run in the mirror."""
         there, damaged = self._asked(self._remote.checkpoints)
         here = agreement.on_rank_0(lambda: scan(self._directory)[0])
         last = here[-1] if here else max(there, key=lambda checkpoint: checkpoint.manifest.created_at, default=None)
@@ -71,9 +71,9 @@ class MirrorTier(Tier):
         return Offer(self._of_run, reasons if self._of_run or not there else [])
 
     def fetch(self, candidate: CheckpointInfo, folder: Folder) -> Fetched:
-        """It and the best ones, into the folder."""
+        """Fetch the checkpoint and the best ones into the folder."""
         here = {checkpoint.path.name for checkpoint in folder.candidates().checkpoints} | {candidate.path.name}
-        # first: once the newest is here, nothing is fetched any more
+        # the best first: once the newest is here, a later resume fetches nothing
         for best in self._retention.best_of(self._of_run):
             if best.path.name not in here:
                 try:
@@ -93,10 +93,10 @@ class MirrorTier(Tier):
         self._runs = True
 
     def end(self, trainer: Trainer) -> None:
-        """Wait until the newest is uploaded, with a progress line, or name it.
+        """Wait until the newest checkpoint is uploaded, with a progress line; or name it as missing.
 
-        A run that was forced to end does not wait, and one that has failed does so for a few seconds. One that only
-        goes back to an earlier checkpoint, or pauses, has not ended: its uploads go on.
+        A run that was forced to end does not wait, a failed one waits for a few seconds. Uploads continue while a run
+        rolls back or pauses.
         """
         if trainer.state.status not in ("completed", "interrupted", "failed"):
             return
@@ -110,7 +110,7 @@ class MirrorTier(Tier):
             self._name_missing()
 
     def _asked(self, question: Callable[[], T]) -> T:
-        """What rank 0 is answered, on all ranks; Unreachable: there is no answer."""
+        """The store's answer to rank 0, on all ranks; raises Unreachable without one."""
         answers = together(self._remote, lambda: [question()] if agreement.rank() == 0 else [])
         return answers[0][0]
 
@@ -140,7 +140,7 @@ class MirrorTier(Tier):
 
 @contextlib.contextmanager
 def _interrupted() -> Iterator[Callable[[], bool]]:
-    """Within it Ctrl-C is only noted; yields whether it came. One that has ended the run may come twice."""
+    """Note Ctrl-C within the body instead of raising it; ignores a repetition of the one that ended the run."""
     began, came = time.monotonic(), threading.Event()
 
     def note(number: int, frame: object) -> None:

@@ -1,4 +1,4 @@
-"""Uploads checkpoints beside training: a mirror comes to hold what the folder keeps, the newest first."""
+"""Uploads checkpoints during training, the newest first, until the mirror holds what the folder keeps."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ignite_engine.ext.mirror.remote import Remote, why
 logger = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 300.0
 _LAST_TRIES = 3
-"""Tries after the run has ended."""
+"""The number of tries after the run has ended."""
 
 
 def upload(remote: Remote, checkpoint: Path) -> None:
-    """Put a committed checkpoint there, its manifest last; what is there under its name is replaced.
+    """Upload a committed checkpoint, its manifest last; replaces a checkpoint of that name.
 
     Raises:
-        CheckpointError: it is not there, its manifest cannot be read, or (:class:`Torn`) it is not what was saved.
+        CheckpointError: it is gone, its manifest cannot be read, or (:class:`Torn`) a file does not match the manifest.
     """
     with in_use(checkpoint) as is_there:
         if not is_there:
@@ -37,11 +37,11 @@ def upload(remote: Remote, checkpoint: Path) -> None:
 
 
 class Uploader:
-    """Uploads what a folder keeps in a thread; nothing here waits for the store.
+    """Uploads the kept checkpoints of a folder in a thread; its methods do not wait for the store.
 
     Args:
         directory: of the checkpoints.
-        retention: what is kept of the run, here and there.
+        retention: decides which checkpoints are kept, in the folder and in the mirror.
     """
 
     def __init__(self, remote: Remote, directory: Path, retention: Retention) -> None:
@@ -50,14 +50,14 @@ class Uploader:
         self._is_due = self._is_ending = False
         self._thread: threading.Thread | None = None
         self._damaged: list[CheckpointInfo] = []
-        """What is damaged here."""
+        """Damaged checkpoints in the folder."""
         self.missing: str | None = None
-        """The name of one that is not there yet."""
+        """The name of a checkpoint that is not uploaded yet."""
         self.why = ""
-        """Why the last try failed; empty: it did not."""
+        """Why the last try failed; empty if it did not."""
 
     def offer(self, checkpoint: Path) -> None:
-        """One was committed: upload it after the one that is being uploaded."""
+        """Upload a new checkpoint after the current upload."""
         with self._changed:
             self.missing, self._is_due, self._is_ending = checkpoint.name, True, False
             if self._thread is None:
@@ -66,13 +66,13 @@ class Uploader:
             self._changed.notify()
 
     def end(self) -> None:
-        """Upload what is missing and end; a failure is tried again a few times."""
+        """Upload what is missing and end; failures are retried a few times."""
         with self._changed:
             self._is_ending = True
             self._changed.notify()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended, or is given up as the store is silent, within so many seconds."""
+        """Wait for so many seconds; returns whether the uploads have ended, or were given up as the store is silent."""
         if (thread := self._thread) is None:
             return True
         thread.join(seconds)
@@ -90,7 +90,7 @@ class Uploader:
                 self._is_due, is_ending = False, self._is_ending
             try:
                 self._bring_up_to_date()
-            except BaseException as error:  # a store may raise anything, in this thread no interruption comes
+            except BaseException as error:  # a store may raise anything; this thread receives no KeyboardInterrupt
                 self.why = why(error)
                 failures, last_tries = failures + 1, last_tries + 1 if is_ending else 0
                 if failures == 1:
@@ -115,7 +115,7 @@ class Uploader:
             try:
                 upload(self._remote, checkpoint.path)
             except CheckpointError as error:  # of what is here
-                if checkpoint.path.exists():  # it was not deleted meanwhile
+                if checkpoint.path.exists():  # else it was deleted meanwhile
                     self._damaged.append(checkpoint)
                     logger.warning("%s is not uploaded to %s: %s.", name, self._remote.url, str(error).rstrip("."))
             else:
@@ -124,7 +124,7 @@ class Uploader:
         self.missing = None
 
     def _next(self) -> CheckpointInfo | None:
-        """The newest of those that the folder keeps which is not there; what was measured since is written."""
+        """The newest kept checkpoint that is not in the mirror; also updates changed manifests there."""
         there = {known.path.name: known.manifest for known in self._remote.checkpoints()[0]}
         for checkpoint in reversed(self._retention.kept(of_one_run(scan(self._directory)[0]))):
             name, manifest = checkpoint.path.name, checkpoint.manifest
@@ -136,7 +136,7 @@ class Uploader:
         return None
 
     def _tidy(self, uploaded: CheckpointInfo) -> None:
-        """Delete what retention does not keep beside one that was uploaded, and what a killed upload has left."""
+        """After an upload, delete what retention does not keep, and what a killed upload has left."""
         readable, damaged = self._remote.checkpoints()
         mine = [each for each in readable if each.manifest.run_id == uploaded.manifest.run_id]
         kept = self._retention.kept(mine)

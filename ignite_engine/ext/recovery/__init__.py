@@ -1,1 +1,1 @@
-"""What a killed run goes on from within moments: state in shared memory, and a parent that starts its ranks again."""
+"""Fast recovery of a killed run: state in shared memory, and a parent process that restarts the ranks."""

@@ -1,4 +1,4 @@
-"""Whether ranks can be forked from this process, and what is done so that they can."""
+"""Checks whether ranks can be forked from this process, and prepares it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _HARD = 2  # omp_pause_hard, of OpenMP 5.0
 
 @contextmanager
 def ready_to_fork() -> Iterator[None]:
-    """Within it this process may fork ranks that compute.
+    """Within the body this process may fork ranks that compute.
 
     Raises:
-        LaunchError: it cannot, and why; one line.
+        LaunchError: one line; it cannot, and why.
     """
     if not hasattr(os, "fork"):
         raise LaunchError("restarts needs a system that can fork processes; leave it out here.")
@@ -39,9 +39,9 @@ def ready_to_fork() -> Iterator[None]:
 
 
 def _end_threads_of_openmp() -> None:
-    """GNU's OpenMP waits for ever in a process that is forked from one that has computed, for threads that are gone.
+    """End the threads of GNU's OpenMP: a forked child would wait for them for ever.
 
-    It starts them again when it is asked to compute.
+    OpenMP starts them again for the next computation.
     """
     try:
         mapped = Path("/proc/self/maps").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The state of a run in shared memory as a tier: when copies are made, and which of them a resume may take."""
+"""The memory tier: copies of the state in shared memory, and the choice of a copy at a resume."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _SHARE = 0.01
-"""The share of the time that copies may take."""
+"""The share of the time that copies may take with ``auto``."""
 _MEASURED = 5
-"""Copies after which it is known what one costs; the first makes the slots and does not count."""
+"""The number of copies from which the cost is measured; the first makes the slots and does not count."""
 
 
 class MemoryTier(Tier):
-    """The state of a run in shared memory, into which it is copied at step boundaries.
+    """Copies the state of a run into shared memory at step boundaries.
 
     Args:
-        value: after how many iterations, or ``auto``: as few as cost at most 1 % of the time.
-        run: copies that were made with another config are not used.
+        value: the number of iterations between copies; ``auto``: the smallest that costs at most 1 % of the time.
+        run: the run that is saved; copies of a run with another config are not used.
 
     Raises:
         TypeError, ValueError: one line about ``value``.
@@ -60,13 +60,13 @@ class MemoryTier(Tier):
         values = {**(run.options.config or {})}
         if isinstance(section := values.get("run"), Mapping):
             values["run"] = {key: value for key, value in section.items() if key != "directory"}  # which may be moved
-        # now: a resume writes into the config what is in force
+        # computed now, as a resume writes the settings in force into the config
         settings = json.dumps([ignite_engine.__version__, values], sort_keys=True, default=str)
         self._settings = blake3(settings.encode()).hexdigest()
         self._slots: Slots | None = None
         self._held: dict[tuple[int, ...], Boundary] = {}
         self._resumed: int | None = None
-        """Number of the copy that the next run begins with."""
+        """The number of the copy from which the next run continues."""
         self._is_on = False
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class MemoryTier(Tier):
     # -- what a resume may take -------------------------------------------------------------------------------------
 
     def candidates(self) -> Offer:
-        """Copies that all ranks hold, each newer than the checkpoint that was the newest when it was made."""
+        """The copies that all ranks hold, unless a checkpoint that they followed is gone."""
         self._resumed, found = None, self._found()
         on_disk = agreement.on_rank_0(lambda: [each.manifest.sequence for each in self._run.store.checkpoints()])
         newest = max(on_disk, default=0)
@@ -96,7 +96,7 @@ class MemoryTier(Tier):
         return fetched
 
     def _found(self) -> list[Header]:
-        """What the slots of rank 0 say of each step boundary of which all ranks hold a copy; a collective."""
+        """The headers, on rank 0, of the copies that all ranks hold; a collective."""
         name = agreement.on_rank_0(lambda: slots.folder_name(self._directory))
         if name is None:
             return []
@@ -110,7 +110,7 @@ class MemoryTier(Tier):
         return agreement.broadcast_object([mine[boundary][0][1] for boundary in on_all])
 
     def _read(self, boundary: Boundary) -> Fetched:
-        """A copy, verified, as a checkpoint would be."""
+        """Read and verify a copy, in the form of a checkpoint."""
         assert self._slots is not None
         local: dict[int, Mapping[str, Any]] = {}
         shared: Mapping[str, Any] = {}
@@ -139,7 +139,7 @@ class MemoryTier(Tier):
         return Fetched(info, load, str(self), is_committed=False)
 
     def _described(self, header: Header, **facts: Any) -> CheckpointInfo:
-        """A copy as if it were a checkpoint, whose path is the file that names the slots."""
+        """The info of a copy in the form of a checkpoint's; its path is the file that names the slots."""
         path, boundary = self._directory / slots.MARKER, header.boundary
         known = {"epoch": boundary.epochs_completed, "sequence": header.sequence, "metrics": {}, **facts}
         manifest = Manifest(
@@ -158,7 +158,7 @@ class MemoryTier(Tier):
     # -- the run ------------------------------------------------------------------------------------------------------
 
     def begin(self, trainer: Trainer) -> None:
-        """Make ready for copies; what is there is stale but for the one that the run was resumed from."""
+        """Prepare for copies; present copies are stale, except the one that the run was resumed from."""
         layout, rank = layout_of_models(trainer.registry.objects.values()), agreement.rank()
         resumed, self._resumed = self._resumed, None
         on_disk = self._run.store.checkpoints()
@@ -168,7 +168,7 @@ class MemoryTier(Tier):
         self._began_at, self._left_at = trainer.state.iteration, time.perf_counter()
         self._reasons: tuple[Any, list[str]] = None, []
         self._times: list[tuple[float, float]] = []
-        """Of each copy, and of the iterations before it, in seconds."""
+        """The duration of each copy, and of the iterations before it, in seconds."""
         self._problem: str | None = None
         self._is_agreed, self._is_sharded = False, bool(layout)
         try:
@@ -195,15 +195,15 @@ class MemoryTier(Tier):
             self._slots.note_owner(self._directory)
 
     def _absent(self) -> list[int]:
-        """The ranks of an earlier start that have slots here, and that this one does not have."""
+        """Ranks with slots here that this run does not have."""
         return [] if self._slots is None else [rank for rank in self._slots.ranks() if rank >= agreement.world_size()]
 
     def _copy(self, trainer: Trainer) -> None:
-        """At a step boundary, after a save that is due there; once a collective."""
+        """Copy at a step boundary, after a save; the first call that agrees is a collective."""
         iteration, every = trainer.state.iteration, self._every
         if not self._is_on or iteration <= self._began_at or trainer.state.last or iteration % (every or 1):
             return
-        if every is None:  # the copy is not to wait for the iteration, which would count as its cost
+        if every is None:  # else the copy would wait for the iteration, and its measured cost include it
             devices.wait_for_device()
         began = time.perf_counter()
         if self._problem is None:
@@ -211,7 +211,7 @@ class MemoryTier(Tier):
                 self._write(trainer)
             except PeerFailed:
                 raise
-            except Exception as error:  # as with a save: a state_dict that raises must not end the training
+            except Exception as error:  # as for a save, an error in a state_dict must not end the training
                 self._problem = one_line(error).rstrip(".")
         self._times.append((time.perf_counter() - began, began - self._left_at))
         if not self._is_agreed and len(self._times) == (_MEASURED if every is None else 1):
@@ -221,7 +221,7 @@ class MemoryTier(Tier):
         self._left_at = time.perf_counter()
 
     def _agree(self) -> None:
-        """All ranks copy, or none does; and how often."""
+        """Agree on whether all ranks copy, and how often."""
         self._is_agreed = True
         problems = agreement.gather_objects(self._problem)
         self._problem = next(filter(None, problems), None)
@@ -242,7 +242,7 @@ class MemoryTier(Tier):
         saved = run.store.last_saved
         self._sequence = max(self._sequence, 0 if saved is None else saved.sequence)
         when = (state.epoch, state.windows, state.checkpoints)
-        if self._reasons[0] != when:  # to find them takes as long as the copy
+        if self._reasons[0] != when:  # finding the reasons takes as long as a copy
             self._reasons = when, trainer.reproducibility(run.filter)
         shared, local, left_out = run.parts(trainer)
         if self._is_sharded:
@@ -260,7 +260,7 @@ class MemoryTier(Tier):
         }
         parts = {**shared, **local}
         self._number += 1
-        if self._number == self._began_with + 2:  # all ranks have made the first
+        if self._number == self._began_with + 2:  # all ranks have made the first copy
             self._slots.drop(*self._absent())
         boundary = Boundary(
             number=self._number,
@@ -274,7 +274,7 @@ class MemoryTier(Tier):
         self._slots.write(header, Pack([facts, parts]))
 
     def end(self, trainer: Trainer) -> None:
-        """What was copied stays where a start may go on from there."""
+        """Keep the copies only if a new start may continue from them."""
         if self._is_on:
             self._leave(keep=trainer.progress.failed and _is_lost(sys.exception()))
 
@@ -294,17 +294,17 @@ class MemoryTier(Tier):
 
 
 def _ignore(reason: str) -> None:
-    """Say why a run does not go on from memory."""
+    """Warn that the copies in memory are not used."""
     if agreement.rank() == 0:
         logger.warning("The state in memory is not used: %s.", reason)
 
 
 def _is_lost(error: BaseException | None) -> bool:
-    """Whether a run ends without its last checkpoint by no mistake of its program: a peer was lost, its last save
-    failed, or it was forced to end."""
+    """Whether a run ended without its last checkpoint for a reason outside of its program: a peer was lost, the last
+    save failed, or it was forced to end."""
     if isinstance(error, PeerFailed):
         failure = None if watch.current is None else watch.current.failure
         return failure is not None and failure.kind != "raised"
     if isinstance(error, CheckpointError | Interrupted | KeyboardInterrupt):
         return True
-    return error is not None and watch.broken_collective(error) is not None  # the peer was not learned in time
+    return error is not None and watch.broken_collective(error) is not None  # the peer was not identified

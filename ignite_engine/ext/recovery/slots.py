@@ -1,12 +1,11 @@
-"""Slots in shared memory: files that are valid or not, in a folder that goes when nobody needs it.
+"""Slots for copies in shared memory: files, valid or invalid, in a folder that is deleted when no longer needed.
 
-A folder holds two files for each rank of this machine. A copy is written into the one that holds the older state: its
-header is made invalid, the content follows, the header comes last. So the other file is valid at any moment, and a
-process that is killed while it writes loses only what it was writing.
+The folder holds two files for each rank of this machine. A copy overwrites the older one: its header is invalidated,
+the content is written, then the new header. So the other file is always valid, and a process that is killed while it
+writes loses only the copy that it was writing.
 
-A run finds its folder again by the small file ``.memory`` beside its checkpoints: the folder's name is
-made of what is in that file, and of the file's device and inode. A folder of checkpoints
-that was moved finds it; a copy does not.
+A run finds its folder by the small file ``.memory`` beside its checkpoints: the folder's name consists of the content
+of that file, and its device and inode. A moved folder of checkpoints finds it; a copied one does not.
 """
 
 from __future__ import annotations
@@ -40,50 +39,50 @@ _ROW_BYTES = 512
 _FOLDER = re.compile(r"ignite-engine-[0-9a-f]{16}-[0-9a-f]+-[0-9a-f]+")
 _SLOT = re.compile(r"rank_(\d+)\.[01]")
 _OWNER = "directory"
-"""A link in the folder to that of the checkpoints."""
+"""A link to the folder of checkpoints."""
 _CLEARED_WITHIN_S = 5.0
 _KEPT_S = 86400.0
-"""From the last copy on: a run that nobody has started again within a day is given up."""
+"""Copies of a run that was not started again within a day are deleted, in seconds."""
 
 
 class Boundary(NamedTuple):
-    """Of which step boundary a copy is: the same on all ranks that have made one there."""
+    """Identifies the step boundary of a copy; equal on all ranks."""
 
     number: int
-    """Counts the copies of a run."""
+    """The number of the copy within the run."""
     iteration: int
     epochs_completed: int
     world_size: int
     run_id: str
     settings: str
-    """Digest of the run's settings."""
+    """A digest of the run's settings."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a slot holds."""
+    """Describes the content of a slot."""
 
     boundary: Boundary
     rank: int
     has_shared: bool
-    """It holds the parts that ranks share, too."""
+    """Whether it also holds the parts that the ranks share."""
     is_sharded: bool
-    """Tensors are sharded: the slots of all ranks hold them together."""
+    """Whether tensors are sharded, so that the slots of all ranks hold them together."""
     sequence: int
-    """Of the newest checkpoint that this rank knew to be committed."""
+    """The sequence number of the newest committed checkpoint that this rank knew."""
     size: int = 0
-    """Of the content, in bytes."""
+    """The size of the content, in bytes."""
     checksum: str = ""
-    """A checksum of the content, not a cryptographic one: it finds what is torn or overwritten by mistake."""
+    """A checksum of the content; not cryptographic, it detects torn and overwritten content."""
 
     def to_bytes(self) -> bytes:
-        """One line, and the digest of it."""
+        """The header as one line, with its digest."""
         line = _MAGIC + json.dumps(asdict(self)).encode() + b"\n"
         return line + blake3(line).hexdigest().encode()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Header | None:
-        """None: it is not a valid header of this version."""
+        """Parse a header; None if it is not valid or of another version."""
         line, _, digest = content.rstrip(b"\0").rpartition(b"\n")
         if not content.startswith(_MAGIC) or blake3(line + b"\n").hexdigest().encode() != digest:
             return None
@@ -92,17 +91,17 @@ class Header:
 
 
 class Slot:
-    """One file; it may not be there yet."""
+    """A slot's file, which may not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._room: memoryview | None = None
 
     def write(self, header: Header, pack: Pack) -> None:
-        """Replace what it holds.
+        """Replace the content.
 
         Raises:
-            OSError: there is no room; the slot is then invalid.
+            OSError: there is not enough memory; the slot is then invalid.
         """
         size = _HEADER_BYTES + _up_to_whole_rows(pack.bytes)
         if self._room is None or len(self._room) < size:
@@ -113,37 +112,37 @@ class Slot:
         pack.write(content)
         complete = replace(header, size=len(content), checksum=_checksum(content)).to_bytes()
         self._room[: len(complete)] = complete
-        os.utime(self.path)  # which writing to its memory does not do
+        os.utime(self.path)  # writing to mapped memory does not update the time
 
     def reserve(self, size: int) -> None:
-        """Take room for a content of ``size`` bytes; what it holds is lost.
+        """Reserve memory for a content of ``size`` bytes; the present content is lost.
 
         Raises:
-            OSError: there is none.
+            OSError: there is not enough memory.
         """
         self.close()
         size = _HEADER_BYTES + _up_to_whole_rows(size)
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             os.pwrite(descriptor, bytes(_HEADER_BYTES), 0)
-            os.posix_fallocate(descriptor, 0, size)  # a write to memory that cannot be had would end the process
+            os.posix_fallocate(descriptor, 0, size)  # without it, writing to missing memory would kill the process
             self._room = memoryview(mmap.mmap(descriptor, size))
         finally:
             os.close(descriptor)
 
     @property
     def header(self) -> Header | None:
-        """What it says that it holds; None: nothing. The content is not verified."""
+        """The header; None: the slot is invalid. The content is not verified."""
         return self._opened()[0]
 
     def read(self, *, in_place: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
         """The facts and the parts of the state that it holds.
 
         Args:
-            in_place: its tensors stay there; they are to be used before the slot is written to again.
+            in_place: tensors refer to the slot's memory; use them before the slot is written again.
 
         Raises:
-            CheckpointError: it holds none, or the content is not what was written.
+            CheckpointError: the slot is invalid, or its content is damaged.
         """
         header, content = self._opened()
         if header is None or len(content) != header.size or _checksum(content) != header.checksum:
@@ -155,7 +154,7 @@ class Slot:
         return facts, parts
 
     def _opened(self) -> tuple[Header | None, memoryview]:
-        """Header and content; None: there is none, or it is not a file of this user's."""
+        """Header and content; the header is None if there is none, or the file belongs to another user."""
         with contextlib.suppress(OSError), filesystem.open_regular(self.path) as file:
             status = os.fstat(file.fileno())
             if status.st_uid == os.geteuid() and status.st_size >= _HEADER_BYTES:
@@ -165,7 +164,7 @@ class Slot:
         return None, memoryview(b"")
 
     def close(self) -> None:
-        """Let go of its memory."""
+        """Unmap the memory."""
         self._room = None
 
 
@@ -174,22 +173,22 @@ def _up_to_whole_rows(size: int) -> int:
 
 
 def _checksum(content: memoryview) -> str:
-    """Sums of rows of 512 bytes, hashed: as fast as memory is read, where a hash of everything takes ten times as long.
+    """A hash of the sums of rows of 512 bytes; runs at the speed of memory, ten times faster than a hash of all bytes.
 
-    A changed number is found, and so are rows in another order; numbers that changed places within a row are not.
+    It detects changed numbers and reordered rows, but not numbers exchanged within a row.
     """
     sums = torch.frombuffer(content, dtype=torch.int64).view(-1, _ROW_BYTES // 8).sum(1)
     return blake3(sums.numpy().tobytes()).hexdigest()
 
 
 class Slots:
-    """Those of a run on this machine, in a folder; every process that has opened it holds it until it is closed."""
+    """The slots of a run on this machine, in a folder that is locked against deletion until it is closed."""
 
     def __init__(self, path: Path) -> None:
-        """Hold the folder.
+        """Lock the folder.
 
         Raises:
-            OSError: it is not there, or not this user's alone.
+            OSError: it is missing, or accessible to other users.
         """
         if not _is_own(path):
             raise PermissionError(f"{path} is another user's")
@@ -199,21 +198,21 @@ class Slots:
 
     @classmethod
     def open(cls, name: str) -> Self | None:
-        """The slots in the folder of this name; None: there is none, or it is not this user's alone."""
+        """The slots in the folder of this name; None: it is missing, or accessible to other users."""
         with contextlib.suppress(OSError):
             return cls(ROOT / name)
         return None
 
     @classmethod
     def made(cls, name: str) -> Self:
-        """As :meth:`open`; the folder is made if there is none.
+        """As :meth:`open`, but makes the folder if it is missing.
 
         Raises:
             OSError: it cannot be made.
         """
         while True:
             (ROOT / name).mkdir(0o700, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # another process has cleared it meanwhile
+            with contextlib.suppress(FileNotFoundError):  # another process has deleted it meanwhile
                 return cls(ROOT / name)
 
     def of(self, rank: int) -> tuple[Slot, Slot]:
@@ -227,10 +226,10 @@ class Slots:
         return sorted({int(match[1]) for path in self.path.glob("rank_*") if (match := _SLOT.fullmatch(path.name))})
 
     def copies(self, rank: int, settings: str) -> dict[Boundary, list[tuple[Slot, Header, bool]]]:
-        """By step boundary what a rank needs to load a copy; those that it can load.
+        """The copies that a rank can load, with the slots that it needs, by step boundary.
 
         Returns:
-            Slots with their headers, and whether more than the pieces of sharded tensors is needed of each.
+            Slots with their headers, and whether all parts are needed, or only the pieces of sharded tensors.
         """
         found: dict[Boundary, dict[int, tuple[Slot, Header]]] = {}
         for other in self.ranks():
@@ -239,7 +238,7 @@ class Slots:
                     found.setdefault(header.boundary, {})[other] = slot, header
         usable = {}
         for boundary, by_rank in found.items():
-            own = rank if rank < boundary.world_size else 0  # a rank that did not exist then takes what rank 0 had
+            own = rank if rank < boundary.world_size else 0  # a rank that did not exist then takes rank 0's parts
             with_shared = [other for other, (_, header) in by_rank.items() if header.has_shared]
             if own in by_rank and with_shared:
                 whole = {own, with_shared[0]}
@@ -252,15 +251,15 @@ class Slots:
         """Write a copy into the older slot of its rank.
 
         Raises:
-            OSError: there is no room.
+            OSError: there is not enough memory.
         """
         slots, number = self.of(header.rank), header.boundary.number
         slots[number % 2].write(header, pack)
-        if not slots[1 - number % 2].path.exists():  # that there is room for both is known from the first copy on
+        if not slots[1 - number % 2].path.exists():  # so that a lack of memory shows at the first copy
             slots[1 - number % 2].reserve(pack.bytes)
 
     def note_owner(self, directory: Path) -> None:
-        """Note who may go on from here, for :func:`clear`.
+        """Record which run may continue from here, for :func:`clear`.
 
         Args:
             directory: of the run's checkpoints.
@@ -276,16 +275,16 @@ class Slots:
                 remove(slot.path)
 
     def forget_newer(self, rank: int, number: int) -> None:
-        """Make a copy of a rank invalid that is newer than this one.
+        """Invalidate the copies of a rank that are newer than this one.
 
-        A peer lacks it. Beside a copy that the peer makes later, with the same number, it would count as whole.
+        A peer lacks them; together with a later copy of the peer with the same number they would seem complete.
         """
         for slot in self.of(rank):
             if (header := slot.header) is not None and header.boundary.number > number:
                 slot.reserve(header.size)
 
     def close(self, *, remove_if_empty: bool) -> None:
-        """Let go of it."""
+        """Release the folder."""
         self._slots.clear()
         if remove_if_empty and not self.ranks():
             with contextlib.suppress(OSError):
@@ -294,9 +293,9 @@ class Slots:
 
 
 def clear() -> None:
-    """Remove the folders of this user that nobody needs: no process holds them, and none will start their ranks again.
+    """Remove this user's folders that no process has locked and no run will continue from.
 
-    One of a run that has not ended, and can be started again, stays for a day.
+    The folder of a run that has not ended, and can be started again, stays for a day.
     """
     for path in ROOT.iterdir():
         with contextlib.suppress(OSError):
@@ -307,25 +306,25 @@ def clear() -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, if it is there and can be removed."""
+    """Remove a file if possible."""
     with contextlib.suppress(OSError):
         os.unlink(path)
 
 
 def _is_own(path: Path) -> bool:
-    """Whether it is a folder of this user alone."""
+    """Whether a folder is accessible to this user only."""
     status = os.lstat(path)
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
 
 
 def _may_go_on(folder: Path) -> bool:
-    """Whether the run that has copied into it was not ended, has its checkpoints where they were, and died lately."""
+    """Whether the run of these copies has not ended, still has its checkpoints, and died less than a day ago."""
     copied_at = max((slot.stat().st_mtime for slot in folder.glob("rank_*")), default=0.0)
     return folder_name(folder / _OWNER) == folder.name and time.time() - copied_at < _KEPT_S
 
 
 def folder_name(directory: Path) -> str | None:
-    """Name of the folder of the run that saves in ``directory``; None: its file is missing."""
+    """The name of the folder for the run that saves in ``directory``; None: the marker is missing."""
     with contextlib.suppress(OSError), filesystem.open_regular(directory / MARKER) as file:
         token, status = file.read(64).decode("ascii", "replace").strip(), os.fstat(file.fileno())
         if re.fullmatch("[0-9a-f]{16}", token):
@@ -334,10 +333,10 @@ def folder_name(directory: Path) -> str | None:
 
 
 def named_folder(directory: Path) -> str:
-    """As :func:`folder_name`; the file is written if it is missing.
+    """As :func:`folder_name`, but writes the marker if it is missing.
 
     Raises:
-        OSError: it cannot be written, or read.
+        OSError: the marker cannot be written or read.
     """
     if (name := folder_name(directory)) is None:
         filesystem.ensure_directory(directory)
@@ -349,10 +348,10 @@ def named_folder(directory: Path) -> str:
 
 
 def node() -> str:
-    """The same for all processes that share this memory, and for no others.
+    """A value shared by exactly those processes that share this memory.
 
     Raises:
-        OSError: there is none that can be used.
+        OSError: there is no usable shared memory.
     """
     if not os.access(ROOT, os.W_OK | os.X_OK):
         raise OSError(f"there is no {ROOT} that can be written to")

@@ -1,4 +1,4 @@
-"""A parent that forks its ranks, and forks them again when one has died: the run takes back a step, not its start."""
+"""A parent that forks its ranks, and forks them again when one has died."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _STOPPED = frozenset(128 + signals.treated_as(stop) for stop in signals.STOPS)
 
 
 class RankStatus(ctypes.Structure):
-    """What one rank writes, and its supervisor reads when it has died: it is in memory that both share.
+    """The progress of one rank, in memory shared with the supervisor.
 
     Attributes:
-        begun: the newest iteration; 0: none.
-        hung: one more than the rank that hangs, as the watch says; 0: none does.
+        begun: the newest iteration that has begun; 0: none.
+        hung: one more than the rank that the watch found hanging; 0: none.
     """
 
     _fields_ = [("begun", ctypes.c_int64), ("hung", ctypes.c_int64)]
@@ -45,7 +45,7 @@ class RankStatus(ctypes.Structure):
 
 
 class _ForkedRanks(Ranks):
-    """Ranks of which all are killed when one has died, as they go on from what is saved."""
+    """Ranks that are all killed when one has died, as they continue from what is saved."""
 
     def __init__(self, backend: str | None, count: int, timeout: timedelta | None) -> None:
         super().__init__(backend, count, timeout, "fork")
@@ -53,7 +53,7 @@ class _ForkedRanks(Ranks):
         memory = mmap.mmap(-1, count * size)
         self.rows = [RankStatus.from_buffer(memory, rank * size) for rank in range(count)]
         self.ended = False
-        """They were killed here because one of them had died."""
+        """Whether the ranks were killed here because one of them had died."""
 
     def attempt(self, work: Work, **environment: object) -> None:
         self.ended = False
@@ -69,7 +69,7 @@ class _ForkedRanks(Ranks):
             super()._end_peers(failed_s)
 
     def deaths(self) -> dict[int, int | None]:
-        """By rank the signal that has killed it; or the one that hangs, with None. Of no run that was stopped."""
+        """By rank, the signal that has killed it, or None for a hanging rank; empty for a run that was stopped."""
         if any(code in _STOPPED for code in self.codes):
             return {}
         return {**self.killed} or dict([(row.hung - 1, None) for row in self.rows if row.hung][:1])
@@ -90,11 +90,11 @@ class Supervisor:
     have agreed on ends it, too. Under a launcher such as torchrun, which has restarts of its own, it has no effect.
 
     Args:
-        restarts: at most so many in an hour.
+        restarts: the maximum number in an hour.
 
     Raises:
-        TypeError: it is no whole number.
-        ValueError: no restart is allowed.
+        TypeError: ``restarts`` is no whole number.
+        ValueError: ``restarts`` is less than 1.
     """
 
     def __init__(self, restarts: int) -> None:
@@ -106,17 +106,17 @@ class Supervisor:
         self._restarted_at: deque[float] = deque(maxlen=restarts)
         self._restarts = 0
         self._died_at: dict[int, int] = {}
-        """By rank the iteration at which it died last, while it has not gone beyond."""
+        """By rank, the iteration at which it died last, until it gets beyond it."""
 
     def run(self, backend: str | None, count: int, timeout: timedelta | None, work: Work) -> None:
         """Call ``work(local_rank)`` on every rank until it has ended there.
 
         Args:
-            backend, count, timeout: as :class:`~ignite_engine.ranks.launch.Ranks` takes them.
+            backend, count, timeout: as for :class:`~ignite_engine.ranks.launch.Ranks`.
 
         Raises:
             LaunchError: this process cannot fork ranks.
-            ProcessExitedException: (of torch) a rank died, and is not started again; the message says why.
+            ProcessExitedException: (torch's) a rank died and is not restarted; the message says why.
         """
         told, ranks = Attempt(), _ForkedRanks(backend, count, timeout)
         with ready_to_fork(), ranks.passing_signals_on():
@@ -136,10 +136,10 @@ class Supervisor:
                     sys.exit(128 + signals.treated_as(ranks.stop))
 
     def _count(self, ranks: _ForkedRanks, deaths: Mapping[int, int | None]) -> None:
-        """Take down what an attempt has come to.
+        """Record how an attempt has ended.
 
         Raises:
-            ProcessExitedException: another one would come to no more.
+            ProcessExitedException: another attempt would fail, too.
         """
         for rank, number in deaths.items():
             if ranks.rows[rank].begun and ranks.rows[rank].begun == self._died_at.get(rank):
@@ -158,7 +158,7 @@ class Supervisor:
 
 
 def _in_rank(rows: Sequence[RankStatus], told: Attempt, work: Work, local_rank: int) -> None:
-    """From here on the rank writes where it is into its row."""
+    """Let the rank report its progress to the supervisor."""
     row = rows[agreement.rank()]
 
     def note_hang(failure: watch.Failure) -> None:
