@@ -14,41 +14,29 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from ignite_engine import devices
 from ignite_engine.cli.parsing import USAGE_ERROR
 from ignite_engine.errors import (
-    CheckpointError,
-    LaunchError,
-    NotExact,
-    NotFinite,
     PeerFailed,
-    RanksDiffer,
-    ReplayError,
-    StateMismatch,
 )
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.joining import is_launched
 from ignite_engine.ranks.launch import Parallel
 from ignite_engine.runs import recipe
 from ignite_engine.runs.config import Config, ConfigError, load_config
-from ignite_engine.runs.run_directory import RunDirectoryInUse
 from ignite_engine.runs.task import TaskError, find_task
 
 FAILED = 1
-USER_ERRORS = (ConfigError, StateMismatch, NotExact, ReplayError, RunDirectoryInUse, TaskError)
-"""What a user can fix, whatever the command: one line and code 2."""
-RUN_ERRORS = (CheckpointError, LaunchError, NotFinite, RanksDiffer)
-"""What ends a run and needs no traceback: one line and code 1."""
 Work = Callable[[argparse.Namespace], int | None]
 
 
 def one_line_is_enough(error: BaseException, command: str) -> bool:
     """Whether a traceback would add nothing for the user."""
-    return isinstance(error, (*USER_ERRORS, *RUN_ERRORS)) or (
+    return isinstance(error, (*recipe.USER_ERRORS, *recipe.RUN_ERRORS)) or (
         isinstance(error, FileNotFoundError) and command != "train"
     )
 
 
 def code_of(error: BaseException, command: str) -> int:
     """The exit code of an error that is reported in one line."""
-    return FAILED if isinstance(error, RUN_ERRORS) and command == "train" else USAGE_ERROR
+    return FAILED if isinstance(error, recipe.RUN_ERRORS) and command == "train" else USAGE_ERROR
 
 
 def on_ranks(
@@ -90,7 +78,7 @@ def _rank_main(local_rank: int, work: Work, options: argparse.Namespace) -> None
     """One rank of several: a user error is printed once, and all ranks exit with its code."""
     try:
         code = work(options)
-    except (*USER_ERRORS, *RUN_ERRORS, FileNotFoundError) as error:
+    except (*recipe.USER_ERRORS, *recipe.RUN_ERRORS, FileNotFoundError) as error:
         if options.traceback or not one_line_is_enough(error, options.command):
             raise
         if agreement.rank() == 0:

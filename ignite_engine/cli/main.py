@@ -12,6 +12,7 @@ from typing import Any
 from ignite_engine.cli import launch
 from ignite_engine.cli.parsing import Parser, Table
 from ignite_engine.ranks import signals
+from ignite_engine.runs import recipe
 from ignite_engine.runs.config import ConfigWarning
 
 COMMANDS: Table = {
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             with signals.stops_go_to(signals.Ending()):
                 return options.work(options) or 0
-        except (*launch.USER_ERRORS, *launch.RUN_ERRORS, FileNotFoundError) as error:
+        except (*recipe.USER_ERRORS, *recipe.RUN_ERRORS, FileNotFoundError) as error:
             if options.traceback or not launch.one_line_is_enough(error, options.command):
                 raise
             _print_line(f"error: {error}")

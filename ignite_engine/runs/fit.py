@@ -12,29 +12,16 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from ignite.metrics import Metric
-from torch import Tensor, nn
+from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
 from ignite_engine import devices
-from ignite_engine.errors import (
-    CheckpointError,
-    Interrupted,
-    LaunchError,
-    NotExact,
-    NotFinite,
-    RanksDiffer,
-    StateMismatch,
-    check_type,
-    did_you_mean,
-    is_whole,
-    shapes_of,
-)
+from ignite_engine.errors import Interrupted, check_type, did_you_mean, shapes_of
 from ignite_engine.ranks.joining import is_launched
 from ignite_engine.ranks.launch import Parallel
 from ignite_engine.runs import recipe
@@ -44,9 +31,8 @@ from ignite_engine.runs.config.tables import HANDLERS
 from ignite_engine.runs.config.yaml_file import ConfigSource
 from ignite_engine.runs.loaders import is_loader
 from ignite_engine.runs.run import Run
-from ignite_engine.runs.run_directory import RunDirectoryInUse
 from ignite_engine.runs.task import IN_PYTHON, Task, problem_of_metrics
-from ignite_engine.update import Update, Updates
+from ignite_engine.text import flat
 from ignite_engine.update.losses import LossFn
 
 Data = Dataset[Any] | Sequence[Any] | Iterable[Any]
@@ -55,11 +41,6 @@ Data = Dataset[Any] | Sequence[Any] | Iterable[Any]
 Values = Mapping[str, Any]
 P = ParamSpec("P")
 T = TypeVar("T")
-_REFUSALS = (
-    *(ConfigError, StateMismatch, NotExact, RunDirectoryInUse),
-    *(CheckpointError, LaunchError, NotFinite, RanksDiffer),
-)
-
 
 _SETTINGS = {
     "directory": "run.directory",
@@ -97,14 +78,13 @@ def _in_one_line(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        known = [*inspect.signature(function).parameters]
+        known = [*inspect.signature(function).parameters, *(f"handlers.{label}" for label in HANDLERS)]
         try:
             for name in kwargs.keys() - {*known}:
-                names = [*known, *(f"handlers.{label}" for label in HANDLERS)]
-                near = did_you_mean(name, names, limit=len(names))
+                near = did_you_mean(name, known, limit=len(known))
                 raise ConfigError(f"fit(): got {name}, which it does not take{near}")
             return function(*args, **kwargs)
-        except _REFUSALS as error:
+        except (*recipe.USER_ERRORS, *recipe.RUN_ERRORS) as error:
             raise error.with_traceback(None) from None
 
     return call
@@ -236,79 +216,64 @@ def fit(
 
 def _settled(given: dict[str, Any]) -> tuple[Config, Task]:
     """The config and the task of the arguments of a call; whatever is wrong with one is a ValueError or TypeError."""
-    model, loss_fn, directory, metrics = (given[name] for name in ("model", "loss_fn", "directory", "metrics"))
-    check_type("model", model, isinstance(model, nn.Module), "a module")
-    check_type("directory", directory, isinstance(directory, str | os.PathLike), "the path of the run's folder")
-    if "\0" in str(directory):
-        raise ValueError(f"directory must be a path without a NUL character, got {str(directory)!r}.")
-    if isinstance(loss_fn, Update | Updates):
-        raise TypeError(
-            f"loss_fn is an {type(loss_fn).__name__}, and fit() makes its own Update of a loss function: give yours to "
-            "Trainer, as examples/gan.py does."
-        )
+    train_set, metrics, handlers = given["train_set"], given["metrics"], given["handlers"]
+    check_type("model", given["model"], isinstance(given["model"], nn.Module), "a module")
+    check_type(
+        "directory", given["directory"], isinstance(given["directory"], str | os.PathLike), "the path of a folder"
+    )
     if metrics is not None and (problem := problem_of_metrics(metrics)) is not None:
         raise ValueError(f"got {problem}")
-    if metrics and given["val_set"] is None and given["test_set"] is None:
-        raise ValueError("metrics: got some, but no val_set to measure them on.")
-    handlers = given["handlers"]
-    by_label = handlers if isinstance(handlers, Mapping) else {}
-    entries = {label: entry for label, entry in by_label.items() if entry is None or isinstance(entry, Mapping)}
+    entries = {}
+    if isinstance(handlers, Mapping):
+        entries = {label: each for label, each in handlers.items() if each is None or isinstance(each, Mapping)}
+        handlers = {label: each for label, each in handlers.items() if label not in entries}
     task = Task(
-        model,
-        loss_fn,
-        _checked_data("train_set", given["train_set"]),
-        _named_sets("val", "val_set", given["val_set"]),
+        given["model"],
+        given["loss_fn"],
+        _data("train_set", train_set),
+        _named_sets("val", given["val_set"]),
         predict=given["predict"] or (_predict_pair if metrics else None),
         metrics=metrics or {},
-        test_sets=_named_sets("test", "test_set", given["test_set"]),
-        handlers={label: by_label[label] for label in by_label if label not in entries} if by_label else handlers,
+        test_sets=_named_sets("test", given["test_set"]),
+        handlers=handlers,
         **{name: given[name] for name in ("weight_fn", "collate_fn", "tokens_fn", "sampler", "schedule_per")},
     )
     sections = {name: given[name] for name in ("run", "data", "update", "distributed", "load")}
-    values: dict[str, Any] = {name: section for name, section in sections.items() if section is not None}
-    values = {"task": IN_PYTHON, **values, "handlers": entries}
+    sections |= {"task": IN_PYTHON, "handlers": entries}
     for name in ("optimizer", "schedule"):
         if isinstance(given[name], str | Mapping):
-            values[name] = {"name": given[name]} if isinstance(given[name], str) else given[name]
-        elif given[name] is not None:
-            setattr(task, name, _made_of_model(given[name]) if name == "optimizer" else given[name])
-    if task.optimizer is not None and given["lr"] is not None:
-        raise ValueError("lr: got a value with an optimizer that has its own; give it to the optimizer.")
-    expected = "a name, options, or a function of the optimizer"
-    check_type("schedule", task.schedule, task.schedule is None or callable(task.schedule), expected)
-    if is_loader(given["train_set"]):
-        given |= _of_loader(given["train_set"], given)
-    given["restart"] = given["restart"] or None
-    source = ConfigSource(_as_in_config(values), name="fit()", arguments={"task": ""})
-    arguments = {name: key for name, key in _SETTINGS.items() if given[name] is not None}
-    for name, key in arguments.items():
-        _refuse_twice(source.values, name, key)
+            sections[name] = {"name": given[name]} if isinstance(given[name], str) else given[name]
+    if "optimizer" not in sections and given["optimizer"] is not None:
+        task.optimizer = _made_of_model(given["optimizer"])
+    if "schedule" not in sections:
+        task.schedule = given["schedule"]
+    if is_loader(train_set):
+        for name in ("batch_size", "num_workers"):
+            if given[name] is not None:
+                raise TypeError(f"{name}: got {given[name]} with a loader, which has its own: leave it out.")
+            given[name] = getattr(train_set, name, None)
+    directory, given["restart"] = Path(given["directory"]), given["restart"] or None
+    source = ConfigSource(
+        _as_in_config({name: each for name, each in sections.items() if each is not None}), name="fit()"
+    )
+    written = flat(source.values)
+    for name, key in _SETTINGS.items():
+        if given[name] is None:
+            continue
+        if twice := [each for each in written if key == each or (key.startswith(f"{each}.") and written[each] is None)]:
+            raise ValueError(f"{name}: it is given, and so is {twice[0]}, or that is off; give one of them.")
         source.put(key, _as_in_config(given[name]))
-    source.arguments = {"task": "", **{key: name for name, key in arguments.items()}}
-    source.values["run"].setdefault("name", Path(directory).name or "run")
+    source.arguments = {"task": "", **{key: name for name, key in _SETTINGS.items() if given[name] is not None}}
+    source.values["run"].setdefault("name", directory.name or "run")
     if (change := _BUILT_WITH.get()) is not None:
         source.values = dict(change(source.values))
     return validated(source), task
 
 
-def _refuse_twice(values: Any, argument: str, key: str) -> None:
-    """Refuse a setting that its section has, too, or whose section is turned off."""
-    for part in key.split("."):
-        if not isinstance(values, dict) or part not in values:
-            return
-        values = values[part]
-        if values is None or part == key.rpartition(".")[2]:
-            state = "is turned off" if values is None else "is given twice"
-            raise ValueError(f"{argument}: {key} {state}, in its section; give one of them.")
-
-
 def _restarted(config: Config, task: Task, train: Callable[[int], None], restarts: int) -> Run:
     """Train in a forked process, and take what it has come to."""
     if is_launched() or dist.is_initialized():
-        raise ConfigError(
-            "fit(): restarts: got a number on ranks that are started elsewhere, expected none; give it to that "
-            "launcher, Parallel(restarts=...), say."
-        )
+        raise ConfigError("fit(): restarts: these ranks were started elsewhere; give it to their launcher.")
     recipe.prepare_ranks()
     try:
         with Parallel(restarts=restarts) as parallel:
@@ -329,54 +294,31 @@ def _predict_pair(model: nn.Module, batch: Any) -> Any:
     return model(batch[0]), batch[1]
 
 
-def _of_loader(loader: Any, given: Values) -> dict[str, int | None]:
-    """The batch size and the workers of a loader, which the run's other sets get, too."""
-    names = ("batch_size", "num_workers")
-    for name in names:
-        if given[name] is not None:
-            kind = type(loader).__name__
-            raise TypeError(f"{name}: got {given[name]} with a {kind} as train_set, which has its own: leave it out.")
-    values = {name: getattr(loader, name, None) for name in names}
-    return {name: value if is_whole(value) else None for name, value in values.items()}
+def _data(name: str, given: Any) -> Any:
+    """Tensors or arrays of as many samples are a dataset; other data stays as it is."""
+    columns = given if isinstance(given, tuple) else ()
+    if not columns or not all(hasattr(column, "shape") for column in columns):
+        return given
+    if len({len(column) if column.shape else None for column in columns}) > 1:
+        raise ValueError(f"{name} must have as many samples in each column, got {shapes_of(given)}.")
+    return TensorDataset(*map(torch.as_tensor, columns))
 
 
-def _checked_data(name: str, given: Any) -> Any:
-    if isinstance(given, Mapping):  # of Hugging Face's load_dataset, without a split
-        first = next(iter(given), "train")
-        raise TypeError(f"{name} is a {type(given).__name__} of {', '.join(map(str, given))}: give one, [{first!r}].")
-    arrays = given if isinstance(given, tuple) else (given,)
-    if any(isinstance(array, Tensor | np.ndarray) and not array.ndim for array in arrays):
-        raise ValueError(f"{name} must have samples along its first dimension, got {shapes_of(given)}.")
-    if isinstance(given, tuple) and given and all(isinstance(column, Tensor | np.ndarray) for column in given):
-        columns = [torch.as_tensor(column) for column in given]
-        if len({len(column) for column in columns}) > 1:
-            lengths = ", ".join(str(len(column)) for column in columns)
-            raise ValueError(f"{name} has columns of {lengths} samples: give as many of each.")
-        return TensorDataset(*columns)
-    return given
-
-
-def _named_sets(default: str, name: str, given: Any) -> dict[str, Any]:
-    if given is None:
-        return {}
-    named = given if isinstance(given, Mapping) else {default: given}
-    return {
-        key: _checked_data(f"{name}[{key!r}]" if isinstance(given, Mapping) else name, dataset)
-        for key, dataset in named.items()
-    }
+def _named_sets(default: str, given: Any) -> dict[str, Any]:
+    named = given if isinstance(given, Mapping) else {} if given is None else {default: given}
+    return {name: _data(name, data) for name, data in named.items()}
 
 
 def _made_of_model(optimizer: Any) -> Callable[[nn.Module], Any]:
-    if hasattr(optimizer, "param_groups"):
+    if isinstance(optimizer, Optimizer):
         return lambda model: optimizer
-    if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
+    if isinstance(optimizer, type):
         name = optimizer.__name__
         raise TypeError(
             f"optimizer is the class {name}: give its name, {name!r}, or lambda model: {name}(model.parameters(), ...)."
         )
-    expected = "a name, options, an optimizer, or a function that makes it of the model"
-    check_type("optimizer", optimizer, callable(optimizer), expected)
-    return optimizer  # type: ignore[no-any-return]  # the user's
+    made: Callable[[nn.Module], Any] = optimizer
+    return made
 
 
 def _as_in_config(value: Any) -> Any:

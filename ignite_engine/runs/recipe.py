@@ -14,7 +14,16 @@ import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from ignite_engine import devices, handlers
-from ignite_engine.errors import shortened
+from ignite_engine.errors import (
+    CheckpointError,
+    LaunchError,
+    NotExact,
+    NotFinite,
+    RanksDiffer,
+    ReplayError,
+    StateMismatch,
+    shortened,
+)
 from ignite_engine.ranks import agreement, attempt, mesh
 from ignite_engine.rng import seed_everything
 from ignite_engine.runs.attach import attach_handlers
@@ -22,7 +31,13 @@ from ignite_engine.runs.components import check_fit, make_optimizers, make_sched
 from ignite_engine.runs.config import Config, ConfigError, ConfigWarning
 from ignite_engine.runs.loaders import data_loader, say_how_it_resumes, updates_of
 from ignite_engine.runs.run import Run
-from ignite_engine.runs.run_directory import PhaseTimes, RunDirectory, config_differences, installed_packages
+from ignite_engine.runs.run_directory import (
+    PhaseTimes,
+    RunDirectory,
+    RunDirectoryInUse,
+    config_differences,
+    installed_packages,
+)
 from ignite_engine.runs.task import Task, TaskError, build_task, find_task
 from ignite_engine.runs.wrapping import declare_mesh, wrap
 from ignite_engine.trainer import Trainer
@@ -30,6 +45,10 @@ from ignite_engine.update import Update
 
 logger = logging.getLogger(__name__)
 
+USER_ERRORS = (ConfigError, StateMismatch, NotExact, ReplayError, RunDirectoryInUse, TaskError)
+"""What a user can fix, whatever is called: one line, and of a command code 2."""
+RUN_ERRORS = (CheckpointError, LaunchError, NotFinite, RanksDiffer)
+"""What ends a run and needs no traceback: one line, and of ``train`` code 1."""
 _STARTED_AGAIN = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 """Counts of launchers that start a rank that has died, or a job that was taken off its machine, again."""
 

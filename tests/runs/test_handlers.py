@@ -216,7 +216,12 @@ test_mistakes_in_a_call = refusals(
         ("type", of(Checkpoint={"keep_last": "two"}), ConfigError, "handlers.Checkpoint.keep_last whole number"),
         ("the argument is named", of(batch_size="x"), ConfigError, "fit() batch_size: 'x' number"),
         ("its best", of(best="val/acc", metrics={}), ConfigError, "fit() best 'val/acc'"),
-        ("twice", of(best="val/loss", handlers={"Checkpoint": {"best": "loss"}}), ConfigError, "best twice give one"),
+        (
+            "twice",
+            of(best="val/loss", handlers={"Checkpoint": {"best": "loss"}}),
+            ConfigError,
+            "best handlers.Checkpoint.best give",
+        ),
         ("turned off", of(best="val/loss", handlers={"Checkpoint": None}), ConfigError, "best Checkpoint off"),
         ("class", of(handlers={"mine": dict}), ConfigError, "handlers['mine'] class object"),
         ("pair", of(handlers={"mine": (Events.STARTED, print)}), ConfigError, "handlers['mine'] order"),
