@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from ignite_engine import Trainer
 from ignite_engine.data.loader import resumable
-from ignite_engine.data.readers import Place, length_of
+from ignite_engine.data.readers import length_of
 from ignite_engine.data.source import DataSource
 from ignite_engine.data.workers import begin_pass, end_workers, with_own_iterator
 from ignite_engine.errors import StopRequested
@@ -156,14 +156,14 @@ class EvaluationBatches:
     def keep_progress(self, saved: Mapping[str, Any] | None) -> None:
         """Keep the progress where it is broken off; start where ``saved`` ends."""
         self.source = DataSource(self.data, None)
-        self.source.place = Place(_pass_of(self.data))
+        self.source.pass_number = _pass_of(self.data)
         self.progress = EvaluationProgress(self.evaluator, self.source, saved, self.limit)
 
     def __iter__(self) -> Iterator[Any]:
         progress, batches = self.progress, self.progress.start if self.progress else 0
         iterator = self._iterator
         if iterator is None:
-            iterator = begin_pass(self.data) if progress is None else chain.from_iterable(self.source)
+            iterator = begin_pass(self.data) if progress is None else chain.from_iterable(self.source.open())
             self._iterator = iterator
         if progress is not None:
             progress.restore_rng()
@@ -230,7 +230,7 @@ class EvaluationBatches:
     def _interrupt(self, iterator: Any) -> None:
         self.interrupted = True
         if self.progress is not None:
-            self.source.abandon()
+            self.source.close(at_once=True)
         else:
             end_workers(iterator, self.data)
         if self.evaluator.state.epoch_length is None:

@@ -14,7 +14,7 @@ from ignite_engine.checkpoint.pack import Pack
 from ignite_engine.checkpoint.states import metrics as metric_state
 from ignite_engine.data.source import DataSource
 from ignite_engine.errors import CheckpointError, one_line
-from ignite_engine.ranks import agreement
+from ignite_engine.ranks import agreement, mesh
 from ignite_engine.update.micro_batches import Group
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class EvaluationProgress:
     def __init__(
         self, evaluator: Engine, source: DataSource, saved: Mapping[str, Any] | None, limit: int | None
     ) -> None:
-        self.start = 0
+        self.start = self._counted = 0
         self.saved: dict[str, Any] | None = None
         """What a checkpoint holds, once it was broken off."""
         self._evaluator, self._source = evaluator, source
@@ -57,14 +57,15 @@ class EvaluationProgress:
         if not all(agreement.gather_objects(fits)):
             return
         assert saved is not None
-        pass_number = source.place.pass_number
+        pass_number = source.pass_number
         try:
             agreement.agreed(lambda: source.load_state_dict(saved["data"]))
         except ValueError as error:
-            source.load_state_dict({"pass": pass_number, "batch": 0, "ended": False})
+            at_first = {"pass": pass_number, "batch": 0, "ended": False, "held": {}, "ranks": mesh.data_size()}
+            source.load_state_dict(at_first)
             logger.warning("The evaluation starts over: %s", error)
             return
-        self.start = source.place.batch
+        self.start = self._counted = saved["batches"]
         if agreement.rank() == 0:
             logger.info("The evaluation continues after %d batches.", self.start)
 
@@ -92,10 +93,11 @@ class EvaluationProgress:
     def capture(self, batches: int) -> None:
         """Keep the progress after ``batches`` batches in :attr:`saved`; every rank calls it after the same number."""
         evaluated = Group()
-        evaluated.places = batches - self._source.place.batch
+        evaluated.places, self._counted = batches - self._counted, batches
         self._source.consumed(evaluated)
         metrics = {name: metric_state.capture(metric) for name, metric in self._metrics.items()}
         state = {"what": self._what, "metrics": metrics, "rng": rng.capture(), "data": self._source.state_dict()}
+        state["batches"] = batches
         try:
             Pack(state)  # refuses it
         except CheckpointError as error:

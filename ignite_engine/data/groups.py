@@ -1,7 +1,7 @@
 """The next group of each rank: of data of its own, on which the ranks agree, or its share of one global order.
 
 With ``global_micro_batches`` an iteration is the next so many batches of one order, of which each rank computes a
-share. ``place.batch`` then counts micro-batches over all ranks, and the place that is saved is the number of samples
+share. Batches are then counted over all ranks, and what is saved of the position is the number of samples
 that were consumed, so it means the same on any number of ranks.
 """
 
@@ -49,14 +49,14 @@ def agreed_group(source: DataSource, batches: Iterator[Any]) -> Group | None:
     """
     group = Group()
     while True:
-        own, weights, rows = _exchanged(source, batches)
+        own, weights, rows = _exchanged(source, batches, group)
         longest, places = (int(max(row[column] for row in rows)) for column in (0, 3))
         group.places += places
         if longest or not places:
             break
     if not longest:
         if source.read_errors is not None:
-            source.read_errors.count()  # nothing of the pass comes again
+            source.read_errors.count(group)  # nothing of the pass comes again
         return None
     group.extend(own)
     if not all(row[0] for row in rows):
@@ -72,7 +72,9 @@ def agreed_group(source: DataSource, batches: Iterator[Any]) -> Group | None:
     return group
 
 
-def _exchanged(source: DataSource, batches: Iterator[Any]) -> tuple[list[Any], list[float], list[list[float]]]:
+def _exchanged(
+    source: DataSource, batches: Iterator[Any], group: Group
+) -> tuple[list[Any], list[float], list[list[float]]]:
     """This rank's batches and their weights; of each rank how many it has, what is wrong, their weight, how many were
     due."""
     places, own, unread, weights = list[Any](), list[Any](), list[Exception](), list[float]()
@@ -93,7 +95,7 @@ def _exchanged(source: DataSource, batches: Iterator[Any]) -> tuple[list[Any], l
     if any(row[1] for row in rows):
         raise StopRequested
     if source.read_errors is not None and any(row[3] > row[0] for row in rows):
-        source.read_errors.leave_out(unread)
+        source.read_errors.leave_out(unread, group)
     return own, weights, rows
 
 
@@ -144,7 +146,7 @@ def _order_key(source: DataSource) -> list[float]:
     sampler = source.sampler
     if sampler is None or sampler.world_size == 1:
         return [0.0, 0.0]
-    sampler.pass_number = source.place.pass_number
+    sampler.pass_number = source.pass_number
     words = f"{sampler.seed if sampler.shuffle else None} {sampler.drawn_order} {sampler.length}"
     return [float(int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)) for text in (words, f"{source.fingerprint}")]
 
@@ -168,13 +170,12 @@ def deal(reader: Replayed, micro_batches: int) -> Dealing | None:
     return None
 
 
-def refuse_lengths(source: DataSource) -> None:
-    """A collective.
+def refuse_lengths(lengths: list[int]) -> None:
+    """Refuse data that cannot be dealt out.
 
     Raises:
         ValueError: always; the data has no batch, or not as many, in another order or of other data on some rank.
     """
-    lengths = agreement.gather_objects(source.reader.measure(source.place))
     raise ValueError(
         "global_micro_batches needs the same data on every rank, with at least one batch, got "
         f"{', '.join(map(str, lengths))} batches by rank."
@@ -184,7 +185,7 @@ def refuse_lengths(source: DataSource) -> None:
 def dealt_group(source: DataSource, dealing: Dealing, batches: Iterator[Any]) -> Group | None:
     """This rank's share of the next iteration; None at the end of the pass."""
     assert source.batches is not None and source.sampler is not None
-    size = min(dealing.cycle, source.batches - source.place.batch)
+    size = min(dealing.cycle, source.batches - source.batch)
     if size <= 0:
         next(batches, None)  # the loader ends its workers when it is exhausted
         return None
@@ -192,7 +193,7 @@ def dealt_group(source: DataSource, dealing: Dealing, batches: Iterator[Any]) ->
     if not group and not source.may_be_empty:
         # in a resumed run the same: the first samples of the pass
         first = source.sampler.first(dealing.batch_size)
-        group.append(source.data.dataset.__getitems__([(source.place.pass_number, index) for index in first]))
+        group.append(source.data.dataset.__getitems__([(source.pass_number, index) for index in first]))
         group.padding = 1
     group.total = group.places = size
     return group

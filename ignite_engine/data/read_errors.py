@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ignite_engine.errors import PeerFailed, one_line
 from ignite_engine.ranks import agreement, mesh
+from ignite_engine.update.micro_batches import Group
 
 logger = logging.getLogger(__name__)
 
@@ -31,21 +32,18 @@ class ReadErrors:
 
     def __init__(self, limit: int, state: Any) -> None:
         self.limit, self._state = limit, state
-        self.found = 0
-        """Errors in the group in hand, over all ranks; they count once it is trained on."""
         if mesh.data_size() < agreement.world_size():
             raise ValueError(
                 f"max_read_errors={self.limit} could leave a batch out on one rank of a tensor-parallel group and not "
                 "on another one: use max_read_errors=0 with tensor parallelism."
             )
 
-    def count(self) -> None:
-        """The group in hand is consumed."""
-        self._state.read_errors += self.found
-        self.found = 0
+    def count(self, group: Group) -> None:
+        """The group is consumed."""
+        self._state.read_errors += group.unread
 
-    def leave_out(self, errors: Sequence[Exception]) -> None:
-        """Leave out what some rank could not read; a collective.
+    def leave_out(self, errors: Sequence[Exception], group: Group) -> None:
+        """Leave out of a group what some rank could not read; a collective.
 
         Args:
             errors: of this rank.
@@ -54,24 +52,18 @@ class ReadErrors:
             Exception: of this rank, where there are too many.
             PeerFailed: of another rank, likewise.
         """
-        lines = [
-            (rank, line)
-            for rank, of_rank in enumerate(agreement.gather_objects([one_line(error) for error in errors]))
-            for line in of_rank
-        ]
-        for rank, line in lines:
-            self.found += 1
-            total = self._state.read_errors + self.found
+        of_all = agreement.gather_objects([one_line(error) for error in errors])
+        for rank, line in ((rank, line) for rank, lines in enumerate(of_all) for line in lines):
+            group.unread += 1
+            total = self._state.read_errors + group.unread
             if total > self.limit:
                 if errors:
                     raise errors[0]
                 raise PeerFailed(f"Rank {rank} failed, reading its data: {line}")
             if agreement.rank() == 0:
-                where = agreement.on_ranks([rank])
-                at = self._state.iteration + 1
                 logger.warning(
                     "A batch at iteration %d cannot be read%s and is left out (%d of at most %d): %s",
-                    *(at, where, total, self.limit, line),
+                    *(self._state.iteration + 1, agreement.on_ranks([rank]), total, self.limit, line),
                 )
 
 

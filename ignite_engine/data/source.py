@@ -1,4 +1,8 @@
-"""What a Trainer iterates over: it groups micro-batches and knows its place in the data."""
+"""What a Trainer iterates over: it groups micro-batches and knows its position in the data.
+
+A source has three verbs: :meth:`Source.open` gives the groups of a pass, :meth:`Source.consumed` moves the position
+past one, :meth:`Source.next_pass` moves it to the next pass. What has rules of its own about passes wraps a source.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from copy import copy
 from itertools import islice
 from typing import Any, Protocol
 
@@ -15,7 +20,7 @@ from ignite_engine import rng
 from ignite_engine.data import groups
 from ignite_engine.data.fingerprint import fingerprint
 from ignite_engine.data.read_errors import ReadErrors
-from ignite_engine.data.readers import Indexed, Place, reader_of
+from ignite_engine.data.readers import Indexed, reader_of
 from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.errors import StateMismatch, StopRequested, leave_out
 from ignite_engine.ranks import agreement, mesh
@@ -33,37 +38,95 @@ class Waiting(Protocol):
         """Whether this rank is to stop."""
 
 
-class EndsEpochs(Protocol):
-    """A source whose epochs are several passes, and that says which is the last; ``run`` is the ``loop/feed.py``."""
+class Run(Protocol):
+    """What a source that fires events itself asks of the run."""
 
-    def run_begins(self) -> None:
-        """The position at which a run begins is set."""
+    def fire(self, event: Any) -> None:
+        """Run the handlers of an event, and do what they ask for."""
 
-    def group_fetched(self, run: Any) -> None:
-        """GET_BATCH_COMPLETED has come."""
-
-    def first_of_next_pass(self, run: Any) -> Group | None:
-        """The next group where a pass has no more, None at the end of the epoch."""
-
-    def epoch_ended(self) -> None:
-        """The epoch is over."""
+    def boundary(self) -> None:
+        """A step boundary."""
 
 
-class LoadersInTurn(Protocol):
-    """Gives an evaluation another loader each time, and keeps its position."""
+class Source(ABC):
+    """Data with a position. At most one group is in hand, fetched and not consumed."""
 
-    def reset(self) -> None:
-        """Start at the beginning."""
+    kind: str
+    iterations: int | None = None
+    """Groups in one pass; of data that is not read by index as it says, which may be wrong. None: unknown."""
+    iterations_left: int | None = None
+    """Groups from the position to the end of the pass, where it is known for certain."""
+    inexact: str | None
+    """Why a resumed run would not see the same bits, None if it would."""
+    changed: str | None = None
+    """What is other than where the position was saved, as a sentence."""
+    pass_number = 0
+    batch = 0
+    """How many of the pass are consumed, since it was opened here."""
 
-    def next_loader(self) -> Any:
-        """The loader of this evaluation, None if there is none now; a collective."""
+    @abstractmethod
+    def begin(self, pass_number: int) -> None:
+        """Begin at the first batch of this pass. A collective."""
 
-    def done(self) -> None:
-        """Its loader was evaluated."""
+    @abstractmethod
+    def open(self, run: Run | None = None) -> Iterator[Group]:
+        """The groups of the present pass from the position on."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    @abstractmethod
+    def consumed(self, group: Group) -> None:
+        """It is trained on, or given up."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    @abstractmethod
+    def next_pass(self) -> bool:
+        """Move to the next pass; False: there is none."""
+
+    @abstractmethod
+    def put_back(self) -> None:
+        """Undo the fetch of the group in hand: it comes again, with what was drawn for it."""
+
+    @abstractmethod
+    def samples(self, group: Group | None) -> list[int] | None:
+        """Dataset indices of this rank's group, or of the next one; None if not of a ``loader()``'s data."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what must be the same for it to mean the same."""
+
+    @abstractmethod
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue at a saved position; what one rank refuses is raised on all. A collective.
+
+        Raises:
+            StateMismatch: it is one in other data.
+        """
+
+    def reads_on(self) -> None:  # noqa: B027  # of a source that cannot be an iterator nothing
+        """The data is an iterator that is at the position itself."""
+
+    @abstractmethod
+    def freeze(self) -> None:
+        """Keep the position as it is now, whatever becomes of the loader: it is discarded, or others iterate it."""
+
+    @abstractmethod
+    def close(self, *, at_once: bool = False) -> None:
+        """The run is over: end the workers of the present pass, unless they are persistent; ``at_once`` these, too."""
+
+    def check_kind(self, state: dict[str, Any]) -> None:
+        """Refuse a position in data of another kind.
+
+        Raises:
+            StateMismatch: it is one.
+        """
+        if state["kind"] != self.kind:
+            raise StateMismatch(
+                f"The checkpoint was made with {state['kind']} as data: give run() the same, or leave the position out "
+                f"with {leave_out('data')}."
+            )
+
+    def note_changed(self, sentence: str) -> None:
+        self.changed = sentence if self.changed is None else f"{self.changed} {sentence}"
+        if agreement.rank() == 0:
+            logger.warning("%s", sentence)
 
 
 class OwnSource(ABC):
@@ -73,15 +136,12 @@ class OwnSource(ABC):
     def __iter__(self) -> Iterator[Any]: ...
 
     @abstractmethod
-    def make_source(self, state: Any, **how: Any) -> DataSource:
+    def make_source(self, state: Any, waiting: Waiting, make: Callable[[Any], DataSource]) -> Source:
         """The source over it.
 
         Args:
             state: of the run.
-            how: arguments of a :class:`DataSource`.
-
-        Raises:
-            ValueError: it cannot be read so.
+            make: makes the source of a loader.
         """
 
     @abstractmethod
@@ -89,8 +149,8 @@ class OwnSource(ABC):
         """The same data, of whose map-style datasets ``make`` makes loaders."""
 
     @abstractmethod
-    def loaders_in_turn(self, name: str) -> LoadersInTurn:
-        """What the evaluation ``name`` takes a loader of, each time."""
+    def loaders_in_turn(self, name: str) -> Any:
+        """What the evaluation ``name`` takes a loader of, each time, by ``next_loader()``, and ``done()`` with it."""
 
     @property
     @abstractmethod
@@ -98,8 +158,8 @@ class OwnSource(ABC):
         """What is the same on every rank."""
 
 
-class DataSource:
-    """What a Trainer iterates: one pass over ``data`` per ``iter()``, in groups, counted by what was consumed.
+class DataSource(Source):
+    """Passes over ``data``, in groups, counted by what was consumed.
 
     Args:
         data: a loader or any iterable of batches.
@@ -112,8 +172,6 @@ class DataSource:
         waiting: its ``waiting_for_data`` is set where a signal may end a wait; None: a signal ends none.
         read_errors: batches that cannot be read are left out; None: they raise.
 
-    At most one group is in hand, fetched and not consumed; :meth:`put_back` undoes the fetch.
-
     Ranks exchange the lengths of sized loaders when a pass starts; nothing more is needed where they are equal.
     Otherwise, and where groups are weighed or batches may be left out, they agree on each group (``data/groups.py``).
 
@@ -121,11 +179,7 @@ class DataSource:
         ValueError: ranks that share their data might read something else, or cannot share it out.
     """
 
-    ends_epochs: EndsEpochs | None = None
-    """Itself, if it does; else the run counts them."""
     kind = "a loader"
-    is_open = True
-    """It is known what is read."""
 
     def __init__(
         self,
@@ -139,31 +193,27 @@ class DataSource:
         read_errors: ReadErrors | None = None,
     ) -> None:
         self.steps, self.weigh, self.read_errors = accumulation_steps or global_micro_batches or 1, weigh, read_errors
-        self.may_be_empty, self._micro_batches, self._given_waiting = may_be_empty, global_micro_batches, waiting
-        self.place = Place()
-        self.changed: str | None = None
-        """What is other than where the place was saved, as a sentence."""
-        self._read_last: list[Any] = []
-        """The batches of this rank that were read last."""
-        self.set_data(data)
-
-    def set_data(self, data: Any) -> None:
-        """Read ``data`` from now on."""
-        self.data, self.reader = data, reader_of(data, marks=self.read_errors is not None)
+        self.data, self.reader = data, reader_of(data, marks=read_errors is not None)
+        self.may_be_empty, self._given_waiting = may_be_empty, waiting
         self.batches: int | None = None
-        """Batches in one pass on the longest rank; None: unknown, not read by index, or some may be left out."""
-        self._said: int | None = None
+        """Batches from where the pass was opened on the longest rank; None: unknown, not read by index, or some may be
+        left out."""
+        self._ended = False
+        """The pass was at its end when the position was saved: it yields nothing more."""
         self._exchanges = False
         """The ranks agree on each group: they may have other numbers of batches, or groups are weighed."""
         self._waiting: Waiting | None = None
-        self._opened_with: Any = None
-        """The random numbers before the pass was opened, until its first fetch."""
-        # as it is before it is read, as in a process that resumes
+        self._opened = False
+        self._held: Mapping[str, Any] = {}
+        """What the reader needs to open the pass at the position, until it is open."""
+        self._loaded = False
+        """The loader itself is elsewhere."""
         self._before: tuple[Mapping[str, Any], Any] | None = None
-        """What the fetch of the group in hand has changed, as it was: of the place, and :func:`rng.snapshot`."""
+        """What the fetch of the group in hand has changed: what was held, and :func:`rng.snapshot`."""
+        # as it is before it is read, as in a process that resumes
         self.fingerprint = fingerprint(data.dataset) if isinstance(data, DataLoader) else None
         """Of the dataset; None: it is not known what it holds."""
-        self.dealing = None if self._micro_batches is None else groups.deal(self.reader, self._micro_batches)
+        self.dealing = None if global_micro_batches is None else groups.deal(self.reader, global_micro_batches)
         """How the micro-batches of all ranks are shared out; None: each rank has data of its own."""
 
     @property
@@ -172,76 +222,56 @@ class DataSource:
         return self.reader.sampler if isinstance(self.reader, Indexed) else None
 
     @property
-    def inexact(self) -> str | None:
-        """Why a resumed run would not see the same bits, None if it would."""
+    def inexact(self) -> str | None:  # type: ignore[override]
         return self.reader.inexact
 
-    @property
-    def iterations(self) -> int | None:
-        """Groups in one pass; of data that is not read by index as it says, which may be wrong. None: unknown."""
-        return None if self._said is None else -(-self._said // self.steps)
+    def begin(self, pass_number: int) -> None:
+        self.pass_number, self.batch, self._ended, self._held = pass_number, 0, False, {}
+        self.agree_lengths()
 
     def agree_lengths(self) -> None:
-        """Read the length of the pass that starts; the ranks exchange theirs. A collective.
+        """Read the length of the pass; the ranks exchange theirs. A collective.
 
         Raises:
             ValueError: the ranks share out one order, and one of them has another order or other data.
         """
-        lengths, by_index = groups.lengths(self, self.reader.measure(self.place))
-        self._said = max(lengths) if min(lengths) >= 0 else None
-        self.batches = self._said if by_index and self.read_errors is None else None
+        lengths, by_index = groups.lengths(self, self.reader.length(self.pass_number, self._held))
+        known = max(lengths) if min(lengths) >= 0 else None
+        self.batches = known if by_index and self.read_errors is None else None
+        whole = self.reader.whole_length() if isinstance(self.reader, Indexed) else known
+        self.iterations = None if whole is None else -(-whole // self.steps)
         differ = self.batches is None or len(set(lengths)) > 1
         alone = agreement.world_size() == 1
         self._exchanges = not alone and (differ or (self.weigh is not None and self.dealing is None))
         self._waiting = self._given_waiting if alone or self._exchanges else None  # else a peer would not learn of it
-        if self.dealing is not None and (self._exchanges or not (self.batches or self.place.skipped)):
-            groups.refuse_lengths(self)
+        if self.dealing is not None and (self._exchanges or not (self.batches or self._held.get("consumed"))):
+            groups.refuse_lengths(lengths)
 
-    def begin_after(self, place: Place) -> None:
-        """Begin with the pass after ``place``, which is one in other data: the same order would be the same samples."""
-        self.place = Place(pass_number=place.pass_number + int(place.batch > 0))
+    @property
+    def iterations_left(self) -> int | None:  # type: ignore[override]
+        if self.batches is None:
+            return None
+        return 0 if self._ended else -(-(self.batches - self.batch) // self.steps)
 
     # -- a pass -----------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Group]:
-        """The groups of the present pass from the place on."""
-        place = self.place
-        if place.ended:
+    def open(self, run: Run | None = None) -> Iterator[Group]:
+        if self._ended or (self._held.get("exhausted") and not self._held.get("between")):
             return iter(())
-        if begins := bool(place.held.get("between_passes")):
+        if self._held.get("between"):
             self.agree_lengths()  # the data may have grown
-        was_open = place.is_within or (not begins and bool({"loader", "drawn_with"} & place.held.keys()))
-        self._opened_with = rng.snapshot() if self.reader.draws and not was_open else None
-        with rng.isolated() if was_open else nullcontext():  # what it draws was drawn before the place was saved
-            return self._groups(self._open())
+        return self._groups()
 
-    def _open(self) -> Iterator[Any]:
-        """This rank's batches from the place on; from now on the loader itself is at its place."""
-        if self.place.held.get("exhausted"):  # the loader is not used in this pass
-            return iter(())
-        place, self.place = self.place, self.place._replace(held={})
-        self.reader.set_pass(place)
-        return self.reader.open(place)
-
-    def _groups(self, batches: Iterator[Any]) -> Iterator[Group]:
-        """The groups to the end of the pass; the place is before each until it is consumed."""
+    def _groups(self) -> Iterator[Group]:
+        """The groups to the end of the pass; the position is before each until it is consumed."""
+        batches: Iterator[Any] | None = None
         while True:
             if self.reader.draws:
-                held, opened_with = self._held(), self._opened_with
-                # a pass that is not begun is opened again, but by a loader that has it in its state
-                begins = opened_with is not None and not {"loader", "drawn_with"} & held.keys()
-                self._before = held, opened_with if begins else rng.snapshot()
-            self._opened_with = None
+                self._before = self._now(), rng.snapshot()
             try:
-                if self._exchanges or self.read_errors is not None:
-                    group = groups.agreed_group(self, batches)
-                elif self.dealing is not None:
-                    group = groups.dealt_group(self, self.dealing, batches)
-                else:
-                    read = self.read(batches, self.steps)
-                    group = Group(read) if read else None
-                    if group is not None:
-                        group.places = len(group)
+                if batches is None:
+                    batches = self._open_reader()
+                group = self._next(batches)
             except StopRequested:
                 self.put_back()
                 raise
@@ -250,170 +280,133 @@ class DataSource:
                 return
             yield group
 
+    def _open_reader(self) -> Iterator[Any]:
+        """This rank's batches from the position on; from now on the loader itself is there."""
+        held = self._held if self._loaded else {}
+        with rng.isolated() if held.get("open") else nullcontext():  # what it draws was drawn before the save
+            goes_on = self.reader.goes_on
+            batches = self.reader.open(self.pass_number, self.batch, held)
+            if self.batch and self.reader.reads_again and not goes_on:
+                if self.reader.draws:
+                    what = self.reader.inexact or type(self.data).__name__
+                    logger.warning(
+                        "%s: the %d batches that were consumed are loaded again and skipped.", what, self.batch
+                    )
+                for _ in range(self.batch):
+                    self.read(batches, 1)
+        self._held, self._loaded, self._opened = {}, False, True
+        return batches
+
+    def _next(self, batches: Iterator[Any]) -> Group | None:
+        if self._exchanges or self.read_errors is not None:
+            return groups.agreed_group(self, batches)
+        if self.dealing is not None:
+            return groups.dealt_group(self, self.dealing, batches)
+        group = Group(self.read(batches, self.steps))
+        group.places = len(group)
+        return group if group else None
+
     def read(self, batches: Iterator[Any], count: int) -> list[Any]:
         """The batches of one iteration; a stop may end the wait for them, where all ranks learn of it."""
-        self._read_last = read = list[Any]()
         if self._waiting is None:
-            read += islice(batches, count)
-            return read
+            return list(islice(batches, count))
         try:
             self._waiting.waiting_for_data = True
-            read += islice(batches, count)  # keeps those before a stop
+            return list(islice(batches, count))
         finally:
             self._waiting.waiting_for_data = False
-        return read
 
     def put_back(self) -> None:
-        """Undo the fetch of the group in hand: it comes again, with what was drawn for it."""
-        before, self._before = self._before, None
-        if self.read_errors is not None:
-            self.read_errors.found = 0
-        if before is not None:
-            held, generators = before
+        if self._before is not None:
+            self._held, generators = self._before
+            self._before, self._loaded, self._opened = None, True, False
             rng.restore_snapshot(generators)
-            self.reader.put_back(self._read_last)
-            self.place = self.place._replace(held=held)
 
     def consumed(self, group: Group) -> None:
-        """It is trained on, or given up."""
-        self.place = self.place._replace(batch=self.place.batch + group.places)
+        self.batch += group.places
         self._before = None
         if self.read_errors is not None:
-            self.read_errors.count()
+            self.read_errors.count(group)
 
-    def next_pass(self) -> None:
-        """Move to the first batch of the next pass."""
-        self.reader.end_pass(self.place)
-        # if this pass was not opened since its place was loaded, the loader's state is still the loaded one, at its end
-        held = {**self.place.held, "between_passes": True, "exhausted": False}
-        for name in ("samplers", "drawn_with"):
-            held.pop(name, None)
-        self.place = Place(self.place.pass_number + 1, held=held)
+    def next_pass(self) -> bool:
+        is_open = False
+        if self._opened:
+            is_open = self.reader.end_pass()
+            self._held = {} if is_open else {**self.reader.state(), "between": True}
+        else:  # not opened since its position was loaded: what is held is still that, at the end of the pass
+            kept = {name: value for name, value in self._held.items() if name not in ("began_with", "consumed")}
+            self._held = {**kept, "between": True, "open": False}
+        self.pass_number, self.batch, self._ended, self._opened = self.pass_number + 1, 0, False, is_open
         self._before = None
+        return True
 
-    def abandon(self) -> None:
-        """End the workers of the present pass at once: they may be busy for long with what is no longer wanted."""
-        self.freeze()
-        self.reader.end()
+    def reads_on(self) -> None:
+        self.reader.goes_on = self.reader.reads_again
 
     def freeze(self) -> None:
-        """Keep the place as it is now, whatever becomes of the loader: it is discarded, or others iterate it."""
-        if self.reader.iterator is not None:
-            self.place = self.place._replace(held=self._held())
+        self._held, self._before, self._loaded, self._opened = self._now(), None, True, False
 
-    def close(self) -> None:
-        """The run is over: end the workers of the present pass, unless they are persistent."""
-        self.reader.end(keep_persistent=True)
+    def close(self, *, at_once: bool = False) -> None:
+        if at_once:
+            self.freeze()
+        self.reader.end(keep_persistent=not at_once)
+
+    def samples(self, group: Group | None) -> list[int] | None:
+        if self.sampler is None:
+            return None
+        batches = self.steps if group is None else group.places
+        size, order = self.data.batch_size, copy(self.sampler)
+        order.start = self.batch * size
+        own = batches if self.dealing is None else self.dealing.own(batches)
+        return [index for _, index in islice(order, own * size)]
 
     # -- in checkpoints ---------------------------------------------------------------------------------------------
 
-    def _held(self) -> Mapping[str, Any]:
-        """What belongs to the place beside its numbers, as a checkpoint holds it."""
+    def _now(self) -> Mapping[str, Any]:
+        """What the reader needs to come to the position again."""
         if self._before is not None:
             return self._before[0]
-        held = self.place.held
-        return held if "loader" in held else {**self.reader.state(), **held}  # else the pass is not open
+        if self._opened:
+            return {**self.reader.state(), "open": True}
+        return self._held
 
     def state_dict(self) -> dict[str, Any]:
-        """The place, and what must be the same for it to mean the same."""
-        place, held = self.place, self._held()
-        exhausted = bool(held.get("exhausted")) and not self._exchanges
-        ended = place.ended or exhausted or (self.batches is not None and place.batch >= self.batches)
-        if ended:  # batch 0 of the next pass; but the end of the one before has not been reported yet
-            place = place._replace(pass_number=place.pass_number + 1, batch=0, skipped=0)
-        state: dict[str, Any] = {
-            "pass": place.pass_number,
-            "batch": place.batch,
-            "ended": ended,
-            "ranks": mesh.data_size(),
-            "kind": self.kind,
-        }
+        ended = self._ended or (self.batches is not None and self.batch >= self.batches)
+        state: dict[str, Any] = {"kind": self.kind, "ranks": mesh.data_size(), "ended": ended}
+        state |= {"pass": self.pass_number, "batch": self.batch, "held": self._now()}
         if self.fingerprint is not None:
             state["fingerprint"] = self.fingerprint
-        return {**state, **self.reader.order(place), "held": held, "steps": self.steps}
+        if isinstance(self.reader, Indexed):
+            state |= self.reader.saved(self.pass_number, self.batch, ended=ended)
+        return state
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue at a saved place; what one rank refuses is raised on all. A collective."""
         self.check_kind(state)
         agreement.together(lambda: self.load_state_dict(state))
-        if self.place.skipped:
-            self.agree_lengths()  # of the rest of the pass
-
-    def check_kind(self, state: dict[str, Any]) -> None:
-        """Refuse a place in other data.
-
-        Raises:
-            StateMismatch: it is one in data of another kind.
-        """
-        if state["kind"] != self.kind:
-            raise StateMismatch(
-                f"The checkpoint was made with {state['kind']} as data: give run() the same, or leave the position out "
-                f"with {leave_out('data')}."
-            )
+        self.agree_lengths()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved place.
-
-        Raises:
-            StateMismatch: the dataset, its order or the batch size is another one. The latter may be, where an update
-                has as many samples on another number of ranks.
-        """
-        place, held = self._place_of(state), state.get("held", {})
-        if state.get("ranks", mesh.data_size()) != mesh.data_size():
-            held = {**held, "exhausted": False}
-        self.place = place._replace(held=held)
+        """As :meth:`load`, on this rank alone."""
+        self.pass_number, self.batch, self._ended = state["pass"], state["batch"], state["ended"]
+        self._held, self._loaded = state["held"], True
         if None not in (self.fingerprint, saved := state.get("fingerprint")) and saved != self.fingerprint:
-            self._note_changed("The data is not that of the checkpoint: the run continues at its place in other data.")
-        self.reader.set_pass(self.place)
-        drawn = state.get("drawn_order")
-        if drawn is not None and (self.sampler is None or self.sampler.drawn_order != drawn):
-            self._note_changed(
-                "The sampler draws another order than in the checkpoint: samples of this pass may come twice or never."
-            )
-
-    def _place_of(self, state: dict[str, Any]) -> Place:
-        """The numbers of a saved place, perhaps of another number of ranks."""
-        place = Place(state["pass"] - int(state["ended"]), state["batch"], state["ended"], state.get("skipped", 0))
-        ranks, size = mesh.data_size(), getattr(self.data, "batch_size", None)
-        before, size_before = state.get("ranks", ranks), state.get("batch_size")
-        dealt, is_ordered = False, False
-        if isinstance(self.reader, Indexed) and "seed" in state:
-            self._check_order(self.reader, state)
-            dealt, is_ordered = self.dealing is not None, True
-        if before == ranks and not dealt:
-            return place
-        if is_ordered and place.batch:
-            consumed = place.skipped + place.batch * state["batch_size"] * before
-            place = place._replace(batch=0, skipped=min(consumed, state["samples"]))
-        if before == ranks or dealt or not (place.is_within or size_before != size):
-            return place
-        outcome = f"each continues at batch {place.batch} of its own, samples of this pass may come twice or never"
-        if is_ordered:
-            outcome = (
-                f"{place.skipped} of {state['samples']} samples of this pass are consumed, the ranks share the rest"
-            )
-            if size_before != size:
-                outcome += f", {size} in a batch where it was {size_before}"
-        self._note_changed(f"The data position was saved on {before} ranks, resumed on {ranks}: {outcome}.")
-        return place
-
-    def _note_changed(self, sentence: str) -> None:
-        self.changed = sentence if self.changed is None else f"{self.changed} {sentence}"
-        if agreement.rank() == 0:
-            logger.warning("%s", sentence)
-
-    def _check_order(self, reader: Indexed, state: dict[str, Any]) -> None:
-        if reader.sampler.adopts_seed:
-            reader.sampler.seed = self.data.dataset.seed = state["seed"]
-        for name, value in reader.fixed(reader.sampler.data_length(state["pass"])).items():
-            if state[name] != value and not (name == "batch_size" and self._keeps_global_batch(state)):
-                raise StateMismatch(
-                    f"The checkpoint was made with {name} {state[name]} in its data, now it is {value}: make them "
-                    f"equal, or leave the position out with {leave_out('data')}."
+            self.note_changed("The data is not that of the checkpoint: the run continues at its place in other data.")
+        ranks, before = mesh.data_size(), state["ranks"]
+        moved = f"The data position was saved on {before} ranks, resumed on {ranks}"
+        if isinstance(self.reader, Indexed) and "consumed" in state:
+            self.reader.load(state)
+            self.batch, self._held = 0, self.reader.state()
+            if state.get("drawn_order", drawn := self.reader.sampler.drawn_order) != drawn:
+                self.note_changed(
+                    "The sampler draws another order than in the checkpoint: samples of this pass may come twice or "
+                    "never."
                 )
-
-    def _keeps_global_batch(self, state: dict[str, Any]) -> bool:
-        """On another number of ranks an update has as many samples as where ``state`` was saved."""
-        before, now = state.get("ranks", 1) * state["batch_size"], mesh.data_size() * self.data.batch_size
-        steps = state.get("steps", self.steps)
-        return state.get("ranks") != mesh.data_size() and (before == now or before * steps == now * self.steps)
+            size, size_before = self.data.batch_size, state["batch_size"]
+            if (before, size_before) != (ranks, size) and self.dealing is None:
+                outcome = f"{state['consumed']} of {state['samples']} samples of this pass are consumed"
+                sizes = "" if size == size_before else f", {size} in a batch where it was {size_before}"
+                self.note_changed(f"{moved}: {outcome}, the ranks share the rest{sizes}.")
+        elif before != ranks:
+            self._held = {**self._held, "exhausted": False}
+            outcome = f"each continues at batch {self.batch} of its own, samples of this pass may come twice or never"
+            self.note_changed(f"{moved}: {outcome}.")

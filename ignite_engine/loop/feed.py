@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from ignite.engine import Engine, Events
 
 from ignite_engine.errors import StopRequested
 from ignite_engine.loop.boundary import RunEnds, StepBoundary
-from ignite_engine.loop.position import EpochIs, Grouping, limit_reached
+from ignite_engine.loop.position import EpochIs, Grouping
 from ignite_engine.loop.progress import Progress
 from ignite_engine.ranks import agreement
 from ignite_engine.state import TrainingState
@@ -29,20 +27,20 @@ class Feed:
         self._engine, self._state, self._progress = engine, state, progress
         self._boundary = boundary
         self._fire: Callable[..., bool] = engine._fire_event  # type: ignore[assignment]  # the Trainer's, which may be wrapped
-        self._began_at, self._is_warned = state.iteration, False
+        self._is_warned = False
         self._is_grouped = progress.grouping != Grouping()
 
     def open(self) -> None:
         """Open the pass at its position, unless it is open."""
         if self._engine._dataloader_iter is None:
-            self._engine._dataloader_iter = self._progress.open_pass()
+            self._engine._dataloader_iter = self._progress.open_pass(self)
 
     def next(self) -> Group | None:
         """The next group of the epoch, which becomes ``state.batch``; None: it has no more."""
         state, progress = self._state, self._progress
         state.group = state.batch = None
-        if state.dataloader is not None and self._fire(Events.GET_BATCH_STARTED):
-            self._boundary.check()
+        if state.dataloader is not None:
+            self.fire(Events.GET_BATCH_STARTED)
         group = self._fetch()
         if group is None and (progress.epoch_is_full() or (group := self._first_of_next_pass()) is None):
             return None
@@ -51,17 +49,17 @@ class Feed:
         state.output = None
         state.group = None if progress.source is None else group
         state.batch = group if self._is_grouped else group[0]  # type: ignore[assignment]  # Ignite says: a number
-        if state.dataloader is not None and self._fire(Events.GET_BATCH_COMPLETED):
-            self._boundary.check()
-        if progress.ends_epochs is not None:
-            progress.ends_epochs.group_fetched(self)
+        if state.dataloader is not None:
+            self.fire(Events.GET_BATCH_COMPLETED)
+        if group.begins is not None:
+            self.fire(group.begins)
         return group
 
     def give_up_pass(self) -> None:
         """The epoch was ended before its time: the next one begins with a new pass."""
-        self._progress.group, self._progress.updating = None, False  # one that was fetched is given up, too
+        self._progress.forget_group()  # one that was fetched is given up, too
         self._progress.end_pass()
-        self._engine._dataloader_iter = self._progress.open_pass()
+        self._engine._dataloader_iter = None
 
     def _fetch(self) -> Group | None:
         """The next group of the pass; where a signal breaks the wait for it, the run ends."""
@@ -72,54 +70,30 @@ class Feed:
         except StopRequested:  # on several ranks all of them are here
             progress.put_back()
             if progress.source is not None:
-                progress.source.abandon()
+                progress.source.close(at_once=True)
             self._engine._dataloader_iter = None
             self._boundary.at(last=True)
             raise RunEnds from None
 
     def _first_of_next_pass(self) -> Group | None:
         """The first group of the next pass over the data, None at the end of the epoch."""
-        state, progress, engine = self._state, self._progress, self._engine
-        if progress.ends_epochs is not None:
-            return progress.ends_epochs.first_of_next_pass(self)
-        is_measured = progress.epoch_is is EpochIs.MEASURED and progress.epoch_iteration > 0
-        if is_measured:
+        state, progress = self._state, self._progress
+        ends_epoch = progress.epoch_is is EpochIs.MEASURED and progress.epoch_iteration > 0
+        if ends_epoch:
             self._measured(progress.epoch_iteration)
         if state.dataloader is not None:
-            self._fire(Events.DATALOADER_STOP_ITERATION)
-            self._boundary.check()
-        progress.end_pass()
-        if is_measured:
-            # opened when it is needed: what this draws comes after the position is saved, as in a resumed run
-            engine._dataloader_iter = None
+            self.fire(Events.DATALOADER_STOP_ITERATION)
+        has_next = progress.end_pass()
+        # opened when it is needed: what this draws comes after the position is saved, as in a resumed run
+        self._engine._dataloader_iter = None
+        if ends_epoch:
             return None
-        group = self.fetch()
-        if group is None:
-            self._data_is_exhausted()
-        return group
-
-    # -- for a source that ends epochs --------------------------------------------------------------------------------
-
-    @property
-    def epoch_iteration(self) -> int:
-        return self._progress.epoch_iteration
-
-    def fire(self, event: Any) -> None:
-        if self._fire(event):
-            self._boundary.check()
-
-    def boundary(self, *, last: bool = False) -> None:
-        self._boundary.at(last=last or bool(self._engine.should_terminate), within_epoch=True)
-        self._boundary.check_or_pause()
-
-    def fetch(self) -> Group | None:
-        self._engine._dataloader_iter = self._progress.open_pass()
-        return self._fetch()
-
-    def end_run(self) -> None:
-        self._state.epoch -= 1  # or what is logged from here on is of an epoch without an iteration
-        self._state.reason, self._engine.should_terminate = "end of data", True
-        raise RunEnds
+        if has_next:
+            self.open()
+            if (group := self._fetch()) is not None:
+                return group
+        self._data_is_exhausted()
+        return None
 
     def _measured(self, iterations: int) -> None:
         said = None if self._progress.source is None else self._progress.source.iterations
@@ -133,18 +107,26 @@ class Feed:
         self._state.epoch_length = iterations
 
     def _data_is_exhausted(self) -> None:
+        """End the run, whose data has nothing more; an epoch without an iteration is none."""
         state = self._state
-        if limit_reached(replace(self._progress.counted, epochs=state.epoch), self._progress.plan):
-            return
-        if state.iteration == self._began_at:
+        if state.iteration == 0:
             raise ValueError(
-                f"The data gave no batch, and the run is not at its end (iteration {state.iteration}): "
-                "give data that is not empty and can be iterated again."
+                "The data gave no batch, and the run is not at its end: give data that is not empty and can be "
+                "iterated again."
             )
-        warnings.warn(
-            "Data iterator can not provide data anymore, but the run is not at its end "
-            f"(iteration {state.iteration}): give data that can be iterated again.",
-            stacklevel=2,
-        )
-        if state.max_epochs is None:  # else epochs without an iteration would follow for ever
-            state.reason, self._engine.should_terminate = "end of data", True
+        if agreement.rank() == 0:
+            logger.warning("The data has no more batches, and the run ends at iteration %d.", state.iteration)
+        if not self._progress.epoch_iteration:
+            state.epoch -= 1  # or what is logged from here on is of an epoch without an iteration
+        state.reason, self._engine.should_terminate = "end of data", True
+        raise RunEnds
+
+    # -- for a source that fires events -------------------------------------------------------------------------------
+
+    def fire(self, event: Any) -> None:
+        if self._fire(event):
+            self._boundary.check()
+
+    def boundary(self) -> None:
+        self._boundary.at(last=bool(self._engine.should_terminate), within_epoch=True)
+        self._boundary.check_or_pause()

@@ -6,7 +6,7 @@ In short (``docs/the_loop.md`` has all of it)::
     while not done:
         EPOCH_STARTED
         for group in the pass over the data:         GET_BATCH_STARTED, GET_BATCH_COMPLETED
-            WINDOW_STARTED at the first of a window
+            WINDOW_STARTED at the first of a window (ext/windows)
             ITERATION_STARTED
             state.output = update(trainer, group)
             ITERATION_COMPLETED

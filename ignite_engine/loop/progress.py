@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import replace
-from itertools import islice, repeat
+from itertools import repeat
 from typing import Any
 
 from ignite_engine import rng
 from ignite_engine.data.loader import resumable
 from ignite_engine.data.read_errors import ReadErrors
-from ignite_engine.data.source import DataSource, EndsEpochs, OwnSource, Waiting
+from ignite_engine.data.source import DataSource, OwnSource, Run, Source, Waiting
 from ignite_engine.loop.position import EpochIs, Grouping, Plan, Position, limit_reached
 from ignite_engine.ranks import mesh
 from ignite_engine.state import TrainingState
@@ -47,11 +46,9 @@ class Progress:
         """A plain ``DataLoader`` is rebuilt into one of ours; False: data are read as they are."""
         self.max_read_errors = max_read_errors
         self.grouping = grouping
-        self.source: DataSource | None = None
+        self.source: Source | None = None
         self.user_data: Any = None
         """The user's own object behind :attr:`source`."""
-        self.ends_epochs: EndsEpochs | None = None
-        """The source, where it says which passes make an epoch."""
         self.epoch_is = EpochIs.A_LENGTH
         self.epochs_completed = 0
         self.epoch_iteration = 0
@@ -66,7 +63,7 @@ class Progress:
         self.steps_before = 0
         """Optimizer steps before it."""
         self.left: Position | None = None
-        """Where the run before in this process ended, without its place in the data; None: none did, or it failed."""
+        """Where the run before in this process ended; None: none did, or it failed."""
         self.failed = False
         """The run before failed, perhaps within an update: the next one starts over."""
 
@@ -93,7 +90,7 @@ class Progress:
         state = self.state
         return Plan(state.max_epochs, state.max_iters, state.epoch_length, self.epoch_is)
 
-    def begin(self, source: DataSource | None, data: Any, plan: Plan, position: Position) -> None:
+    def begin(self, source: Source | None, data: Any, plan: Plan, position: Position) -> None:
         """A run begins at ``position``: assigns all of it, and cannot fail."""
         state = self.state
         self.source, self.user_data, self.failed = source, data, False
@@ -104,35 +101,29 @@ class Progress:
         state.max_epochs, state.max_iters = plan.max_epochs, plan.max_iters
         state.epoch_length, state.dataloader = plan.epoch_length, data
         state.iteration = position.iteration
-        state.windows_completed, state.window = state.windows, None
-        self.ends_epochs = None if source is None else source.ends_epochs
-        if self.ends_epochs is not None:
-            self.ends_epochs.run_begins()
-        self._forget_group()
+        self.forget_group()
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
-    def new_source(self, data: Any) -> DataSource:
-        """A source over the user's data. A collective."""
-        how: dict[str, Any] = {
-            "accumulation_steps": self.grouping.accumulation_steps,
-            "global_micro_batches": self.grouping.global_micro_batches,
-            "may_be_empty": self._may_be_empty,
-            "weigh": self._weigh,
-            "waiting": self._waiting,
-            "read_errors": ReadErrors(self.max_read_errors, self.state) if self.max_read_errors else None,
-        }
+    def new_source(self, data: Any) -> Source:
+        """A source over the user's data, not yet at a position. A collective."""
         if isinstance(data, OwnSource):
-            return data.make_source(self.state, **how)
+            assert self._waiting is not None
+            return data.make_source(self.state, self._waiting, self._source_of)
+        return self._source_of(data)
+
+    def _source_of(self, data: Any) -> DataSource:
         if self.rebuilds_loaders:  # a sampler of torch's would be drawn alike on each rank
             data = resumable(data, any_sampler=mesh.data_size() > 1)
-        source = DataSource(data, **how)
-        try:
-            source.agree_lengths()
-        except BaseException:
-            source.close()  # the loader is the user's again
-            raise
-        return source
+        return DataSource(
+            data,
+            self.grouping.accumulation_steps,
+            global_micro_batches=self.grouping.global_micro_batches,
+            may_be_empty=self._may_be_empty,
+            weigh=self._weigh,
+            waiting=self._waiting,
+            read_errors=ReadErrors(self.max_read_errors, self.state) if self.max_read_errors else None,
+        )
 
     def iterations_of(self, data: Any) -> int | None:
         """Iterations of a pass over ``data``, None if unknown; reads nothing. A collective."""
@@ -141,46 +132,43 @@ class Progress:
         if self.source is not None and data is self.user_data:  # it may be under way
             return self.source.iterations
         source = self.new_source(data)
+        source.begin(0)
         source.close()
         return source.iterations
 
-    def open_pass(self) -> Iterator[Any]:
-        """The groups of the present pass from the place on; None for each iteration where there is no data."""
+    def open_pass(self, run: Run) -> Iterator[Any]:
+        """The groups of the present pass from the position on; None for each iteration where there is no data."""
         data = self.state.dataloader
-        if data is not None and data is not self.user_data:
+        if data is not None and data is not self.user_data:  # a handler's, such as a new iterator where one ends
             self._replace_data(data)
         if data is None or self.source is None:
             assert self.state.epoch_length is not None
             return repeat(Group([None]), self.state.epoch_length)
-        self._forget_group()
-        groups = iter(self.source)
-        if self.epoch_is is not EpochIs.A_LENGTH and self.source.iterations and not self.source.place.is_within:
+        self.forget_group()
+        groups = self.source.open(run)
+        if self.epoch_is is not EpochIs.A_LENGTH and self.source.iterations and not self.epoch_iteration:
             self.state.epoch_length = self.source.iterations
         return groups
 
     def _replace_data(self, data: Any) -> None:
-        """A handler has assigned ``state.dataloader``, such as a new iterator where one ends: a new pass over it."""
         before, source = self.source, self.new_source(data)
-        if before is not None:
-            source.begin_after(before.place)
-        self.source, self.user_data, self.ends_epochs = source, data, source.ends_epochs
+        source.begin(0 if before is None else before.pass_number + int(before.batch > 0))
+        self.source, self.user_data = source, data
 
-    def _forget_group(self) -> None:
+    def forget_group(self) -> None:
         self.state.group = self.group = None
         self.updating = False
 
     def put_back(self) -> None:
         """Undo the fetch of a group that no update has begun with: it comes again where the run goes on.
 
-        So does EPOCH_STARTED of an epoch without an iteration, with the random numbers that its handlers have drawn,
-        unless a loader has in its state that the pass is open.
+        So does EPOCH_STARTED of an epoch without an iteration, with the random numbers that its handlers have drawn.
         """
         if self.source is not None and self.group is not None:
             self.source.put_back()
-        is_open = self.source is not None and "loader" in self.source.place.held
-        if not self.epoch_iteration and self.before_epoch is not None and not is_open:
+        if not self.epoch_iteration and self.before_epoch is not None:
             rng.restore_snapshot(self.before_epoch)
-        self._forget_group()
+        self.forget_group()
 
     def leave(self, *, goes_on: bool) -> None:
         """The run has ended at a step boundary: loader workers end with it, and others may iterate the loader.
@@ -190,7 +178,7 @@ class Progress:
         """
         if goes_on and self.source is not None:
             self.source.freeze()
-        self.left = self.counted if goes_on else Position(self.state.iteration, self.state.epoch, data=None)
+        self.left = self.position if goes_on else Position(self.state.iteration, self.state.epoch, data=None)
         self.close()
 
     def fail(self) -> None:
@@ -220,14 +208,7 @@ class Progress:
 
     def samples_of_group(self) -> list[int] | None:
         """Dataset indices of this rank's group in hand, or of the next one; None if not of a ``loader()``'s data."""
-        source = self.source
-        if source is None or source.sampler is None:
-            return None
-        batches = source.steps if self.group is None else self.group.places
-        size, order = source.data.batch_size, copy(source.sampler)
-        order.start = source.place.batch * size
-        own = batches if source.dealing is None else source.dealing.own(batches)
-        return [index for _, index in islice(order, own * size)]
+        return None if self.source is None else self.source.samples(self.group)
 
     def group_consumed(self) -> None:
         """The group in hand does not come again: its update is done, or its error was swallowed."""
@@ -235,17 +216,14 @@ class Progress:
         if group is not None and self.source is not None:
             self.source.consumed(group)
 
-    def end_pass(self) -> None:
-        """The present pass or window is over."""
-        if self.source is not None:
-            self.source.next_pass()
+    def end_pass(self) -> bool:
+        """The present pass is over; whether there is another one."""
+        return self.source is None or self.source.next_pass()
 
     def end_epoch(self) -> None:
         """The epoch is over."""
         self.epochs_completed = self.state.epoch
         self.epoch_iteration = 0
-        if self.ends_epochs is not None:
-            self.ends_epochs.epoch_ended()
 
     @contextmanager
     def before_the_failure(self, update: BaseUpdate) -> Iterator[bool]:

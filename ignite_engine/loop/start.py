@@ -17,8 +17,7 @@ from torch.utils.data import IterableDataset
 
 from ignite_engine import rng
 from ignite_engine.checkpoint.states.registry import Registry, ResumeState
-from ignite_engine.data.readers import Place
-from ignite_engine.data.source import DataSource, OwnSource
+from ignite_engine.data.source import OwnSource, Source
 from ignite_engine.errors import is_whole
 from ignite_engine.loop.position import EpochIs, Plan, Position, limit_reached
 from ignite_engine.loop.progress import Progress
@@ -95,18 +94,13 @@ def begin(
         raise ValueError(
             f"{kind}(per_epoch=...) sets the length of an epoch, got epoch_length={arguments.epoch_length}."
         )
-    grouping = progress.grouping
     # a new source may begin a stream again, and draw random numbers for its loaders
     random_numbers = rng.capture() if start is Start.CONTINUED and position.data is not None else None
     source = None if arguments.data is None else progress.new_source(arguments.data)
     try:
-        if source is not None and (number := _pass_number(progress, position)):
-            source.place = Place(number)
-            source.agree_lengths()  # a pass may have another length than the first
-        plan = _plan(arguments, state, progress, source, start, max_epochs, max_iters)
         if source is not None:
-            goes_on = state.status == "interrupted" or arguments.data is progress.user_data
-            position = _move_to(source, start, progress, position, is_same=goes_on)
+            position = _placed(source, arguments.data, start, state, progress, position)
+        plan = _plan(arguments, state, progress, source, start, max_epochs, max_iters)
     except BaseException:
         if source is not None:
             source.close()  # the loader is the user's again
@@ -114,9 +108,11 @@ def begin(
     if position.data is None and plan.epoch_length is not None and not _is_as_left(state, progress):
         # as Ignite after its load_state_dict()
         position = replace(position, epoch_iteration=state.iteration % plan.epoch_length)
-    saved_with = resume.saved_grouping if start is Start.RESUMED else grouping
-    if source is not None and (saved_with != grouping or source.place.skipped):
-        position = _regrouped(position, plan, source)
+    left = source.iterations_left if source is not None and position.data else None
+    if left is not None and plan.epoch_is is EpochIs.A_PASS and (left or position.epoch_iteration):
+        assert plan.epoch_length is not None
+        # whatever an iteration was, or how many ranks have read: at 0 the end of the epoch has not been reported
+        position = replace(position, epoch_iteration=plan.epoch_length - left)
 
     # nothing below raises
     if start is Start.FRESH:
@@ -125,8 +121,8 @@ def begin(
     if random_numbers is not None:
         registry.keep_metrics()
         resume.rng = random_numbers  # handlers of STARTED may draw, too
-    if saved_with != grouping:
-        reason = f"saved with {saved_with}, resumed with {grouping}: an iteration is other samples"
+    if start is Start.RESUMED and resume.saved_grouping != progress.grouping:
+        reason = f"saved with {resume.saved_grouping}, resumed with {progress.grouping}: an iteration is other samples"
         registry.resumed_otherwise.append(reason)
         if agreement.rank() == 0:
             logger.warning("The run may not be bit-exact: it was %s.", reason)
@@ -154,7 +150,7 @@ def _decide(
     if done and not stopped:
         return Start.FRESH, Position(), *default
     goes_on = left is not None and left.data is not None and (stopped or _is_as_left(state, progress))
-    position = progress.position if goes_on else Position(state.iteration, epochs=state.epoch, data=None)
+    position = left if goes_on and left else Position(state.iteration, epochs=state.epoch, data=None)
     return Start.CONTINUED, position, max_epochs, max_iters
 
 
@@ -162,17 +158,6 @@ def _is_as_left(state: TrainingState, progress: Progress) -> bool:
     """Whether the counters are those with which the run before ended, and nobody has set them since."""
     left = progress.left
     return left is not None and (left.iteration, left.epoch) == (state.iteration, state.epoch)
-
-
-def _regrouped(position: Position, plan: Plan, source: DataSource) -> Position:
-    """Where iterations have another size, or other ranks consumed some of the pass: its data says what is left."""
-    if plan.epoch_is is not EpochIs.A_PASS or plan.epoch_length is None:
-        return position
-    assert source.batches is not None
-    left = 0 if source.place.ended else -(-(source.batches - source.place.batch) // source.steps)
-    if left == 0 and position.epoch_iteration == 0:  # the end of an epoch that has been reported
-        return position
-    return replace(position, epoch_iteration=plan.epoch_length - left)
 
 
 def _say_what_is_read_whole(data: Any) -> None:
@@ -222,7 +207,7 @@ def _plan(
     arguments: RunArguments,
     state: TrainingState,
     progress: Progress,
-    source: DataSource | None,
+    source: Source | None,
     start: Start,
     max_epochs: int | None,
     max_iters: int | None,
@@ -251,41 +236,30 @@ def _plan(
     if given is not None or source is None:
         epoch_is = EpochIs.A_LENGTH
     else:
-        epoch_is = EpochIs.MEASURED if source.batches is None else EpochIs.A_PASS
+        epoch_is = EpochIs.MEASURED if source.iterations_left is None else EpochIs.A_PASS
     return Plan(max_epochs, max_iters, length, epoch_is)
 
 
-def _pass_number(progress: Progress, position: Position) -> int:
-    """The pass within which, or at whose end, the run begins."""
-    if position.data and "pass" in position.data:
-        return int(position.data["pass"]) - int(position.data["ended"])
-    if position.data is not None or progress.source is None:
-        return position.epochs
-    before = progress.source.place
-    return before.pass_number + int(before.batch > 0)
-
-
-def _move_to(source: DataSource, start: Start, progress: Progress, position: Position, *, is_same: bool) -> Position:
-    """Move a new source to the place at which the run begins; a fresh one is at the beginning of pass 0.
-
-    Args:
-        is_same: its data is that of the run before, if only made anew: that was stopped.
+def _placed(
+    source: Source, data: Any, start: Start, state: TrainingState, progress: Progress, position: Position
+) -> Position:
+    """Move a new source to where the run begins. A collective.
 
     Returns:
         The position: other data begins at its first batch, and an epoch with it, unless epochs are of a given length.
     """
     before = progress.source
-    if start is Start.RESUMED and position.data:
-        source.load(dict(position.data))
-    elif start is Start.CONTINUED and before is not None:
-        if position.data is None:
-            source.begin_after(before.place)
-        elif is_same:
-            source.load({**position.data, "fingerprint": None})  # what it holds may have changed since
-            if isinstance(source.data, Iterator):
-                source.reader.fetched = before.reader.fetched or ()
-        else:
-            source.begin_after(before.place)
-            if progress.epoch_is is not EpochIs.A_LENGTH:
-                return replace(position, epochs=position.epoch, epoch_iteration=0)
+    goes_on = start is Start.RESUMED or state.status == "interrupted" or data is progress.user_data
+    if position.data and goes_on:
+        same = start is Start.CONTINUED  # what it holds may have changed since
+        source.load({**position.data, "fingerprint": None} if same else dict(position.data))
+        if same and isinstance(data, Iterator):
+            source.reads_on()
+        return position
+    if start is not Start.CONTINUED or before is None:
+        source.begin(position.epochs)
+        return position
+    source.begin(before.pass_number + int(before.batch > 0))  # the same order would be the same samples
+    if position.data is not None and progress.epoch_is is not EpochIs.A_LENGTH:
+        return replace(position, epochs=position.epoch, epoch_iteration=0)
     return position

@@ -27,6 +27,10 @@ class Group(list[Any]):
     """The sum of the weights over all data-parallel ranks, where there are any."""
     places = 0
     """How far it moves the position in the data, with what could not be read."""
+    unread = 0
+    """Batches that could not be read, over all ranks."""
+    begins: Any = None
+    """The event that it brings: it is the first one of a window, say."""
 
     @property
     def real(self) -> list[Any]:

@@ -74,31 +74,6 @@ class Misjudged(EpochSampler):
         yield from (each.tolist() for each in order.split((3, 2)[self.epoch % 2]))
 
 
-class StatefulOrder(Sampler):
-    """An order of a generator of its own in each pass, with a state that a DataLoader does not save."""
-
-    def __init__(self):
-        self.next, self.order, self.generator = 0, [], torch.Generator().manual_seed(3)
-
-    def __len__(self):
-        return 7
-
-    def __iter__(self):
-        if self.next == 0:
-            self.order = torch.randperm(7, generator=self.generator).tolist()
-        while self.next < 7:
-            self.next += 1
-            yield self.order[self.next - 1]
-        self.next = 0
-
-    def state_dict(self):
-        return {"next": self.next, "order": list(self.order), "generator": self.generator.get_state()}
-
-    def load_state_dict(self, state):
-        self.next, self.order = state["next"], list(state["order"])
-        self.generator.set_state(state["generator"])
-
-
 class Around(Sampler):
     """A sampler in a sampler, as accelerate's and lightning's wrap the user's."""
 
@@ -306,7 +281,6 @@ KINDS = {
     "DataLoader": lambda: DataLoader(Samples(), 2, shuffle=True),
     "DataLoader of single samples": lambda: DataLoader(Samples(5), batch_size=None, shuffle=True),
     "DataLoader with an own sampler": lambda: DataLoader(Samples(), 2, sampler=EpochSampler()),
-    "DataLoader with a sampler with a state": lambda: DataLoader(Samples(), 2, sampler=StatefulOrder()),
     "DataLoader with a batch sampler": lambda: DataLoader(
         Samples(20), batch_sampler=BatchSampler(Around(EpochSampler(4, grows=3)), 2, drop_last=False)
     ),

@@ -177,6 +177,6 @@ def test_stream_in_workers_goes_on_where_it_was_in_a_second_resume_too(kind, tmp
         checkpoint.resume()
         trainer.run(StatefulDataLoader(getattr(kinds, kind)(), 1, num_workers=2), max_iters=limit)
         reasons = [each for each in trainer.reproducibility() if "its batches are replayed" in each]
-        assert len(reasons) == (kind == "Generated")
+        assert bool(reasons) == (kind == "Generated")
 
     assert seen == [float(index) for index in range(5) for _ in range(2)] + [0.0, 0.0]

@@ -244,7 +244,6 @@ test_second_starts = refusals(
     [
         ("other model", again({}, {"model": Wide()}), StateMismatch, "2.weight"),
         ("other optimizer", again({}, {"optimizer": "SGD"}), StateMismatch, "SGD AdamW"),
-        ("other batch size", again({}, {"batch_size": 4}), ValueError, "batch_size 8 4"),
         ("other seed", again({}, {"seed": 4}), ValueError, "seed 0 4"),
         ("less data", again({}, {"train": VAL}), ValueError, "samples 48 12"),
         ("part that went", again({"EMA": {"decay": 0.9}}, {}), StateMismatch, "'ema' ignore"),

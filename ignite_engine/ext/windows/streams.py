@@ -119,6 +119,11 @@ class CountedWindows:
         self._taken += 1
         return self._last
 
+    @property
+    def is_at_end(self) -> bool:
+        """It is a sequence, and all of it was taken."""
+        return self.is_sequence and self._taken >= len(self._given)
+
     def state_dict(self) -> dict[str, Any]:
         return {"taken": self._taken}
 

@@ -8,12 +8,9 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from ignite.engine import Events
-
 from ignite_engine import rng
-from ignite_engine.data.loader import resumable
-from ignite_engine.data.readers import Place, length_of
-from ignite_engine.data.source import DataSource
+from ignite_engine.data.readers import length_of
+from ignite_engine.data.source import DataSource, Run, Source
 from ignite_engine.errors import StateMismatch, StopRequested, leave_out
 from ignite_engine.events import TrainingEvents
 from ignite_engine.ext.windows.streams import CountedWindows, text_of
@@ -46,8 +43,6 @@ class WindowReader:
         """Before the window that was taken last."""
         self.name: Any = None
         """Of the window that was taken last, or the window itself, until it is done."""
-        self.over = False
-        """The stream had no more when it was asked last."""
 
     @property
     def inexact(self) -> str | None:
@@ -87,8 +82,7 @@ class WindowReader:
             rows = agreement.agreed(own)
         if shared:
             self.name = rows[0][3]
-        self.over = not any(has for has, _, _, _ in rows)
-        return not self.over
+        return any(has for has, _, _, _ in rows)
 
     def _look(self) -> bool:
         """Take the next window; whether the stream has ended."""
@@ -105,31 +99,25 @@ class WindowReader:
 
     def next_loader(self) -> Any:
         """The loader of the next window that has a batch on some rank, None if there is none; a collective."""
-        begun_again = False
-        while True:
-            if self.take():
-                data = self.windows.loader_of(self.name)
-                if any(agreement.gather_objects(length_of(data) != 0)):
-                    return data
-                self.done()
-            elif begun_again or not self.begin_again():
-                return None
-            else:
-                begun_again = True
+        while self.take() or (self.rewind() and self.take()):
+            data = self.windows.loader_of(self.name)
+            if any(agreement.gather_objects(length_of(data) != 0)):
+                return data
+            self.done()
+        return None
 
-    def begin_again(self) -> bool:
-        """Begin a sequence again that is at its end; whether one did so on some rank. A collective."""
-        if not self.over:
-            return False
-        if begins := isinstance(self._stream, CountedWindows) and self._stream.is_sequence:
+    def rewind(self) -> bool:
+        """Begin a sequence again that is at its end on every rank; whether it was. A collective."""
+        ends = agreement.gather_objects(isinstance(self._stream, CountedWindows) and self._stream.is_at_end)
+        at_end = ends[0] if self.windows.shared else all(ends)
+        if at_end:
             self._stream.load_state_dict({"taken": 0})
-        self.over = not any(agreement.gather_objects(begins))
-        return not self.over
+        return bool(at_end)
 
     def state_dict(self) -> dict[str, Any]:
         """Before the window that was taken and is not done, or after the last one."""
         stream = self._stream.state_dict() if self.name is None else self._before
-        return {"stream": stream, "name": text_of(self.name), "over": self.over}
+        return {"stream": stream, "name": text_of(self.name)}
 
     def load_state_dict(self, state: dict[str, Any], *, begun: bool = True) -> None:
         """Continue there; a window that was taken and not done is taken again. A collective.
@@ -140,7 +128,6 @@ class WindowReader:
         Raises:
             StateMismatch: it is another one now; of a shared stream on every rank.
         """
-        self.over = state["over"]
 
         def load() -> Any:
             self._stream.load_state_dict(state["stream"])
@@ -159,67 +146,70 @@ class WindowReader:
         self.name = agreement.on_rank_0(load) if self.windows.shared else agreement.together(load)
 
 
-class WindowedSource(DataSource):
-    """What a Trainer iterates over windows: ``place.pass_number`` counts those that were open.
+class WindowedSource(Source):
+    """A source of the windows of each epoch: a pass, of unknown length, is the windows that an epoch has.
 
     Args:
         state: of the run; its windows are counted here.
-        how: of a :class:`DataSource`.
+        make: makes the source of a window's loader.
     """
 
     kind = "Windows"
 
-    def __init__(self, windows: Windows, state: Any, **how: Any) -> None:
-        super().__init__((), **how)
-        self._state = state
-        self.stream = WindowReader(windows, how["waiting"].stops_waiting)
+    def __init__(
+        self, windows: Windows, state: Any, stops: Callable[[], bool], make: Callable[[Any], DataSource]
+    ) -> None:
+        self.windows, self.stream = windows, WindowReader(windows, stops)
+        self._state, self._make = state, make
+        self.window: DataSource | None = None
+        """The open one."""
         self._before_window: Any = None
-        """The random numbers before the open window was opened; None: none is open."""
+        """The random numbers before it was opened."""
         self._begun, self._of_epoch, self._updates = False, 0, 0
-        """Whether the open window has had its WINDOW_STARTED, windows begun in this epoch, updates in the open one."""
+        """Whether the open window is counted, windows of this epoch that are, updates in the open one."""
         self._inexact: str | None = None
-
-    @property
-    def is_open(self) -> bool:  # type: ignore[override]  # of a pass it always is
-        """A window is."""
-        return self._before_window is not None
-
-    @property
-    def ends_epochs(self) -> WindowedSource:  # type: ignore[override]
-        return self
+        state.windows_completed, state.window = state.windows, None
 
     @property
     def name(self) -> Any:
         """Of the open window; None where none is, and where this rank has none."""
-        return self.stream.name if self.is_open else None
+        return None if self.window is None else self.stream.name
 
     @property
-    def iterations(self) -> None:
-        """They are not known for a pass."""
-
-    @property
-    def inexact(self) -> str | None:
-        """Why a resumed run would not see the same bits, None if it would; of its windows once one was opened."""
+    def inexact(self) -> str | None:  # type: ignore[override]
+        """Of its windows once one was opened."""
         return self.stream.inexact or self._inexact
+
+    def begin(self, pass_number: int) -> None:
+        self.pass_number = pass_number
 
     # -- a window -----------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Group]:
-        """The rest of the open window, or the next one, which is taken by the first ``next``: a stop may end that."""
-        return self._limited() if self.is_open else self._next_window()
-
-    def _limited(self) -> Iterator[Group]:
-        limit = self.stream.windows.max_updates
-        return islice(super().__iter__(), None if limit is None else max(limit - self._updates, 0))
-
-    def _next_window(self) -> Iterator[Group]:
-        if self.stream.take():
-            try:
+    def open(self, run: Run | None = None) -> Iterator[Group]:
+        """The groups of the epoch's windows; the first ``next`` takes one: a stop may end that."""
+        assert run is not None
+        limit, per_epoch = self.windows.max_updates, self.windows.per_epoch
+        while True:
+            if self.window is None:
+                if (per_epoch is not None and self._of_epoch >= per_epoch) or not self.stream.take():
+                    return
                 self._open_window(rng.capture())
-                yield from self._limited()
+                assert self.window is not None
+            groups = self.window.open()
+            try:
+                for group in islice(groups, None if limit is None else max(limit - self._updates, 0)):
+                    if not self._begun:
+                        self._count_window()
+                        group.begins = TrainingEvents.WINDOW_STARTED
+                    yield group
             except StopRequested:
                 self.put_back()
                 raise
+            if begun := self._begun:
+                run.fire(TrainingEvents.WINDOW_COMPLETED)
+            self._leave_window(done=True)
+            if begun:
+                run.boundary()
 
     def _open_window(self, generators: Any) -> None:
         """Open the window that the reader has taken. A collective.
@@ -228,111 +218,97 @@ class WindowedSource(DataSource):
             generators: the random numbers before it.
         """
         self._before_window = generators
-        self.set_data(resumable(self.stream.windows.loader_of(self.stream.name), any_sampler=mesh.data_size() > 1))
-        self._inexact = self._inexact or super().inexact
-        self.agree_lengths()
+        self.window = self._make(self.windows.loader_of(self.stream.name))
+        if self.window.dealing is not None and not self.windows.shared and mesh.data_size() > 1:
+            raise ValueError(
+                "global_micro_batches deals one order of samples out to the ranks, and Windows(shared=False) gives "
+                "each rank samples of its own: use shared windows, or accumulation_steps."
+            )
+        self.window.begin(self.pass_number)
+        self._inexact = self._inexact or self.window.inexact
 
-    def agree_lengths(self) -> None:
-        if self.is_open:
-            super().agree_lengths()
+    def _count_window(self) -> None:
+        self._begun, self._of_epoch = True, self._of_epoch + 1
+        self._state.windows += 1
+        self._state.window = self.name
 
-    def run_begins(self) -> None:
-        """Of the windows that have begun all are completed but the one that is open."""
-        self._state.windows_completed = self._state.windows - int(self._begun)
-        self._state.window = self.name if self._begun else None
-
-    def group_fetched(self, run: Any) -> None:
-        """The first one of a window: it counts, and WINDOW_STARTED comes."""
-        if not self._begun:
-            self._begun, self._of_epoch = True, self._of_epoch + 1
-            self._state.windows += 1
-            self._state.window = self.name
-            run.fire(TrainingEvents.WINDOW_STARTED)
-
-    def first_of_next_pass(self, run: Any) -> Group | None:
-        """The first group of the next window that has one, None at the end of the epoch."""
-        stream, state, begun_again = self.stream, self._state, False
-        while True:
-            if begun := self._begun:
-                run.fire(TrainingEvents.WINDOW_COMPLETED)
-            self.next_pass()
-            per_epoch = stream.windows.per_epoch
-            is_full = per_epoch is not None and self._of_epoch >= per_epoch
-            if not run.epoch_iteration and not begun_again:
-                begun_again = stream.begin_again()  # the epoch before has ended with the sequence
-            if stream.over or is_full:
-                if stream.over:
-                    run.fire(Events.DATALOADER_STOP_ITERATION)
-                if not run.epoch_iteration:
-                    if not state.windows and agreement.rank() == 0:
-                        logger.warning(
-                            "No window with a batch came from %r: the run ends without an update.",
-                            stream.windows.stream,
-                        )
-                    run.end_run()
-                return None
-            if begun:
-                run.boundary()
-            if (group := run.fetch()) is not None:
-                return group  # type: ignore[no-any-return]
+    def _leave_window(self, *, done: bool) -> None:
+        """The open window is trained on, or was empty; or it is to be taken again."""
+        self.close()
+        if done:
+            self.pass_number += 1
+            self.stream.done()
+        elif self._begun:
+            self._of_epoch -= 1
+            self._state.windows -= 1
+        self.window, self._begun, self._updates = None, False, 0
+        self._state.window, self._state.windows_completed = None, self._state.windows
 
     def consumed(self, group: Group) -> None:
-        super().consumed(group)
+        assert self.window is not None
+        self.window.consumed(group)
         self._updates += 1
 
     def put_back(self) -> None:
         """Undo the fetch of the group in hand; the window of which it is the first is taken again with it."""
-        if self.is_open and self.place.is_within:
-            super().put_back()
+        if self.window is None:
             return
-        if self.is_open:
+        if self._updates:
+            self.window.put_back()
+        else:
+            self._leave_window(done=False)
             rng.restore(self._before_window)
-        if self._begun:
-            self._of_epoch -= 1
-            self._state.windows -= 1
-        self._leave_window(self.place.pass_number)
 
-    def next_pass(self) -> None:
-        """The open window is trained on, or was empty."""
-        self._leave_window(self.place.pass_number + int(self.is_open))
-        self.stream.done()
+    def next_pass(self) -> bool:
+        """The epoch is over; a sequence at its end begins again, another stream may have had more by then."""
+        if self.window is not None:
+            self._leave_window(done=True)
+        self._of_epoch = 0
+        return self.stream.rewind()
 
-    def _leave_window(self, number: int) -> None:
-        self.close()
-        self.set_data(())
-        self.place, self._before_window, self._begun, self._updates = Place(number), None, False, 0
-        self._state.window, self._state.windows_completed = None, self._state.windows
+    def freeze(self) -> None:
+        if self.window is not None:
+            self.window.freeze()
 
-    def epoch_ended(self) -> None:
-        """The epoch is over: in the next one the stream is asked again, and a sequence at its end begins again."""
-        self._of_epoch, self.stream.over = 0, False
+    def close(self, *, at_once: bool = False) -> None:
+        if self.window is not None:
+            self.window.close(at_once=at_once)
+
+    def samples(self, group: Group | None) -> list[int] | None:
+        return None if self.window is None else self.window.samples(group)
 
     # -- in checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the open window, and that in the stream."""
-        own = {"before": self._before_window, "begun": self._begun, "of_epoch": self._of_epoch}
-        return super().state_dict() | {"windows": self.stream.state_dict() | own | {"updates": self._updates}}
+        """The position in the stream, and that in the open window."""
+        window = None if self.window is None else self.window.state_dict() | {"before": self._before_window}
+        counts = {"begun": self._begun, "of_epoch": self._of_epoch, "updates": self._updates}
+        own = {"kind": self.kind, "pass": self.pass_number, "ranks": mesh.data_size()}
+        return own | counts | {"stream": self.stream.state_dict(), "window": window}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue at a saved place; opens the window that was open. A collective.
+        """Continue at a saved position; opens the window that was open. A collective.
 
         Raises:
             StateMismatch: it is one in other data.
         """
         self.check_kind(state)
-        own, ranks = state["windows"], mesh.data_size()
-        if state["ranks"] != ranks and not self.stream.windows.shared:
-            self.changed = (
+        ranks, window = mesh.data_size(), state["window"]
+        if state["ranks"] != ranks and not self.windows.shared:
+            self.note_changed(
                 f"The data position was saved on {state['ranks']} ranks, resumed on {ranks}: each continues with its "
                 "own windows, some may come twice or never."
             )
-            state = {**state, "ranks": ranks}
-        self.stream.load_state_dict(own, begun=own["begun"])
-        self._begun, self._of_epoch, self._updates = own["begun"], own["of_epoch"], own["updates"]
-        if own["before"] is not None:
-            self.place = Place(state["pass"] - int(state["ended"]))
+            window = window and {**window, "ranks": ranks}
+        self.stream.load_state_dict(state["stream"], begun=state["begun"])
+        self.pass_number = state["pass"]
+        self._begun, self._of_epoch, self._updates = state["begun"], state["of_epoch"], state["updates"]
+        if window is not None:
             with rng.isolated():  # what it draws was drawn then
-                rng.restore(own["before"])
-                self._open_window(own["before"])
-        super().load(state)
+                rng.restore(window["before"])
+                self._open_window(window["before"])
+            assert self.window is not None
+            self.window.load(window)
+            self.changed = self.changed or self.window.changed
+        if self._begun:
+            self._state.windows_completed, self._state.window = self._state.windows - 1, self.name

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from ignite_engine.data.loader import resumable
 from ignite_engine.data.sampler import ResumableSampler
-from ignite_engine.data.source import DataSource, OwnSource
+from ignite_engine.data.source import DataSource, OwnSource, Source, Waiting
 from ignite_engine.errors import EmptyData, check_type, is_number, is_whole
 from ignite_engine.ext.windows.streams import Beginnings, Files, WindowStream, text_of
 from ignite_engine.ext.windows.windowed_source import WindowedSource, WindowReader
-from ignite_engine.ranks import agreement, mesh
+from ignite_engine.ranks import agreement
 
 __all__ = ["Files", "WindowStream", "Windows"]
 logger = logging.getLogger(__name__)
@@ -77,13 +77,8 @@ class Windows(OwnSource):
         self._source: WindowedSource | None = None
         """Of the run that trains on them."""
 
-    def make_source(self, state: Any, **how: Any) -> DataSource:
-        if how["global_micro_batches"] is not None and not self.shared and mesh.data_size() > 1:
-            raise ValueError(
-                "global_micro_batches deals one order of samples out to the ranks, and Windows(shared=False) gives "
-                "each rank samples of its own: use shared windows, or accumulation_steps."
-            )
-        self._source = WindowedSource(self, state, **how)
+    def make_source(self, state: Any, waiting: Waiting, make: Callable[[Any], DataSource]) -> Source:
+        self._source = WindowedSource(self, state, waiting.stops_waiting, make)
         return self._source
 
     def loaders_in_turn(self, name: str) -> WindowReader:
@@ -126,7 +121,7 @@ class Windows(OwnSource):
         Raises:
             RuntimeError: none is trained on now.
         """
-        if self._source is None or not self._source.is_open:
+        if self._source is None or self._source.window is None:
             raise RuntimeError(
                 "No window is open: use Windows.again from TrainingEvents.WINDOW_STARTED to WINDOW_COMPLETED."
             )

@@ -122,7 +122,7 @@ def refused(rank):
     with pytest.raises(ValueError, match="per_epoch") as raised:
         Trainer(lambda engine, batch: None).run(Windows([1, 2], lambda _: [torch.ones(1)], per_epoch=1 + rank))
     with pytest.raises(ValueError, match="global_micro_batches"):
-        Trainer(lambda engine, batch: None, global_micro_batches=2).run(Windows([1], loader, shared=False))
+        Trainer(lambda engine, batch: None, global_micro_batches=2).run(Windows([[1, 2]], loader, shared=False))
     return str(raised.value)
 
 
