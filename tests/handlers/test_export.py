@@ -1,7 +1,6 @@
 """Weights are written beside training: whole, the newest under one name, and no bit of the run changes."""
 
 import json
-import os
 import resource
 import signal
 
@@ -46,22 +45,22 @@ def names(folder):
 
 
 @pytest.mark.row("M3")
-def test_the_newest_is_under_one_name_and_the_last_few_are_kept(tmp_path):
+def test_the_file_has_the_weights_of_the_newest_checkpoint(tmp_path):
     trainer = trainer_of()
     kept, seen = kept_of(trainer), []
     Checkpoint(tmp_path / "checkpoints").attach(trainer, EACH(every=2))
-    export = Export(tmp_path / "out", keep=2)
+    export = Export(tmp_path / "out")
     export.attach(trainer)
-    trainer.add_event_handler(
-        TrainingEvents.CHECKPOINT_SAVED, lambda engine: seen.append((engine.state.iteration, os.readlink(export.link)))
-    )
+
+    def look(engine):
+        with safe_open(export.path, "pt") as file:
+            assert {"format": "pt", "weights": "raw"}.items() <= file.metadata().items()
+            seen.append(int(file.metadata()["iteration"]))
+        assert same(load_file(export.path), kept[engine.state.iteration])
+
+    trainer.add_event_handler(TrainingEvents.CHECKPOINT_SAVED, look)
     trainer.run(numbers_loader(), max_epochs=1)
-    assert seen == [(iteration, f"model-0000000{iteration}.safetensors") for iteration in (2, 4, 6)]
-    assert names(tmp_path / "out") == ["model-00000004.safetensors", "model-00000006.safetensors", "model.safetensors"]
-    assert same(load_file(export.link), kept[6])
-    assert same(load_file(tmp_path / "out" / "model-00000004.safetensors"), kept[4])
-    with safe_open(export.link, "pt") as file:
-        assert {"format": "pt", "iteration": "6", "weights": "raw"}.items() <= file.metadata().items()
+    assert seen == [2, 4, 6] and names(tmp_path / "out") == ["model.safetensors"]
 
 
 def test_the_trained_weights_and_the_average_and_no_bit_of_the_run_changes(tmp_path):
@@ -71,7 +70,7 @@ def test_the_trained_weights_and_the_average_and_no_bit_of_the_run_changes(tmp_p
     average.attach(exporting)
     kept = kept_of(exporting)
     for name in ("raw", "ema"):
-        Export(tmp_path, weights=name, name=f"net.{name}", keep=1).attach(exporting, EACH)
+        Export(tmp_path, weights=name, name=f"net.{name}").attach(exporting, EACH)
     evaluator = create_evaluator(model_of(exporting), lambda model, batch: model(batch[0]), {})
     Evaluation(evaluator, numbers_loader()).attach(exporting, EACH(once=6))
     Export(tmp_path / "within").attach(exporting, TrainingEvents.EVALUATION_COMPLETED)
@@ -79,8 +78,7 @@ def test_the_trained_weights_and_the_average_and_no_bit_of_the_run_changes(tmp_p
         torch.manual_seed(5)
         trainer.run(numbers_loader(), max_epochs=1)
     assert torch.equal(weights(plain), weights(exporting))
-    files = [f"net.{name}{number}.safetensors" for name in ("ema", "raw") for number in ("-00000006", "")]
-    assert names(tmp_path) == [*files, "within"]
+    assert names(tmp_path) == ["net.ema.safetensors", "net.raw.safetensors", "within"]
     raw, averaged = (load_file(tmp_path / f"net.{name}.safetensors") for name in ("raw", "ema"))
     assert same(raw, kept[6]) and same(averaged, average.state_dict()["weights"]) and not same(averaged, raw)
     assert same(load_file(tmp_path / "within" / "model.safetensors"), kept[6])
@@ -94,7 +92,7 @@ def test_a_reader_never_meets_half_of_one_and_keeps_what_it_has_open(tmp_path):
         trainer = trainer_of(nn.Linear(1000, 250, bias=False))
         parameter = next(model_of(trainer).parameters())
         trainer.add_event_handler(EACH, lambda engine: parameter.data.fill_(engine.state.iteration))
-        Export(tmp_path, keep=20).attach(trainer, EACH)
+        Export(tmp_path).attach(trainer, EACH)
         trainer.run([(torch.zeros(1, 1000), torch.zeros(1, 250))], max_epochs=100_000)
 
     link, seen, process = tmp_path / "model.safetensors", set(), start(train)
@@ -118,10 +116,18 @@ def test_a_reader_never_meets_half_of_one_and_keeps_what_it_has_open(tmp_path):
         process.signal(signal.SIGKILL)
 
 
+def exported(folder):
+    """The iteration in the file."""
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return int(file.metadata()["iteration"])
+
+
 def test_a_full_disk_is_one_warning_and_later_exports_are_written(tmp_path, caplog):
     before, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
     trainer = trainer_of(nn.Linear(300, 100))
-    Export(tmp_path, keep=9).attach(trainer, EACH)
+    Export(tmp_path).attach(trainer, EACH)
+    written = []
+    trainer.add_event_handler(EACH, lambda: written.append(exported(tmp_path)))
     for iteration, most in ((2, 50_000), (5, limits[0])):  # the write fails meanwhile, as on a full disk
         trainer.add_event_handler(
             Events.ITERATION_STARTED(once=iteration),
@@ -134,8 +140,7 @@ def test_a_full_disk_is_one_warning_and_later_exports_are_written(tmp_path, capl
         signal.signal(signal.SIGXFSZ, before)
     (line,) = [line for line in caplog.messages if "not exported" in line]
     assert trainer.state.iteration == 6 and "iteration 2" in line and "File too large" in line
-    files = [f"model-0000000{iteration}.safetensors" for iteration in (1, 5, 6)]
-    assert names(tmp_path) == [*files, "model.safetensors"]
+    assert written == [1, 1, 1, 1, 5, 6] and names(tmp_path) == ["model.safetensors"]
 
 
 def exports(folder, **options):
@@ -144,16 +149,10 @@ def exports(folder, **options):
     trainer.run(numbers_loader())
 
 
-def over_a_file(folder):
-    (folder / "model.safetensors").touch()
-    exports(folder)
-
-
 test_refusals = refusals(
     [
         ("no such average", lambda tmp_path: exports(tmp_path, weights="ema"), ValueError, "weights='ema' 'raw' EMA"),
         ("no such model", lambda tmp_path: exports(tmp_path, part="net"), ValueError, "part='net' model"),
-        ("somebody else's", over_a_file, ValueError, "model.safetensors another name"),
         ("a path", lambda tmp_path: exports(tmp_path, name="a/b"), TypeError, "name without 'a/b'"),
     ]
 )
