@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from ignite_engine import Trainer, TrainingEvents, Updates
 from ignite_engine.checkpoint.states.model_and_optimizer import ModelState, clean_name, reshard, unwrap
 from ignite_engine.errors import StateMismatch, check_type, is_number, leave_out
 from ignite_engine.events import Phase
+from ignite_engine.handlers.never_stepped import warn_where_never_stepped
 
 
 class EMA:
@@ -87,7 +87,7 @@ class EMA:
         trainer.add_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(event, self)
         trainer.add_event_handler(TrainingEvents.EVALUATION_STARTED, self._swap_in)
-        trainer.add_event_handler(Events.COMPLETED, self._warn_if_unmoved)
+        warn_where_never_stepped(trainer, f"EMA {self.name!r}")
 
     @torch.no_grad()
     def __call__(self, trainer: Trainer) -> None:
@@ -196,15 +196,6 @@ class EMA:
             if parameter.is_floating_point() or parameter.is_complex():
                 first = first_names.setdefault(id(parameter), clean_name(name))
                 yield clean_name(name), first, parameter
-
-    def _warn_if_unmoved(self, trainer: Trainer) -> None:
-        state = trainer.state
-        if state.iteration and not (self.updates or state.optimizer_steps or state.skipped_steps):
-            warnings.warn(
-                f"EMA {self.name!r} was not updated in {state.iteration} iterations: the update fired no "
-                "OPTIMIZER_STEP_COMPLETED; fire it after optimizer.step(), as Update does.",
-                stacklevel=2,
-            )
 
     # an evaluation of the same event uses the average with the newest weights
     _start.phase = Phase.PREPARE  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from typing import Any
 from ignite.engine import Engine
 
 from ignite_engine.checkpoint.retention import usual_mode
-from ignite_engine.errors import did_you_mean, shortened
+from ignite_engine.errors import did_you_mean
 from ignite_engine.ranks import agreement
 
 logger = logging.getLogger(__name__)
@@ -46,8 +46,9 @@ class FollowedMetric:
         metrics, iteration = trainer.state.metrics, trainer.state.iteration
         fresh: Mapping[str, Any] = getattr(metrics, "fresh", metrics)
         if self.key not in fresh:
-            if self.seen_at is None and not self._warned and self._is_mistaken(trainer, metrics):
-                self._warn(metrics)
+            group = self.key.rpartition("/")[0]
+            if self.seen_at is None and group and any(name.startswith(f"{group}/") for name in metrics):
+                self._warn(metrics)  # its group was written without it
             return None
         if self.seen_at == iteration:
             return None
@@ -70,30 +71,12 @@ class FollowedMetric:
         if completed and self.seen_at is None and self.key not in trainer.state.metrics and not self._elsewhere():
             self._warn(trainer.state.metrics)
 
-    def _is_mistaken(self, trainer: Engine, written: Mapping[str, Any]) -> bool:
-        """Whether its group was written without it, or else every evaluation has written and none of them the key."""
-        group, _, name = self.key.rpartition("/")
-        if group and any(key.startswith(f"{group}/") for key in written):
-            return True
-        registered = getattr(getattr(trainer, "registry", None), "objects", ())
-        evaluations = [name.removeprefix("evaluation/") for name in registered if name.startswith("evaluation/")]
-        if not evaluations or not all(
-            any(key.startswith(f"{evaluation}/") for key in written) for evaluation in evaluations
-        ):
-            return False
-        # a name without a group may be the update's, whose means are written at an interval of their own
-        return any(f"{evaluation}/{name}" in written for evaluation in evaluations) and (bool(group) or name != "loss")
-
     def _warn(self, written: Mapping[str, Any]) -> None:
         if self._warned or agreement.rank() != 0:
             return
         self._warned = True
-        hint = did_you_mean(self.key, written)
-        if not hint.startswith("; did"):
-            hint = ": name one of those, or attach the handler that writes it." if written else "."
         warnings.warn(
-            f"{self.setting} has no effect, as nothing has written that metric "
-            f"(written: {shortened(sorted(written), 20) or 'nothing'}){hint}",
+            f"{self.setting} has no effect: nothing has written that metric{did_you_mean(self.key, written)}",
             stacklevel=2,
         )
 

@@ -20,7 +20,7 @@ HANDLERS = ROOT / "handlers"
 # What only composes the other rooms: it may import everything, and nothing but itself may import it.
 ON_TOP = {"handlers", "runs", "cli", "__main__"}
 # Parts that several handlers share.
-SHARED_HANDLER_MODULES = {"console", "followed_metric", "log", "meters", "metric_values"}
+SHARED_HANDLER_MODULES = {"never_stepped", "console", "followed_metric", "log", "meters", "metric_values"}
 # Imported only inside the function that needs them.
 HEAVY = {"clearml", "tensorboard", "matplotlib"}
 

@@ -1,11 +1,9 @@
 """What handlers refuse: in one line, which names what was given and the remedy."""
 
-import math
-
 import torch
 from ignite.engine import Events
 from torch.optim import SGD
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 
 from ignite_engine import Trainer, create_evaluator
 from ignite_engine import handlers as ours
@@ -63,21 +61,6 @@ def plateau(**options):
     return ours.LRSchedule(ReduceLROnPlateau(sgd()), **options)
 
 
-class StepsByNumber:
-    """As timm's do."""
-
-    def __init__(self, optimizer):
-        self.optimizer, self.state_dict, self.load_state_dict = optimizer, dict, dict
-
-    def step(self, number): ...
-
-
-def one_cycle():
-    trainer = trainer_of()
-    ours.LRSchedule(OneCycleLR(trainer.update.optimizers["optimizer"], 0.1, total_steps=5)).attach(trainer)
-    trainer.run(numbers_loader(), max_epochs=1)
-
-
 def loaded(schedule, groups=1):
     """The state of a constant schedule of one group."""
     state = ours.LRSchedule(constant(sgd())).state_dict()
@@ -105,7 +88,7 @@ test_refusals = refusals(
         ("decay of none", lambda: warmup_wsd(sgd(), decay=0, total=9), ValueError, "decay at least 1"),
         ("too long", lambda: warmup_wsd(sgd(), 5, decay=5, total=9), ValueError, "warmup decay total=9"),
         ("length unknown", lambda: warmup_linear(sgd()).lrs_at(0), ValueError, "attach total"),
-        ("metric for none", lambda: ours.LRSchedule(constant(sgd()), metric="a"), ValueError, "metric='a' remove"),
+        ("metric for none", lambda: ours.LRSchedule(constant(sgd()), metric="a"), ValueError, "metric='a' takes none"),
         ("plateau of none", lambda: plateau(), ValueError, "metric='val/loss'"),
         (
             "plateau at an event",
@@ -120,13 +103,6 @@ test_refusals = refusals(
             ValueError,
             "lr_schedule optimizer Update",
         ),
-        (
-            "scheduler with a step of its own",
-            lambda: ours.LRSchedule(StepsByNumber(sgd())),
-            TypeError,
-            "number register",
-        ),
-        ("shorter than the run", one_cycle, ValueError, "total_steps=5 6 max_iters=5"),
         ("two schedules", two_schedules, ValueError, "lr_schedule taken"),
         ("state of other groups", loaded(constant, groups=3), ValueError, "1 3 groups"),
         ("state of another kind", loaded(lambda o: CosineAnnealingLR(o, 9)), ValueError, "kind ignore"),
@@ -140,9 +116,6 @@ test_refusals = refusals(
         ("patience of 0", lambda: ours.EarlyStopping("a", patience=0), ValueError, "patience at least 1"),
         ("unknown mode", lambda: ours.EarlyStopping("a", patience=1, mode="low"), ValueError, "mode 'low'"),
         ("negative delta", lambda: ours.EarlyStopping("a", patience=1, min_delta=-1), ValueError, "min_delta -1"),
-        ("no delta", lambda: ours.EarlyStopping("a", patience=1, min_delta=math.nan), ValueError, "min_delta nan"),
-        ("nothing that stops", lambda: ours.EarlyStopping("a"), ValueError, "patience stopping_threshold"),
-        ("no threshold", lambda: ours.EarlyStopping("a", stopping_threshold="x"), TypeError, "stopping_threshold 'x'"),
         ("unknown meter", lambda: Meter("median"), ValueError, "'median' 'mean'"),
         ("two logs of a folder", two_loggers, ValueError, "MetricLogger another directory"),
         ("trail, every 0", lambda: ours.DigestTrail(".", every=0), ValueError, "every least 1"),
