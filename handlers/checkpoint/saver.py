@@ -158,7 +158,7 @@ class Saver:
         assert self.parent is not None
         self.settle()
         try:
-            self.store.annotate(self.store.directory / self.parent, metrics=metrics)
+            self.store.add_metrics(self.store.directory / self.parent, metrics)
         except CheckpointError as error:  # as with a failed save, training continues
             logger.warning("%s", error)
 

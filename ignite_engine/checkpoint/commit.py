@@ -171,7 +171,6 @@ def manifest_of(directory: Path, iteration: int, epoch: int, written: Sequence[W
     if incomplete := [part for part in parts if sum(rank.missing.get(part, 0) for rank in written)]:
         raise CheckpointError(f"the ranks do not hold the whole of {', '.join(incomplete)} together")
     earlier, unreadable = names.scan(directory)
-    same = [checkpoint.manifest for checkpoint in earlier if checkpoint.iteration == iteration]
     known = {
         "iteration": iteration,
         "epoch": epoch,
@@ -186,7 +185,7 @@ def manifest_of(directory: Path, iteration: int, epoch: int, written: Sequence[W
         "created_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "reproducibility": _unique(reason for rank in written for reason in rank.reproducibility),
         "healthy": all(rank.healthy for rank in written),
-        "labels": _unique([*(label for manifest in same for label in manifest.labels), *facts.get("labels", ())]),
+        "labels": _unique(facts.get("labels", ())),
         "environment": {**environment_values(agreement.world_size()), "sharding": written[0].sharding},
     }
     return Manifest(**{**facts, **known})  # type: ignore[arg-type]  # keys and types are those of Facts

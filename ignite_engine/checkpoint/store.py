@@ -51,7 +51,7 @@ class CheckpointStore:
         directory: made at the first save.
         group: a CPU (gloo) group of all ranks, needed to save in another thread; None: the main thread saves.
 
-    ``save``, ``annotate`` and ``sweep`` are collectives: all ranks call them in the same order and get the
+    ``save``, ``add_metrics`` and ``sweep`` are collectives: all ranks call them in the same order and get the
     same result or the same ``CheckpointError``. All other methods act in the calling process alone.
     """
 
@@ -77,7 +77,7 @@ class CheckpointStore:
     ) -> Path:
         """Write a checkpoint and commit it; a collective. Older ones stay as they are.
 
-        A checkpoint saved again at the same iteration replaces the previous one (and keeps its labels), which
+        A checkpoint saved again at the same iteration replaces the previous one, which
         is deleted only after the new one is committed.
 
         Args:
@@ -247,15 +247,12 @@ class CheckpointStore:
             verification.forget(path)
         return gone
 
-    def annotate(
-        self, path: str | Path, *, labels: Iterable[str] | None = None, metrics: Mapping[str, Any] | None = None
-    ) -> Manifest:
-        """Change labels or metrics in a manifest; a collective. Other processes may do the same concurrently.
+    def add_metrics(self, path: str | Path, metrics: Mapping[str, Any]) -> Manifest:
+        """Add metrics to a manifest; a collective. Other processes may do the same concurrently.
 
         Args:
             path: a committed checkpoint.
-            labels: replace the present ones.
-            metrics: are added to the present ones.
+            metrics: numbers by name.
 
         Returns:
             The new manifest.
@@ -263,9 +260,8 @@ class CheckpointStore:
         Raises:
             CheckpointError: the manifest could not be read or written; the old one is unchanged.
         """
-
-        how = self._failing_as(lambda causes: f"{path} was not annotated: {causes}.")
-        return agreement.on_rank_0(lambda: _rewritten(Path(path), labels, metrics), **how)
+        how = self._failing_as(lambda causes: f"{path} was not changed: {causes}.")
+        return agreement.on_rank_0(lambda: _with_metrics(Path(path), metrics), **how)
 
     def sweep(self) -> list[Path]:
         """Remove what dead writers have left; a collective, for the start of a run. Files of living writers stay."""
@@ -329,14 +325,10 @@ def _files_of(manifest: Manifest, rank: int, *, shared: bool = True) -> list[str
     ]
 
 
-def _rewritten(path: Path, labels: Iterable[str] | None, metrics: Mapping[str, Any] | None) -> Manifest:
+def _with_metrics(path: Path, metrics: Mapping[str, Any]) -> Manifest:
     with one_writer(path.parent):
         manifest = read_manifest(path)
-        changed = replace(
-            manifest,
-            labels=manifest.labels if labels is None else list(labels),
-            metrics={**manifest.metrics, **plain_metrics(metrics)},
-        )
+        changed = replace(manifest, metrics={**manifest.metrics, **plain_metrics(metrics)})
         filesystem.replace_file(path / MANIFEST_NAME, lambda file: file.write(changed.to_json()))
     return changed
 

@@ -87,7 +87,7 @@ def test_saved_again_at_the_same_iteration_the_old_one_goes_last(tmp_path):
 def test_a_manifest_is_replaced_by_a_durable_one(tmp_path):
     path = save(CheckpointStore(tmp_path), 200)
     with FileOperations(tmp_path) as seen:
-        CheckpointStore(tmp_path).annotate(path, labels=["a"])
+        CheckpointStore(tmp_path).add_metrics(path, {"a": 1})
     (written,) = {where for kind, where in seen.seen if kind == "write"}
     operations = [kind for kind, where in seen.seen if where.startswith((path.name, written))]
     assert operations == ["open", "write", "fsync", "rename", "open", "fsync"]

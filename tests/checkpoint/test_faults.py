@@ -48,8 +48,8 @@ def prune(folder):
     return CheckpointStore(folder).prune(Retention(keep_last=1))
 
 
-def annotate(folder):
-    return CheckpointStore(folder).annotate(folder / "iteration_00000100", labels=["new"])
+def measured(folder):
+    return CheckpointStore(folder).add_metrics(folder / "iteration_00000100", {"new": 1})
 
 
 # what is done to a folder, what it holds before, and what it may be found with
@@ -58,7 +58,7 @@ WORKS = {
     "several writers": (by_two_writers, (100,), 3000),
     "the same iteration again": (lambda folder: save(CheckpointStore(folder), 100, labels=["again"]), (50, 100), 300),
     "a prune": (prune, (100, 200, 300), 300),
-    "new labels": (annotate, (100,), 300),
+    "new metrics": (measured, (100,), 300),
 }
 LONG = {"several writers": "full disk", "the same iteration again": "killed"}
 """Works of many operations, with the fault of every day; a save and a prune have all of them."""

@@ -115,14 +115,13 @@ def test_a_file_of_a_checkpoint_that_is_a_link_is_not_read(tmp_path, other, file
     assert newest(tmp_path / "run") is None
 
 
-def test_new_labels_and_metrics_change_no_data(tmp_path):
+def test_new_metrics_change_no_data(tmp_path):
     store = CheckpointStore(tmp_path)
-    path = save(store, 1, metrics={"loss": 1.0}, labels=["a"])
+    path = save(store, 1, metrics={"loss": 1.0})
     files = {each: each.stat() for each in path.iterdir() if each.name != "manifest.json"}
     knows_it = CheckpointStore(tmp_path)
-    assert knows_it.checkpoints()[0].manifest.labels == ["a"]
-    changed = store.annotate(path, labels=["b", "c"], metrics={"val/loss": 0.5})
-    assert changed.labels == manifest_of(path)["labels"] == ["b", "c"]
+    assert knows_it.checkpoints()[0].manifest.metrics == {"loss": 1.0}
+    changed = store.add_metrics(path, {"val/loss": 0.5})
     assert manifest_of(path)["metrics"] == {"loss": 1.0, "val/loss": 0.5}
     assert knows_it.checkpoints()[0].manifest == CheckpointStore(tmp_path).checkpoints()[0].manifest == changed
     assert all(each.stat() == before for each, before in files.items()) and len(files) == 2

@@ -203,7 +203,7 @@ def test_two_processes_annotate_one_checkpoint_and_nothing_is_lost(tmp_path):
 
     def annotate(name):
         for number in range(15):
-            CheckpointStore(tmp_path).annotate(path, metrics={f"{name}/{number}": number})
+            CheckpointStore(tmp_path).add_metrics(path, {f"{name}/{number}": number})
 
     for process in [start(annotate, name) for name in ("a", "b")]:
         process.answer()

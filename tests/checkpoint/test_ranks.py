@@ -119,10 +119,10 @@ def disagreements(rank, folder):
     found = [
         outcome(lambda: store.save({}, {"own": Path("x") if rank else 1}, iteration=200, epoch=1)),
         outcome(lambda: save(store, 200 + rank, rank)),
-        outcome(lambda: store.annotate(folder / "iteration_00000999", labels=["a"])),
+        outcome(lambda: store.add_metrics(folder / "iteration_00000999", {"a": 1})),
     ]
     save(store, 400, rank)
-    found.append(outcome(lambda: store.annotate(folder / "iteration_00000400", labels=["a"]).labels))
+    found.append(outcome(lambda: store.add_metrics(folder / "iteration_00000400", {"a": 1}).metrics["a"]))
     if rank == 0:
         (folder / ".trash-iteration_00000001-00000000").mkdir()
     dist.barrier()
@@ -135,10 +135,10 @@ def test_what_the_ranks_disagree_about_is_refused_on_both_and_the_rest_done_on_b
         first[1][0] == second[1][0] == "CheckpointError" and "[200, 201]" in second[1][1]
     )  # each of its own iteration
     assert [*first[:1], *first[2:]] == [*second[:1], *second[2:]]
-    not_plain, differ, not_there, labels, swept = first
+    not_plain, differ, not_there, metric, swept = first
     assert "rank 1: own is a" in not_plain[1] and "[200, 201]" in differ[1]
     assert not_there[0] == "CheckpointError" and "iteration_00000999" in not_there[1]
-    assert (labels, swept) == (["a"], [".trash-iteration_00000001-00000000"])
+    assert (metric, swept) == (1.0, [".trash-iteration_00000001-00000000"])
 
 
 # -- sharded: a rank is killed -----------------------------------------------------------------------------------------

@@ -121,12 +121,6 @@ def test_names_beyond_eight_digits_are_ordered_and_kept(tmp_path):
     assert newest(tmp_path) == 100_000_001
 
 
-def test_saved_again_at_the_same_iteration_labels_stay(tmp_path):
-    for label in ("first", "second"):
-        save(CheckpointStore(tmp_path), 100, labels=[label])
-    assert manifest_of(tmp_path / "iteration_00000100")["labels"] == ["first", "second"]
-
-
 def read_bytes():
     """How much this process has read until now."""
     return int(Path("/proc/self/io").read_text().split()[1])

@@ -137,9 +137,7 @@ def test_the_best_one_is_loaded_when_it_is_another_one(tmp_path):
     trainer, loads = begun(tmp_path / "run", [best])
     at_iteration(trainer, 2, lambda: publish(source, 2, 0.2, metrics={"loss": 2.0}))
     at_iteration(trainer, 4, lambda: publish(source, 3, 0.3, metrics={"loss": 0.5}))
-    at_iteration(
-        trainer, 6, lambda: CheckpointStore(source).annotate(source / "iteration_00000002", metrics={"loss": 0})
-    )
+    at_iteration(trainer, 6, lambda: CheckpointStore(source).add_metrics(source / "iteration_00000002", {"loss": 0}))
     trainer.run(numbers_loader(), max_iters=8)
 
     assert [(each, names[0][0][-1]) for each, names in loads] == [(1, "1"), (5, "3"), (7, "2")]

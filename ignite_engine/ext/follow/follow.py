@@ -206,7 +206,7 @@ class _Follower:
                 evaluation(trainer)
         values = {name: float(value) for name, value in trainer.state.metrics.items() if isinstance(value, Real)}
         try:
-            self._store().annotate(path, metrics=values)
+            self._store().add_metrics(path, values)
         except CheckpointError as error:
             logger.warning("%s", error)
         if rank_0:
