@@ -8,16 +8,25 @@ from typing import Any
 
 from ignite_engine.checkpoint.comparison import compare
 from ignite_engine.checkpoint.export import Format, weights_of, write_weights
-from ignite_engine.checkpoint.layout import named_iteration, scan
+from ignite_engine.checkpoint.layout import scan
 from ignite_engine.checkpoint.lock import in_use
-from ignite_engine.checkpoint.manifest import MANIFEST_NAME, Manifest
-from ignite_engine.checkpoint.retention import CheckpointInfo, Retention, of_one_run, ranked
-from ignite_engine.checkpoint.sources import Source, find_directory, find_source, followed, read_named, read_source
+from ignite_engine.checkpoint.manifest import Manifest
+from ignite_engine.checkpoint.retention import Retention, of_one_run, ranked
+from ignite_engine.checkpoint.sources import (
+    Source,
+    find_directory,
+    find_source,
+    followed,
+    is_single,
+    read_named,
+    read_source,
+)
 from ignite_engine.checkpoint.store import CheckpointStore
-from ignite_engine.cli.parsing import Parser, Table
-from ignite_engine.errors import CheckpointError, shortened
+from ignite_engine.checkpoint.verification import problems_of
+from ignite_engine.cli.parsing import Parser, Table, whole_number
+from ignite_engine.errors import shortened
 from ignite_engine.runs.run_directory import config_differences
-from ignite_engine.text import in_columns
+from ignite_engine.text import in_columns, in_units
 
 _NOT_RESULTS = ("lr", "memory", "throughput", "time")
 _WHERE = "a run's folder, or one of checkpoints"
@@ -26,21 +35,12 @@ _ONE = f"a checkpoint, {_WHERE} (its last valid one), or RUN/best"
 
 ACTIONS: Table = {
     "list": ("ignite_engine.cli.checkpoints:list_all", "one line per checkpoint"),
-    "verify": (
-        "ignite_engine.cli.checkpoints:verify",
-        "read every byte; code 1 if anything is damaged, with the file's name",
-    ),
+    "verify": ("ignite_engine.cli.checkpoints:verify", "read every byte; code 1 if a file is damaged, with its name"),
     "pull": ("ignite_engine.ext.mirror.commands:pull", "fetch a checkpoint of a mirror into a folder"),
     "push": ("ignite_engine.ext.mirror.commands:push", "upload a checkpoint to a mirror"),
-    "diff": (
-        "ignite_engine.cli.checkpoints:diff",
-        "what differs between two checkpoints; code 1 if anything does",
-    ),
+    "diff": ("ignite_engine.cli.checkpoints:diff", "what differs between two checkpoints; code 1 if anything does"),
     "export": ("ignite_engine.cli.checkpoints:export", "write only the weights, for other programs"),
-    "prune": (
-        "ignite_engine.cli.checkpoints:prune",
-        "delete all but the newest ones and the best by the run's metric",
-    ),
+    "prune": ("ignite_engine.cli.checkpoints:prune", "delete all but the newest and the best by the run's metric"),
 }
 
 
@@ -68,66 +68,55 @@ def diff(action: Parser) -> None:
 def export(action: Parser) -> None:
     action.add_argument("where", type=Path, metavar="PATH", help=_ONE)
     action.add_argument("--output", "-o", type=Path, required=True, metavar="FILE", help="replaced if it is there")
-    action.add_argument(
-        "--format", choices=["safetensors", "state_dict"], help="default: by the file's ending; else state_dict"
-    )
-    action.add_argument(
-        "--weights",
-        metavar="raw|ema",
-        help="the trained weights, or their average (the part's name); default: of RUN/best those that were evaluated",
-    )
+    formats = ["safetensors", "state_dict"]
+    action.add_argument("--format", choices=formats, help="default: by the file's ending; else state_dict")
+    text = "the trained weights, or their average (the part's name); default: of RUN/best those that were evaluated"
+    action.add_argument("--weights", metavar="raw|ema", help=text)
     action.set_defaults(work=_export)
 
 
 def prune(action: Parser) -> None:
     action.add_argument("where", type=Path, metavar="RUN_OR_DIR", help=_WHERE)
-    action.add_argument("--keep-last", type=int, default=1, metavar="N", help="newest ones; default: 1")
+    action.add_argument("--keep-last", type=whole_number, default=1, metavar="N", help="newest ones; default: 1")
     action.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     action.set_defaults(work=_prune)
 
 
-def _list(options: argparse.Namespace) -> int:
+def _list(options: argparse.Namespace) -> None:
     readable, unreadable = scan(find_directory(options.where))
     rule = followed(readable)
     best = ranked(of_one_run(readable), *rule)[:1] if rule else []
-    heads = ("checkpoint", "epoch", "metrics", "size", "labels", "state")
-    rows = []
+    rows = [("checkpoint", "epoch", "metrics", "size", "labels", "state")]
     for checkpoint in readable:
-        names = [f"best ({', '.join(rule)})"] if rule and checkpoint in best else []
-        rows.append(_row(checkpoint, [*names, "last"] if checkpoint is readable[-1] else names))
-    print(*in_columns([heads, *rows]), sep="\n")
+        manifest = checkpoint.manifest
+        metrics = {key: value for key, value in manifest.metrics.items() if key.split("/")[0] not in _NOT_RESULTS}
+        results = [f"{key} {value:.5g}" for key, value in metrics.items()]
+        state = [f"best ({', '.join(rule or ())})"] if checkpoint in best else []
+        state += ["last"] if checkpoint is readable[-1] else []
+        state += [] if manifest.healthy else ["weights not finite"]
+        state += ["exact" if manifest.exact else f"not exact: {shortened(manifest.reproducibility, 1)}"]
+        name, labels = checkpoint.path.name, ", ".join(manifest.labels)
+        rows.append((name, str(manifest.epoch), shortened(results), _size(manifest), labels, "; ".join(state)))
+    print(*in_columns(rows), sep="\n")
     for path, reason in unreadable:
         print(f"{path.name}  cannot be read: {reason}")
-    return 0
-
-
-def _row(checkpoint: CheckpointInfo, names: list[str]) -> tuple[str, ...]:
-    manifest = checkpoint.manifest
-    results = [
-        f"{key} {value:.5g}" for key, value in manifest.metrics.items() if key.partition("/")[0] not in _NOT_RESULTS
-    ]
-    state = names if manifest.healthy else [*names, "weights not finite"]
-    state = [*state, "exact" if manifest.exact else f"not exact: {shortened(manifest.reproducibility, 1)}"]
-    labels = ", ".join(manifest.labels)
-    return checkpoint.path.name, str(manifest.epoch), shortened(results), _size(manifest), labels, "; ".join(state)
 
 
 def _verify(options: argparse.Namespace) -> int:
     where: Path = options.where
-    if (where / MANIFEST_NAME).exists() or named_iteration(where) is not None:
-        problems_by_path = {where: CheckpointStore(where.parent).verify(where)}
+    found: dict[Path, list[str]] = {}
+    if is_single(where):
+        found[where] = problems_of(where)
     else:
-        directory = find_directory(where)
-        readable, unreadable = scan(directory)
-        problems_by_path = {path: [reason] for path, reason in unreadable}
-        store = CheckpointStore(directory)
+        readable, unreadable = scan(find_directory(where))
+        found |= {path: [reason] for path, reason in unreadable}
         for checkpoint in readable:
             with in_use(checkpoint.path) as is_there:
                 if is_there:  # its run has not pruned it meanwhile
-                    problems_by_path[checkpoint.path] = store.verify(checkpoint.path)
-    for path, problems in sorted(problems_by_path.items()):
+                    found[checkpoint.path] = problems_of(checkpoint.path)
+    for path, problems in sorted(found.items()):
         print(f"{path.name}  {'damaged: ' + '; '.join(problems) if problems else 'valid'}")
-    return int(any(problems_by_path.values()))
+    return int(any(found.values()))
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -170,21 +159,17 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _prune(options: argparse.Namespace) -> int:
+def _prune(options: argparse.Namespace) -> None:
     store = CheckpointStore(find_directory(options.where))
     before = store.checkpoints()
     rule: Any = followed(before) or (None, "min")
-    try:
-        retention = Retention(options.keep_last, best=rule[0], mode=rule[1])
-    except ValueError as error:
-        raise CheckpointError(str(error)) from None
+    retention = Retention(options.keep_last, best=rule[0], mode=rule[1])
     gone = [checkpoint.path for checkpoint in store.to_delete(retention)] if options.dry_run else store.prune(retention)
+    deleted, stay = ("would be deleted", "would stay") if options.dry_run else ("deleted", "stay")
     for path in gone:
-        print(f"{path.name}  {'would be deleted' if options.dry_run else 'deleted'}")
-    print(f"{len(before) - len(gone)} of {len(before)} {'would stay' if options.dry_run else 'stay'}")
-    return 0
+        print(f"{path.name}  {deleted}")
+    print(f"{len(before) - len(gone)} of {len(before)} {stay}")
 
 
 def _size(manifest: Manifest) -> str:
-    kib = sum(file.bytes for file in manifest.files.values()) / 2**10
-    return f"{kib:.1f} KiB" if kib < 1000 else f"{kib / 2**10:,.1f} MiB"
+    return in_units(sum(file.bytes for file in manifest.files.values()))

@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,6 @@ from ignite_engine import devices
 from ignite_engine.cli.parsing import Parser
 from ignite_engine.text import in_columns
 
-_PACKAGES = ("pytorch-ignite", "numpy", "blake3", "clearml")
 _OPTIONAL = ("tensorboard", "wandb", "mlflow", "safetensors", "torchdata", "transformers")
 
 
@@ -26,47 +26,30 @@ def doctor(command: Parser) -> None:
 
 def report() -> list[str]:
     """Its lines: a name and what holds for it."""
-    return in_columns([*_versions(), *_machine(), *_devices(), *_ranks()])
+    return in_columns([*_versions(), *_devices(), *_ranks()])
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    yield "ignite-engine", importlib.metadata.version("ignite-engine")
     yield "Python", sys.version.split()[0]
     yield "torch", f"{torch.__version__}, built for {devices.runtime() or 'the CPU'}"
-    for name in _PACKAGES:
-        yield name, _version_of(name) or "missing"
-    installed = [f"{name} {version}" for name in _OPTIONAL if (version := _version_of(name))]
-    yield "optional packages", ", ".join(installed) or "none"
-
-
-def _version_of(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _machine() -> Iterator[tuple[str, str]]:
+    for name in ("ignite-engine", "pytorch-ignite", "numpy", "blake3", "clearml"):
+        yield name, importlib.metadata.version(name)
+    found = [f"{name} {importlib.metadata.version(name)}" for name in _OPTIONAL if find_spec(name)]
+    yield "optional packages", ", ".join(found) or "none"
     yield "system", platform.platform()
     yield "cores", f"{os.cpu_count()}, of which torch uses {torch.get_num_threads()}"
-    yield "vector instructions", torch.backends.cpu.get_cpu_capability()
 
 
 def _devices() -> Iterator[tuple[str, str]]:
     names, device = devices.names(), devices.current()
     yield "accelerators", ", ".join(f"{number}: {name}" for number, name in enumerate(names)) or "none"
-    if not names:
-        yield "models go to", f"the CPU, as torch {torch.__version__} finds no accelerator"
-        yield "precision", "fp32; bf16 by update.precision"
-        return
-    yield "models go to", f"{device}, the current one; one that is on a device stays there"
-    kind = device.type
-    beside = devices.pins_memory()
-    yield "batches", "pinned, copied beside computing" if beside else f"each copy is waited for: {kind} has one stream"
-    wide = devices.widest_float(device)
-    yield "sums", f"{str(wide).removeprefix('torch.')}{'' if wide is torch.float64 else f': {kind} has no float64'}"
-    cast = torch.amp.is_autocast_available(kind)
-    yield "precision", "fp32; bf16 and fp16 by update.precision" if cast else f"fp32: {kind} has no autocast"
+    yield "models go to", f"{device}; one that is on a device stays there"
+    if names:
+        beside = "pinned, copied beside computing"
+        yield "batches", beside if devices.pins_memory() else f"each copy is waited for: {device.type} has one stream"
+        yield "sums", str(devices.widest_float(device)).removeprefix("torch.")
+    cast = torch.amp.is_autocast_available(device.type)
+    yield "precision", "fp32; bf16 and fp16 by update.precision" if cast else f"fp32: {device.type} has no autocast"
 
 
 def _ranks() -> Iterator[tuple[str, str]]:

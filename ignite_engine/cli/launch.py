@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -13,30 +14,33 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from ignite_engine import devices
 from ignite_engine.cli.parsing import USAGE_ERROR
-from ignite_engine.errors import (
-    PeerFailed,
-)
-from ignite_engine.ranks import agreement
+from ignite_engine.errors import PeerFailed
 from ignite_engine.ranks.joining import is_launched
 from ignite_engine.ranks.launch import Parallel
 from ignite_engine.runs import recipe
-from ignite_engine.runs.config import Config, ConfigError, load_config
+from ignite_engine.runs.config import Config, load_config
 from ignite_engine.runs.task import TaskError, find_task
 
 FAILED = 1
 Work = Callable[[argparse.Namespace], int | None]
 
 
-def one_line_is_enough(error: BaseException, command: str) -> bool:
-    """Whether a traceback would add nothing for the user."""
-    return isinstance(error, (*recipe.USER_ERRORS, *recipe.RUN_ERRORS)) or (
-        isinstance(error, FileNotFoundError) and command != "train"
-    )
+def exit_code(work: Work, options: argparse.Namespace) -> int:
+    """What a command ends with; an error that needs no traceback is one line."""
+    try:
+        return work(options) or 0
+    except (*recipe.USER_ERRORS, *recipe.RUN_ERRORS, FileNotFoundError) as error:
+        is_train = options.command == "train"
+        if options.traceback or (is_train and isinstance(error, FileNotFoundError)):  # of the task
+            raise
+        print_line(f"error: {error}")
+        return FAILED if is_train and isinstance(error, recipe.RUN_ERRORS) else USAGE_ERROR
 
 
-def code_of(error: BaseException, command: str) -> int:
-    """The exit code of an error that is reported in one line."""
-    return FAILED if isinstance(error, recipe.RUN_ERRORS) and command == "train" else USAGE_ERROR
+def print_line(line: str) -> None:
+    """One line on stderr, by the first rank of each machine."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(line, file=sys.stderr, flush=True)
 
 
 def on_ranks(
@@ -75,15 +79,9 @@ def on_ranks(
 
 
 def _rank_main(local_rank: int, work: Work, options: argparse.Namespace) -> None:
-    """One rank of several: a user error is printed once, and all ranks exit with its code."""
+    """One rank of several: all exit with the code of a user error."""
     try:
-        code = work(options)
-    except (*recipe.USER_ERRORS, *recipe.RUN_ERRORS, FileNotFoundError) as error:
-        if options.traceback or not one_line_is_enough(error, options.command):
-            raise
-        if agreement.rank() == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        code = code_of(error, options.command)
+        code = exit_code(work, options)
     except PeerFailed:  # which all ranks have logged; the rank that failed prints its traceback
         if options.traceback:
             raise
@@ -98,52 +96,17 @@ def on_ranks_of_config(
     note_failure: Callable[[Config, Any], object] | None = None,
 ) -> int:
     """Call ``work`` with the config, on as many ranks as it or the options say."""
-    launched, restarts = is_launched(), getattr(options, "restarts", None)
-    if restarts is not None:
+    how: dict[str, Any] = {}
+    if (restarts := getattr(options, "restarts", None)) is not None:
         devices.look_without_using()
-    try:
-        config = _checked(options, launched=launched)
-    except ConfigError as error:
-        if not launched:
-            raise
-        # the peers wait for this rank: it is said there, once
-        return on_ranks(options, partial(_configured, work, error), None, options.backend)
-    section = config.distributed
-    how: dict[str, Any] = {
-        "timeout": section.timeout,
-        "heartbeat_timeout": section.heartbeat_timeout,
-    }
+    config = load_config(options.config, options.overrides)
     if restarts is not None:
         how["restarts"] = restarts
         recipe.prepare_ranks()
         with contextlib.suppress(TaskError):  # each rank says so
             find_task(config.task, config.folder)  # imported once, here
+    section = config.distributed
+    how |= {"timeout": section.timeout, "heartbeat_timeout": section.heartbeat_timeout}
     failed = None if note_failure is None else partial(note_failure, config)
-    processes = options.nproc_per_node or section.nproc_per_node
-    return on_ranks(options, partial(_configured, work, config), processes, _backend(options, config), failed, **how)
-
-
-def _configured(
-    work: Callable[[Config, argparse.Namespace], int | None], loaded: Config | ConfigError, options: argparse.Namespace
-) -> int | None:
-    def config() -> Config:
-        if isinstance(loaded, ConfigError):
-            raise loaded
-        return loaded
-
-    return work(agreement.together(config), options)
-
-
-def _checked(options: argparse.Namespace, *, launched: bool) -> Config:
-    config = load_config(options.config, options.overrides)
-    if not devices.backend_is_usable(_backend(options, config)):
-        raise config.error("distributed.backend", "got 'nccl', but there is no CUDA device; expected gloo.")
-    if launched and options.nproc_per_node:
-        raise ConfigError("--nproc-per-node: the launcher that started this process sets how many; leave it out.")
-    if launched and getattr(options, "restarts", None) is not None:
-        raise ConfigError("--restarts: the launcher that started this process restarts its ranks itself; leave it out.")
-    return config
-
-
-def _backend(options: argparse.Namespace, config: Config) -> str:
-    return options.backend or config.distributed.backend or devices.default_backend()
+    processes, backend = options.nproc_per_node or section.nproc_per_node, options.backend or section.backend
+    return on_ranks(options, partial(work, config), processes, backend, failed, **how)

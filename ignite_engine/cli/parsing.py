@@ -84,12 +84,8 @@ def takes_config(command: Parser, *, or_function: bool = False) -> None:
 
 def takes_ranks(command: Parser, default: str = "as the config says") -> None:
     """How many processes are started."""
-    command.add_argument(
-        "--nproc-per-node",
-        type=whole_number,
-        metavar="N",
-        help=f"processes to start on this machine; default: {default}",
-    )
+    text = f"processes to start on this machine; default: {default}"
+    command.add_argument("--nproc-per-node", type=whole_number, metavar="N", help=text)
 
 
 def takes_backend(command: Parser) -> None:
@@ -99,21 +95,6 @@ def takes_backend(command: Parser) -> None:
 
 def whole_number(text: str) -> int:
     """Of an option: at least 1."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
-    return number
-
-
-def seconds(text: str) -> float:
-    """Of an option: at least 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of seconds of at least 0")
-    return number
+    return int(text)

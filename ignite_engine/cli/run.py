@@ -8,15 +8,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from ignite_engine.checkpoint.sources import followed
-from ignite_engine.checkpoint.store import CheckpointStore
 from ignite_engine.cli.launch import on_ranks_of_config
-from ignite_engine.cli.parsing import Parser, seconds, takes_backend, takes_config, takes_ranks, whole_number
+from ignite_engine.cli.parsing import Parser, takes_backend, takes_config, takes_ranks, whole_number
 from ignite_engine.errors import by_name
 from ignite_engine.ranks import agreement
 from ignite_engine.runs import recipe
 from ignite_engine.runs.config import Config, ConfigError, load_config
-from ignite_engine.runs.run_directory import RunDirectory
 from ignite_engine.text import json_values
 
 FOLLOWERS = {"--follow": "ignite_engine.ext.follow.follow:follow"}
@@ -28,12 +25,8 @@ def train(command: Parser) -> None:
     takes_config(command)
     takes_ranks(command)
     takes_backend(command)
-    command.add_argument(
-        "--restarts",
-        type=whole_number,
-        metavar="N",
-        help="start the ranks again when one was killed or hangs, at most N times in an hour; default: never",
-    )
+    text = "start the ranks again when one was killed or hangs, at most N times in an hour; default: never"
+    command.add_argument("--restarts", type=whole_number, metavar="N", help=text)
     command.set_defaults(work=partial(on_ranks_of_config, work=_train, note_failure=recipe.note_failure))
 
 
@@ -42,21 +35,13 @@ def evaluate(command: Parser) -> None:
     takes_config(command)
     takes_ranks(command)
     takes_backend(command)
-    command.add_argument(
-        "--checkpoint",
-        metavar="PATH|best|last",
-        help="a checkpoint, RUN/best or RUN/last, or which of this run; default: the best, or else the last",
-    )
-    command.add_argument(
-        "--follow", action="store_true", help="each new checkpoint of the run, beside its training, to its end"
-    )
+    which = command.add_mutually_exclusive_group()
+    text = "a checkpoint, RUN/best or RUN/last, or which of this run; default: the best, or else the last"
+    which.add_argument("--checkpoint", metavar="PATH|best|last", help=text)
+    which.add_argument("--follow", action="store_true", help="each new one, beside the training, to its end")
     command.add_argument("--all", action="store_true", help="with --follow: the oldest first, and none is left out")
-    command.add_argument(
-        "--wait",
-        type=seconds,
-        metavar="SECONDS",
-        help="with --follow: for a run that has not begun, or was killed; default: 300",
-    )
+    text = "with --follow: for a run that has not begun, or was killed; default: 300"
+    command.add_argument("--wait", type=float, metavar="SECONDS", help=text)
     command.set_defaults(work=_evaluate)
 
 
@@ -72,17 +57,15 @@ def _train(config: Config, options: argparse.Namespace) -> None:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    if options.follow and options.checkpoint is not None:
-        raise ConfigError("--checkpoint: --follow evaluates all that the run saves; leave one of them out.")
     if not options.follow and (options.all or options.wait is not None):
         raise ConfigError(f"--{'all' if options.all else 'wait'}: it belongs to --follow, which is not given.")
-    if not options.follow:
-        return on_ranks_of_config(options, _evaluate_one)
-    try:
-        follow = by_name("evaluate", "--follow", FOLLOWERS)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    return on_ranks_of_config(options, partial(_follow, follow))
+    work = _evaluate_one
+    if options.follow:
+        try:
+            work = partial(_follow, by_name("evaluate", "--follow", FOLLOWERS))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    return on_ranks_of_config(options, work)
 
 
 def _describe(options: argparse.Namespace) -> None:
@@ -90,13 +73,6 @@ def _describe(options: argparse.Namespace) -> None:
 
 
 def _evaluate_one(config: Config, options: argparse.Namespace) -> None:
-    saved = RunDirectory(config.directory).checkpoints
-    if options.checkpoint == "best" and not (
-        config.handler("Checkpoint").get("best") or followed(CheckpointStore(saved).checkpoints())
-    ):
-        raise config.error(
-            "handlers.Checkpoint.best", "got nothing, so no checkpoint is the best; name a metric, such as val/loss."
-        )
     result = recipe.build_run(config).evaluate(options.checkpoint)
     if agreement.rank() == 0:
         print(json.dumps(json_values(result)))
@@ -105,11 +81,9 @@ def _evaluate_one(config: Config, options: argparse.Namespace) -> None:
 def _follow(follow: Any, config: Config, options: argparse.Namespace) -> None:
     run = recipe.build_run(config)
     run.load_excluded()
-    settings: dict[str, Any] = {"every_checkpoint": options.all}
-    if options.wait is not None:
-        settings["wait_s"] = options.wait
+    wait = {} if options.wait is None else {"wait_s": options.wait}
 
     def announce(values: Mapping[str, Any]) -> None:
         print(json.dumps(json_values(values)), flush=True)
 
-    follow(config.directory, lambda: run.trainer, announce=announce, **settings)
+    follow(config.directory, lambda: run.trainer, announce=announce, every_checkpoint=options.all, **wait)

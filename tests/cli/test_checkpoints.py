@@ -269,7 +269,7 @@ CALLS = [
     ("average", of_a_run("export", "run", "-o", "x.pt", "--weights", "emma"), "'emma' raw ema"),
     ("no best", of_a_run("export", "run/best", "-o", "x.pt"), "no metric best"),
     ("format", of_a_run("export", "run", "-o", "x.pt", "--format", "onnx"), "'onnx'"),
-    ("keep none", of_a_run("prune", "run", "--keep-last", "0"), "keep_last at least 1 0"),
+    ("keep none", of_a_run("prune", "run", "--keep-last", "0"), "--keep-last at least 1 '0'"),
     ("option", of_a_run("prune", "run", "--keep-lst", "1"), "'--keep-lst' prune"),
     ("two folders", of_a_run("list", "run", "more"), "'more' list"),
     ("action", of_a_run("lst", "run"), "'lst'"),

@@ -117,11 +117,6 @@ CALLS = [
     ("command", in_folder("trian", "my_config.yaml"), "'trian' 'train'?"),
     ("nothing to evaluate", in_folder("evaluate", "my_config.yaml"), "checkpoints does not exist"),
     ("no best", in_folder("evaluate", "my_config.yaml", "--checkpoint", "best"), "checkpoints does not exist"),
-    (
-        "best without a metric",
-        in_folder("evaluate", "my_config.yaml", "--checkpoint", "best", "handlers.Checkpoint.best=null"),
-        "handlers.Checkpoint.best metric",
-    ),
     ("no such checkpoint", in_folder("evaluate", "my_config.yaml", "--checkpoint", "x"), "x does not exist"),
     *of(
         "replay",

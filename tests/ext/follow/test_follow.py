@@ -247,7 +247,7 @@ def evaluate(*words):
 
 test_refusals = refusals(
     [
-        ("a checkpoint", evaluate("--follow", "--checkpoint", "best"), CommandRefused, "--checkpoint --follow leave"),
+        ("a checkpoint", evaluate("--follow", "--checkpoint", "best"), CommandRefused, "--checkpoint --follow"),
         ("all, without", evaluate("--all"), CommandRefused, "--all belongs --follow"),
         ("wait, without", evaluate("--wait", "3"), CommandRefused, "--wait belongs --follow"),
         ("a negative wait", lambda folder: follow(folder, build, wait_s=-1), ValueError, "wait_s at least 0"),
