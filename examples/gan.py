@@ -38,11 +38,11 @@ def network(inputs: int, width: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(*hidden, nn.Linear(width, outputs))
 
 
-def discriminator_loss(gan: GAN, points: Tensor) -> dict[str, Tensor]:
+def discriminator_loss(gan: GAN, points: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Goodfellow et al. 2014, arXiv 1406.2661, equation 1, of logits."""
-    generated = gan.sample(len(points)).detach()
-    real = softplus(-gan.discriminator(points)).mean()
-    return {"real": real, "generated": softplus(gan.discriminator(generated)).mean()}
+    made = gan.sample(len(points)).detach()
+    real, generated = softplus(-gan.discriminator(points)).mean(), softplus(gan.discriminator(made)).mean()
+    return real + generated, {"real": real.detach(), "generated": generated.detach()}
 
 
 def generator_loss(gan: GAN, points: Tensor) -> Tensor:

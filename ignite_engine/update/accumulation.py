@@ -176,17 +176,14 @@ class Accumulation:
             engine.fire_event(TrainingEvents.FORWARD_STARTED)
         update = self.update
         try:
-            if update.precision == "fp32":
+            with self._autocast or autocast(update.precision, update.device.type):
                 result: Any = update.loss_fn(update.model, batch)
-            else:
-                with self._autocast or autocast(update.precision, update.device.type):
-                    result = update.loss_fn(update.model, batch)
         except Exception as error:
             error.add_note(f"The micro-batch: {shapes_of(batch)}.")
             raise
         if listeners[1]:
             engine.fire_event(TrainingEvents.FORWARD_COMPLETED)
-        loss, extra = (result, None) if type(result) is Tensor and not result.dim() else parts(result)
+        loss, extra = (result, {}) if type(result) is Tensor and not result.dim() else parts(result)
         if not loss.requires_grad:
             raise ValueError(
                 "loss_fn returned a loss that depends on no parameter with requires_grad: compute it from the model's "
@@ -197,7 +194,7 @@ class Accumulation:
         if update.scaler is not None:
             start = update.scaler.scale(torch.ones((), device=loss.device)).to(loss.dtype) * scale
         backward(loss, start)
-        if extra is not None:
+        if extra:
             extras.append({name: scalar(value) for name, value in extra.items()})
         return scalar(loss)
 
@@ -206,7 +203,7 @@ class Accumulation:
     ) -> dict[str, Tensor]:
         """What a group reports: ``loss`` and the values beside it, each the sum of its values times ``scales``."""
         found = {"loss": weighted(losses, scales)}
-        if extras and names_of(extras, len(losses)):
+        if names_of(extras, len(losses)):
             found.update({name: weighted([named[name] for named in extras], scales) for name in extras[0]})
         return found
 

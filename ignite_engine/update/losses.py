@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ignite_engine.errors import shapes_of
 
-
-class NamedLosses(Protocol):
-    """A named tuple."""
-
-    def _asdict(self) -> dict[str, Any]: ...
-
-
-Loss = Tensor | Mapping[str, Tensor] | NamedLosses
-LossFn = Callable[[Any, Any], Loss | tuple[Loss, Mapping[str, Tensor]]]
+LossFn = Callable[[Any, Any], Tensor | tuple[Tensor, Mapping[str, Tensor]]]
 
 RESERVED = ("loss", "grad_norm")
 """Names in ``state.output`` that are the engine's own."""
@@ -45,36 +37,24 @@ def scalar(value: Tensor) -> Tensor:
     return value if is_fresh else value.clone()
 
 
-def parts(result: Any) -> tuple[Tensor, Mapping[str, Tensor] | None]:
+def parts(result: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
     """The loss, and what is reported beside it, of what a loss function returned.
-
-    Losses by name, in a mapping or a named tuple, are summed in their order and reported as ``loss/<name>``.
 
     Raises:
         ValueError: it cannot be trained on; the remedy.
     """
     loss, extra = result if type(result) is tuple and len(result) == 2 else (result, {})
-    named = loss._asdict() if isinstance(loss, tuple) and hasattr(loss, "_asdict") else loss
-    losses = list(named.values()) if isinstance(named, Mapping) else [loss]
-    values = [*losses, *extra.values()] if losses and isinstance(extra, Mapping) else [None]
+    values = [loss, *extra.values()] if isinstance(extra, Mapping) else [None]
     if any(not isinstance(value, Tensor) or value.numel() != 1 for value in values):
         raise ValueError(
             f"loss_fn returned {shapes_of(result)}: return the mean loss over the micro-batch, a tensor of one element "
-            "without item(); or losses by name, {name: loss}, which are summed; or a pair of either and what is only "
-            "reported, (loss, {name: detached scalar}), such as torch.tensor(value)."
+            "without item(); or a pair of it and what is only reported, (loss, {name: detached scalar}), such as "
+            "torch.tensor(value). Add several losses up."
         )
-    total, *others = losses = [whole(value).reshape(()) for value in losses]
-    for other in others:
-        total = total + other
-    names = list(named) if isinstance(named, Mapping) else []
-    by_name = {f"loss/{name}": value for name, value in zip(names, losses)}
-    for name in (*names, *extra):
-        if name in RESERVED or name in by_name:
-            raise ValueError(
-                f"loss_fn returned {name!r}, a name that Update writes for the whole loss, or for a part of it where "
-                "losses by name are summed: choose another name."
-            )
-    return total, {**by_name, **extra} or None
+    for name in RESERVED:
+        if name in extra:
+            raise ValueError(f"loss_fn returned {name!r}, which Update writes itself: choose another name.")
+    return whole(loss).reshape(()), extra
 
 
 def weighted(values: Sequence[Tensor], scales: Sequence[float]) -> Tensor:

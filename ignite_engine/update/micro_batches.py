@@ -43,12 +43,7 @@ def scales_of(weights: Sequence[float], total: float, ranks: int = 1) -> list[fl
 
     Returns:
         ``w_i * ranks / total``, ``total`` being the weight over all ranks; None where it is zero.
-
-    Raises:
-        ValueError: the weights of all ranks, ``total``, sum up to infinity, so that each factor would be 0.
     """
-    if total * ranks == float("inf"):
-        raise ValueError(f"The weights of one update sum up to infinity, got {weights} here: return smaller ones.")
     return [weight * ranks / total for weight in weights] if total else None
 
 
@@ -160,12 +155,9 @@ def check_weight(given: Any) -> float:
     """A micro-batch's weight as a float.
 
     Raises:
-        ValueError: it is no number, negative or not finite.
+        ValueError: it is negative or not finite.
     """
-    try:
-        weight = float(given)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        weight = float("nan")
+    weight = float(given)
     if not 0.0 <= weight < float("inf"):
         raise ValueError(f"weight_fn must return a finite number of at least 0, got {weight} from {shapes_of(given)}.")
     return weight

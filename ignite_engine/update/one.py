@@ -18,7 +18,6 @@ from ignite_engine.checkpoint.states.model_and_optimizer import (
     ModelState,
     OptimizerState,
     ParametersState,
-    sharded_modules,
     unwrap,
     with_modes,
 )
@@ -47,9 +46,7 @@ class Update(BaseUpdate):
         optimizer: one, or a mapping of names to several: all of them step or none does. Their parameters and groups
             are read at each update, so they may change during a run.
         loss_fn: ``loss_fn(model, batch)`` with the batch on the model's device; returns the mean over the
-            micro-batch, one element, or ``(mean, {name: detached scalar})``, the same names each time. In the place of
-            the mean may be several losses by name, in a dict or a named tuple: they are summed in their order, and each
-            is reported as ``loss/<name>``. None of them may be called ``loss``.
+            micro-batch, one element, or ``(mean, {name: detached scalar})``, the same names each time.
         precision: ``fp32``, ``bf16`` or ``fp16`` (autocast; fp16 with a loss scaler); or a function that returns the
             context of a micro-batch's forward pass, such as FP8's.
         clip_norm: largest joint L2 norm of all gradients of the optimizers' parameters, in the units of the loss;
@@ -139,7 +136,6 @@ class Update(BaseUpdate):
         self._has_gradients = False
         self._outside: Outside | None = None
         """What the model holds beside its state_dict, as of the first iteration: by then caches are made."""
-        self._sharded = sharded_modules(model)
         self.accumulation.bind(self)
 
     def __call__(self, engine: Engine, batch: Any) -> dict[str, Tensor]:
@@ -181,9 +177,6 @@ class Update(BaseUpdate):
                 scaler.adjust(scaler.get_scale())
             return self._skip(engine, output)
         if finite:
-            # a forward of a handler's leaves whole copies of the weights, which the next one would take for the new
-            for module in self._sharded:
-                module.reshard()
             self.stepping = True
             if not stepped:
                 for optimizer in self.optimizers.values():

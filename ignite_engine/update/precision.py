@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ignite_engine import devices
-from ignite_engine.errors import check_type, leave_out
+from ignite_engine.errors import leave_out
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +41,9 @@ def autocast(precision: Precision, device_type: str) -> AbstractContextManager[A
 
     Raises:
         ValueError: it is a name that is not known.
-        TypeError: what ``precision`` returns is no context manager.
     """
     if callable(precision):
-        made = precision()
-        is_context = isinstance(made, AbstractContextManager)
-        check_type("what precision returns", made, is_context, "a context manager")
-        return made
+        return precision()
     dtype = DTYPES[check_precision(precision)]
     return (dtype and devices.autocast(device_type, dtype)) or nullcontext()
 
@@ -124,8 +120,6 @@ def loss_scaler(precision: Precision, device_type: str, options: Mapping[str, An
     Raises:
         ValueError: options are given for a precision that does not scale.
     """
-    is_mapping = options is None or isinstance(options, Mapping)
-    check_type("grad_scaler", options, is_mapping, "a mapping of GradScaler's arguments or None")
     if precision == "fp16":
         return LossScaler(device_type, **(options or {}))
     if options:

@@ -1,11 +1,9 @@
 """What a loss function may return, the error where it returns something else, and what is reported of a group."""
 
-from typing import NamedTuple
-
 import pytest
 import torch
 from ignite.engine import Engine, Events
-from torch import Tensor, nn
+from torch import nn
 
 from ignite_engine import Trainer, Update
 from tests.kit.refusals import refusals
@@ -28,37 +26,22 @@ def test_a_loss_that_is_a_parameter_itself_moves_it_by_the_same_each_time():
     assert model.weight.item() == pytest.approx(before - 4 * 0.25)
 
 
-class Parts(NamedTuple):
-    fit: Tensor
-    size: Tensor
-
-
-def in_parts(model, batch):
-    return {"fit": mse(model, batch), "size": 0.1 * next(model.parameters()).square().sum().reshape(1)}
-
-
 def summed(model, batch):
-    fit, size = in_parts(model, batch).values()
-    return fit + size.reshape(())
+    return mse(model, batch) + 0.1 * next(model.parameters()).square().sum()
 
 
 FORMS = {
     "one element": (lambda model, batch: summed(model, batch).reshape(1), []),
     "one element of two dimensions": (lambda model, batch: summed(model, batch).reshape(1, 1), []),
     "with others": (lambda m, b: (summed(m, b), {"count": (b[1] > -9).sum()}), ["count"]),
-    "by name": (in_parts, ["loss/fit", "loss/size"]),
-    "named tuple": (lambda m, b: Parts(**in_parts(m, b)), ["loss/fit", "loss/size"]),
-    "by name, with others": (
-        lambda m, b: (in_parts(m, b), {"count": torch.tensor(2)}), ["loss/fit", "loss/size", "count"]
-    ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.row("A8")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("steps", [None, 2])
 @pytest.mark.parametrize("form", FORMS)
-def test_each_form_of_a_loss_trains_alike_and_reports_its_parts(form, steps, precision):
+def test_each_form_of_a_loss_trains_alike(form, steps, precision):
     loss_fn, names = FORMS[form]
     weights, output = trained(loss_fn, steps, precision=precision)
     expected, whole = trained(summed, steps, precision=precision)
@@ -66,8 +49,6 @@ def test_each_form_of_a_loss_trains_alike_and_reports_its_parts(form, steps, pre
     assert torch.equal(weights, expected) and torch.equal(output["loss"], whole["loss"])
     assert list(output) == ["loss", *names]
     assert not any(value.requires_grad or value.dim() for value in output.values())
-    if "loss/fit" in output:
-        assert torch.allclose(output["loss/fit"] + output["loss/size"], output["loss"])
     assert float(output.get("count", 2)) == 2.0  # a count is averaged too
 
 
@@ -103,7 +84,6 @@ REPORTED = {
     "buffer": lambda model: model.seen,
     "view of a buffer": lambda model: model.seen[0],
     "alias in numpy": lambda model: torch.from_numpy(model.seen.numpy()),
-    "a loss": lambda model: model.logit_scale,
 }
 
 
@@ -115,11 +95,10 @@ def test_a_reported_value_keeps_its_number_when_the_model_changes(name, steps):
     def loss_fn(model, batch):
         loss, value = model(batch), REPORTED[name](model)
         at_once.append(value.item())
-        return {"value": value} if name == "a loss" else (loss, {"value": value})
+        return loss, {"value": value}
 
     trainer = Trainer(Update(model, torch.optim.SGD(model.parameters(), lr=0.5), loss_fn), steps)
-    key = "loss/value" if name == "a loss" else "value"
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: outputs.append(trainer.state.output[key]))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: outputs.append(trainer.state.output["value"]))
     trainer.run([torch.ones(2)] * 6, max_epochs=1)
 
     groups = [at_once[start : start + steps] for start in range(0, 6, steps)]
@@ -213,10 +192,7 @@ test_refusals = refusals(
         ("pair of losses", returning(lambda loss: (loss, loss)), ValueError, "Tensor [] name reported"),
         ("a number beside it", returning(lambda loss: (loss, {"a": 1})), ValueError, "'a': int torch.tensor"),
         ("a vector beside it", returning(lambda loss: (loss, {"a": torch.ones(2)})), ValueError, "'a': Tensor [2]"),
-        ("total among its parts", returning(lambda loss: {"loss": loss, "a": loss}), ValueError, "summed 'loss'"),
-        ("no losses", returning(lambda loss: {}), ValueError, "{} {name: loss}"),
-        ("a part that is a number", returning(lambda loss: {"a": loss, "b": 1}), ValueError, "'b': int"),
-        ("name twice", returning(lambda loss: ({"a": loss}, {"loss/a": loss})), ValueError, "'loss/a' name choose"),
+        ("losses by name", returning(lambda loss: {"a": loss, "b": loss}), ValueError, "'a': Tensor [] Add"),
         ("a name of ours", returning(lambda loss: (loss, {"grad_norm": loss})), ValueError, "'grad_norm' choose"),
         ("other names", alternating(lambda x: (x, {"a": x}), lambda x: (x, {"b": x})), ValueError, "names 'a' 'b'"),
         ("no names", alternating(lambda x: (x, {"a": x}), lambda x: x), ValueError, "same names for 2"),

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from ignite_engine import Trainer, TrainingEvents, Update, create_evaluator, loader
-from tests.kit.refusals import refusals
 from tests.kit.tiny import Numbers, linear, mse, one
 
 
@@ -127,12 +126,3 @@ def test_an_fp8_library_plugs_in_by_a_context_around_each_forward_pass():
         optimizer.step()
         optimizer.zero_grad()
     assert torch.equal(ends[0], one(rounded)) and not torch.equal(*ends)
-
-
-def no_context():
-    model = linear()
-    update = Update(model, torch.optim.SGD(model.parameters(), 0.1), mse, precision=lambda: 3)
-    Trainer(update).run(loader(Numbers(4), 2))
-
-
-test_refusals = refusals([("a recipe that makes no context", no_context, TypeError, "precision context manager 3")])

@@ -435,13 +435,10 @@ def of_another_model():
     Trainer(update).run(batches_of(Numbers(8), [4, 4]))
 
 
-WEIGHTS = [(-1.0, "-1.0"), (float("nan"), "nan"), (float("inf"), "inf"), (None, "NoneType"), (10**400, "int")]
+WEIGHTS = [(-1.0, "-1.0"), (float("nan"), "nan"), (float("inf"), "inf")]
 ONE = torch.ones(())
 test_refusals = refusals(
-    [
-        (f"weight {shown}", weighing(weight), ValueError, f"weight_fn at least 0 {shown}")
-        for weight, shown in [*WEIGHTS, (torch.ones(3), "Tensor [3] float32")]
-    ]
+    [(f"weight {shown}", weighing(weight), ValueError, f"weight_fn at least 0 {shown}") for weight, shown in WEIGHTS]
     + [
         (f"reported {number}", naming(second), ValueError, "loss_fn same names each micro-batch")
         for number, second in enumerate([{}, {"other": ONE}, {"one": ONE, "other": ONE}])

@@ -84,11 +84,8 @@ class RankInvariant(Accumulation):
             return [1.0 / total] * len(group)
         weights = [check_weight(weight_fn(batch)) for batch in group]
         rows = agreement.gather_floats(weights + [0.0] * (max(map(len, self._leaves)) - len(weights)))
-        try:  # exactly rounded: it has the same bits in any order
-            summed = math.fsum(weight for row in rows for weight in row)
-        except OverflowError:
-            summed = math.inf
-        return scales_of(weights, summed)
+        # exactly rounded: it has the same bits in any order
+        return scales_of(weights, math.fsum(weight for row in rows for weight in row))
 
     def __call__(self, engine: Engine, micro_batches: Sequence[Any], scales: Sequence[float]) -> dict[str, Tensor]:
         self._parameters = [parameter for parameter in self.update.parameters.all() if parameter.requires_grad]
