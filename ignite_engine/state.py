@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ignite.engine import Engine, State
 
@@ -54,19 +54,6 @@ class Metrics(dict[str, Any]):
         if key not in self:
             self[key] = default
         return self[key]
-
-
-class Boundary(NamedTuple):
-    """What all ranks have agreed on for a step boundary; false in each field at most of them."""
-
-    last: bool = False
-    """It is the run's last."""
-    stopping: bool = False
-    """The run stops here, because a rank has asked for it."""
-    save: bool = False
-    """A rank has asked for a checkpoint (SIGUSR1)."""
-    collect: bool = False
-    """On some rank background work has ended: all ranks collect theirs here."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +129,14 @@ class TrainingState(State):
     """How the run began. Writer: Trainer."""
     reason: str | None
     """Why the run ended as it did: ``max_epochs``, ``SIGINT``, ``ValueError: ...``. Writer: Trainer."""
-    boundary: Boundary
-    """What the step boundary is at which the run is, or was last. Writer: Trainer."""
+    last: bool
+    """This step boundary is the run's last. Writer of this and the next three: Trainer."""
+    stopping: bool
+    """The run stops at this step boundary, because a rank has asked for it."""
+    save_requested: bool
+    """A rank has asked for a checkpoint at this step boundary (SIGUSR1)."""
+    background_done: bool
+    """On some rank background work has ended: all ranks collect theirs at this step boundary."""
     not_finite_at: int | None
     """First iteration reported because its loss or gradients were not finite. Writers: MetricLogger, non-finite policy.
     """
@@ -154,25 +147,12 @@ class TrainingState(State):
     evaluating: OngoingEvaluation | None
     """The evaluation that runs now, from EVALUATION_STARTED to EVALUATION_COMPLETED. Writer: Evaluation."""
 
-    @property
-    def last(self) -> bool:
-        """This step boundary is the run's last."""
-        return self.boundary.last
-
-    @property
-    def stopping(self) -> bool:
-        """All ranks have agreed to stop at this step boundary."""
-        return self.boundary.stopping
-
-    @property
-    def save_requested(self) -> bool:
-        """All ranks have agreed to save at this step boundary (SIGUSR1)."""
-        return self.boundary.save
-
-    @property
-    def background_done(self) -> bool:
-        """On some rank background work has ended: all ranks collect theirs at this step boundary."""
-        return self.boundary.collect
+    def at_boundary(
+        self, *, last: bool = False, stopping: bool = False, save_requested: bool = False, background_done: bool = False
+    ) -> None:
+        """What all ranks have agreed on for a step boundary."""
+        self.last, self.stopping = last, stopping
+        self.save_requested, self.background_done = save_requested, background_done
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -186,7 +166,7 @@ class TrainingState(State):
         self.status = "created"
         self.start = Start.FRESH
         self.reason = None
-        self.boundary = Boundary()
+        self.at_boundary()
         self.not_finite_at = None
         self.saved_iteration = None
         self.save_seconds = 0.0

@@ -23,7 +23,7 @@ from ignite_engine.loop.requests import COLLECT, END, SAVE, Requests
 from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp import settle_buckets
 from ignite_engine.ranks.watch import cause_of, reason_of, watched_run
-from ignite_engine.state import Boundary, Start, TrainingState
+from ignite_engine.state import Start, TrainingState
 from ignite_engine.update.base import update_of
 from ignite_engine.update.micro_batches import check_steps
 from ignite_engine.update.of_engine import EngineUpdate
@@ -160,12 +160,6 @@ class Trainer(Engine):
     def accumulation_steps(self) -> int | None:
         """Batches of the loader in one iteration; None: no grouping."""
         return self.progress.grouping.accumulation_steps
-
-    @accumulation_steps.setter
-    def accumulation_steps(self, steps: int) -> None:
-        raise AttributeError(
-            "The accumulation_steps of a Trainer cannot change: end the run, and resume it with another Trainer."
-        )
 
     @property
     def global_micro_batches(self) -> int | None:
@@ -417,7 +411,7 @@ class Trainer(Engine):
         self.intervals.begin(self, fresh=state.start is Start.FRESH)
         state.status, state.reason = "running", None
         self._skipped_before = state.skipped_steps
-        state.boundary = Boundary()
+        state.at_boundary()
         self.should_terminate = self.should_terminate_single_epoch = self.should_interrupt = False
         self.requests.begin()
         if (model := self.update.model) is not None:

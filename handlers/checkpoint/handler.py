@@ -462,7 +462,7 @@ class Checkpoint:
 
     def _save_if_due(self, trainer: Trainer) -> None:
         state, saver = trainer.state, self._saver
-        if not (self._asked or any(state.boundary)):
+        if not (self._asked or state.last or state.stopping or state.save_requested or state.background_done):
             return
         asked = self._asked
         self._asked = self._must = False

@@ -81,13 +81,8 @@ def loader(
         raise ValueError(f"dataset must have samples along its first dimension, got {shapes_of(dataset)}.")
     if sampler is not None and shuffle:
         raise TypeError("loader() got shuffle with a sampler, which has an order of its own: leave shuffle out.")
-    for option in ("batch_sampler", "generator"):
-        if option in dataloader_options:
-            raise TypeError(f"loader() sets {option} itself: use a plain DataLoader for an order of your own.")
     check_type("batch_size", batch_size, is_whole(batch_size), "a whole number of samples")
     check_type("seed", seed, is_whole(seed), "a whole number")
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
     if not len(dataset):
         raise EmptyData("The dataset is empty: it must hold at least one sample.")
     place: dict[str, Any] = {"seed": seed, "rank": mesh.data_rank(), "world_size": mesh.data_size()}

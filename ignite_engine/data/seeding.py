@@ -111,27 +111,12 @@ class SeededDataset(Dataset[Any]):
         except StopIteration as error:
             raise _unfinished(f"collate_fn for the batch from {type(dataset).__name__}[{indices[0]}] on") from error
         except Exception as error:
-            error.add_note(self._uncollated(indices, samples))
+            error.add_note(f"Raised while {shapes_of(samples)} of {type(dataset).__name__} was collated.")
             raise
 
     def _seed_own(self, number: int) -> None:
         for place, generator in enumerate(self._own or (), start=2):  # 1 is of what collates
             rng.seed_generator(generator, rng.mix_next(number, place))
-
-    def _uncollated(self, indices: Sequence[int], samples: Any) -> str:
-        """What the samples are, and the first that is not as most of them are."""
-        name = type(self.dataset).__name__
-        if not isinstance(samples, list) or len(samples) != len(indices) or not samples:
-            return f"Raised while {shapes_of(samples)} of {name} was collated."
-        kinds = [shapes_of(sample) for sample in samples]
-        usual = max(kinds, key=kinds.count)
-        odd = next((at for at, kind in enumerate(kinds) if kind != usual), None)
-        if odd is None:
-            return f"Raised while {len(samples)} samples of {name}, each {usual}, were collated."
-        return (
-            f"{name}[{indices[odd]}] is {kinds[odd]} and {name}[{indices[kinds.index(usual)]}] is {usual}: return "
-            "samples that are alike, or give a collate_fn that makes them so."
-        )
 
 
 def _unfinished(what: str) -> RuntimeError:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
-import re
 import signal
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -87,29 +85,3 @@ def with_own_iterator(data: Any) -> Any:
     data = copy.copy(data)
     data._iterator = None
     return data
-
-
-def note_dead_worker(error: BaseException, loader: Any, batch: int) -> None:
-    """Add to an error of torch's about a worker that is gone whose it was, and what it may have read.
-
-    Args:
-        batch: of the pass, that was to be read next.
-    """
-    if not (isinstance(loader, DataLoader) and _is_of_a_dead_worker(error)):
-        return
-    dataset: Any = getattr(loader.dataset, "dataset", loader.dataset)
-    ahead = loader.num_workers * (loader.prefetch_factor or 1)
-    error.add_note(
-        f"A worker that reads {type(dataset).__name__} is gone; it read one of the batches {batch} to {batch + ahead} "
-        "of the epoch. num_workers=0 shows an error of the dataset's; a worker that was killed was often out of memory."
-    )
-
-
-def _is_of_a_dead_worker(error: BaseException) -> bool:
-    """Torch has noticed it, or it has gone between what it sent and the tensors of that."""
-    if isinstance(error, ConnectionError | EOFError | FileNotFoundError):
-        return any(frame.name == "_try_get_data" for frame in traceback.extract_tb(error.__traceback__))
-    return isinstance(error, RuntimeError) and _GONE.search(str(error)) is not None
-
-
-_GONE = re.compile(r"DataLoader worker \(pid")

@@ -11,7 +11,7 @@ from ignite_engine.events import TrainingEvents
 from ignite_engine.loop.progress import Progress
 from ignite_engine.loop.requests import COLLECT, END, SAVE, STOP, Requests
 from ignite_engine.ranks import agreement
-from ignite_engine.state import Boundary, TrainingState
+from ignite_engine.state import TrainingState
 from ignite_engine.update.base import BaseUpdate
 
 _METRICS_READY, _RESUME_POINT = TrainingEvents.METRICS_READY, TrainingEvents.RESUME_POINT
@@ -30,7 +30,7 @@ class RunPauses(Exception):
 
 
 class StepBoundary:
-    """The step boundaries of one run; ``state.boundary`` says what each of them is."""
+    """The step boundaries of one run; the state says what each of them is."""
 
     def __init__(
         self, engine: Engine, update: BaseUpdate, state: TrainingState, progress: Progress, requests: Requests
@@ -68,25 +68,26 @@ class StepBoundary:
         agreed = self.agree()
         if STOP in agreed:
             terminate(engine)
-        last = last or STOP in agreed or END in agreed
-        state.boundary = Boundary(last, STOP in agreed, SAVE in agreed, COLLECT in agreed)
         if state.metrics.fresh:
+            state.at_boundary(last=last or STOP in agreed or END in agreed, stopping=STOP in agreed)
             self.publish()
         self._progress.epoch_ends = self._progress.epoch_iteration > 0 and engine.should_terminate_single_epoch
-        boundary = state.boundary = state.boundary._replace(  # what was measured may have ended the run
-            last=last or bool(engine.should_terminate) or engine.should_interrupt,
+        state.at_boundary(  # what was measured may have ended the run
+            last=last or bool(agreed & {STOP, END}) or bool(engine.should_terminate) or engine.should_interrupt,
             stopping=STOP in agreed or engine.should_interrupt,
+            save_requested=SAVE in agreed,
+            background_done=COLLECT in agreed,
         )
-        if within_epoch and engine.should_terminate_single_epoch and not boundary.last:
+        if within_epoch and engine.should_terminate_single_epoch and not state.last:
             return
         if engine._event_handlers.get(_RESUME_POINT):  # else `last_event_name` stays Ignite's
             self._fire(_RESUME_POINT)
         self._requests.agreed -= {SAVE, COLLECT}  # a stop and an end stay for the rest of the run
-        state.boundary = boundary._replace(save=False, collect=False)
+        state.save_requested = state.background_done = False
 
     def before_the_end(self) -> None:
         """``terminate()`` where the boundary before was not known to be the last."""
-        if not self._state.boundary.last and not self._progress.updating:
+        if not self._state.last and not self._progress.updating:
             self._progress.put_back()
             self.at(last=True)
 
@@ -104,7 +105,7 @@ class StepBoundary:
 
     def collect_stop(self) -> None:
         """After COMPLETED: a stop that was requested after the last boundary, in an evaluation for instance."""
-        self._state.boundary = Boundary(last=self._state.boundary.last, stopping=STOP in self.agree())
+        self._state.stopping = STOP in self.agree()
 
     def agree(self) -> set[str]:
         """What all ranks do here of what any has asked for; why the run ends is noted in the state."""

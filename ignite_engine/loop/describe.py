@@ -26,8 +26,6 @@ from ignite_engine.loop.bus import (
 from ignite_engine.loop.position import Plan, Position, last_iteration
 from ignite_engine.text import in_columns, in_units, short
 
-ROWS = 12
-"""Of a model's table."""
 _HEAD = ("", "", "parameters", "trained", "dtype", "size")
 
 
@@ -162,29 +160,13 @@ def model_table(model: nn.Module, optimized: Iterable[Tensor]) -> list[str]:
     seen: set[nn.Parameter] = set()
     trained = {parameter for parameter in optimized if parameter.requires_grad}
     rows: list[tuple[str, ...]] = []
-    for name, part in _children(model):
+    for name, part in model.named_children():
         own = [parameter for parameter in part.parameters() if parameter not in seen]
         if own:
             rows.append((clean_name(name), type(part).__name__, *_numbers(own, trained)))
             seen.update(own)
-    if len(rows) > ROWS:
-        rows = [*rows[: ROWS - 1], (f"and {len(rows) - ROWS + 1} more", *[""] * (len(_HEAD) - 1))]
-    rest = [parameter for parameter in model.parameters() if parameter not in seen]
-    if rest:
-        rows.append(("of its own", "", *_numbers(rest, trained)))
     whole = ("", type(model).__name__, *_numbers(model.parameters(), trained))
     return in_columns([_HEAD, *rows, whole] if len(rows) > 1 else [_HEAD, whole])
-
-
-def _children(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    """The children; of a model that only wraps one, that one's."""
-    prefix, part = "", model
-    while len(children := [*part.named_children()]) == 1 and not [*part.parameters(recurse=False)]:
-        name, only = children[0]
-        if not [*only.children()]:
-            break
-        prefix, part = f"{prefix}{name}.", only
-    return [(f"{prefix}{name}", child) for name, child in children]
 
 
 def _numbers(parameters: Iterable[nn.Parameter], trained: Set[Tensor]) -> tuple[str, ...]:

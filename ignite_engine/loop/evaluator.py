@@ -11,14 +11,13 @@ import torch
 from ignite.engine import Engine, Events
 from ignite.metrics import Metric
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from ignite_engine.checkpoint.states.model_and_optimizer import reshard, unwrap
 from ignite_engine.data.readers import generators_of
 from ignite_engine.data.sampler import Dealing, ResumableSampler
 from ignite_engine.errors import check_type, shapes_of
 from ignite_engine.loop import bus
-from ignite_engine.ranks import agreement, mesh
+from ignite_engine.ranks import agreement
 from ignite_engine.ranks.ddp import data_parallel, own_buffers
 from ignite_engine.ranks.mesh import metrics_reduce
 from ignite_engine.update.device import device_of, one_ahead
@@ -42,11 +41,9 @@ class _Evaluator(Engine):
         self.device: torch.device | None = None
         """The model's during a run: finding its first parameter at each batch costs more than a small metric."""
         self.no_grad = torch.no_grad()  # making one costs as much as entering it
-        self._warned = False
 
     def run(self, data: Any = None, *args: Any, **kwargs: Any) -> Any:
         self.device = device_of(self.model)
-        self._warn_if_not_shared_out(data)
         try:
             return super().run(data, *args, **kwargs)
         except BaseException:
@@ -55,18 +52,6 @@ class _Evaluator(Engine):
         finally:
             self.device = None
             self.metrics_reduce.close()
-
-    def _warn_if_not_shared_out(self, data: Any) -> None:
-        if self._warned or type(data) is not DataLoader or isinstance(data.dataset, IterableDataset):
-            return
-        ranks = mesh.data_size()
-        if ranks > 1 and isinstance(data.sampler, SequentialSampler | RandomSampler) and agreement.rank() == 0:
-            self._warned = True
-            logger.warning(
-                "An evaluator was run over a plain DataLoader: each of the %d ranks evaluates all of its samples. Make "
-                "it by loader(), which gives each rank its share, or use Evaluation, which does so itself.",
-                ranks,
-            )
 
     def _fire_event(self, event_name: Any, *event_args: Any, **event_kwargs: Any) -> None:
         """Without the line that Ignite formats for its log at each event of each batch."""

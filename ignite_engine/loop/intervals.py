@@ -18,7 +18,6 @@ from ignite.engine import Events
 
 from ignite_engine.errors import is_number
 from ignite_engine.events import Phase, TrainingEvents
-from ignite_engine.loop import bus
 from ignite_engine.ranks import agreement, mesh
 from ignite_engine.state import TOTALS
 from ignite_engine.update.micro_batches import first_dimension, group_of
@@ -58,15 +57,8 @@ def every(
         ValueError: not one unit, a number that is not above 0 or, where it must be, whole; ``count`` without samples
             or tokens. When attached: nothing counts tokens. In the run: a part of an epoch of unknown length.
     """
-    units = {
-        "iterations": iterations,
-        "epochs": epochs,
-        "windows": windows,
-        "samples": samples,
-        "tokens": tokens,
-        "seconds": seconds,
-        "minutes": minutes,
-    }
+    units: dict[str, Any] = {**locals()}
+    del units["count"]
     given = {unit: number for unit, number in units.items() if number is not None}
     if len(given) != 1:
         raise ValueError(f"every() takes one of {', '.join(units)}, got {', '.join(given) or 'none'}.")
@@ -102,13 +94,8 @@ class Interval:
 
     __repr__ = __str__
 
-    def __call__(self, engine: Any, event: int) -> bool:
+    def __call__(self, trainer: Any, event: int) -> bool:
         """Whether it comes at this iteration."""
-        if not hasattr(engine, "intervals"):
-            raise TypeError(f"{self} is for a Trainer, got {type(engine).__name__}: use the filters of its events.")
-        return self._comes(engine)
-
-    def _comes(self, trainer: Any) -> bool:
         raise NotImplementedError
 
 
@@ -119,7 +106,7 @@ class PartOfEpoch(Interval):
         super().__init__(unit, number)
         self._part = Fraction(number).limit_denominator(_LARGEST_DENOMINATOR)
 
-    def _comes(self, trainer: Any) -> bool:
+    def __call__(self, trainer: Any, event: int) -> bool:
         length, progress = trainer.state.epoch_length, trainer.progress
         if length is None:
             raise ValueError(
@@ -139,7 +126,7 @@ class Counted(Interval):
         super().__init__(unit, number)
         self.count = count
 
-    def _comes(self, trainer: Any) -> bool:
+    def __call__(self, trainer: Any, event: int) -> bool:
         total = getattr(trainer.state, self.unit)
         return bool(total // self.number > trainer.intervals.before.get(self.unit, total) // self.number)
 
@@ -151,7 +138,7 @@ class Clock(Interval):
     def in_seconds(self) -> float:
         return self.number * _SECONDS[self.unit]
 
-    def _comes(self, trainer: Any) -> bool:
+    def __call__(self, trainer: Any, event: int) -> bool:
         return self in trainer.intervals.come
 
 
@@ -183,16 +170,13 @@ class Intervals:
             trainer.add_event_handler(Events.ITERATION_COMPLETED, self._measure)
 
     def begin(self, trainer: Any, *, fresh: bool) -> None:
-        """A run begins: clocks start, and what is not counted is not known, nor what no handler asks for any more."""
+        """A run begins: clocks start, and what is not counted is not known."""
         state, self.come = trainer.state, set()
-        asked_for = [handler.filter for _, handler in bus.filtered(trainer)]
-        units = {interval.unit for interval in asked_for if isinstance(interval, Counted)}
-        self._counts = {unit: count for unit, count in self._counts.items() if unit in units}
         for unit in TOTALS:
             total = getattr(state, unit)
             setattr(state, unit, None if unit not in self._counts else 0 if fresh or total is None else total)
         now = time.monotonic()
-        self._due = {clock: now + clock.in_seconds for clock in self._due if clock in asked_for}
+        self._due = {clock: now + clock.in_seconds for clock in self._due}
 
     def _add_count(self, trainer: Any, interval: Counted) -> None:
         unit, known = interval.unit, self._counts.get(interval.unit)

@@ -34,7 +34,7 @@ from ignite_engine.loop.feed import Feed
 from ignite_engine.loop.position import limit_reached
 from ignite_engine.loop.progress import Progress
 from ignite_engine.loop.requests import Requests
-from ignite_engine.state import Boundary, Start, TrainingState
+from ignite_engine.state import Start, TrainingState
 from ignite_engine.update.base import BaseUpdate
 
 
@@ -108,7 +108,7 @@ class Loop:
         if self.resume.rng is not None:
             rng.restore(self.resume.rng)  # handlers of STARTED may have drawn
         if measured and bus.handlers_of(engine, TrainingEvents.RESUME_POINT):
-            state.boundary = Boundary(last=self.progress.is_done())
+            state.at_boundary(last=self.progress.is_done())
             self._fire(TrainingEvents.RESUME_POINT)  # what was measured is that of these weights, not of later ones
         if within and not engine.should_terminate:
             return  # `_epoch` ends, if a handler has asked for it

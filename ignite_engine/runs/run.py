@@ -19,7 +19,6 @@ from ignite_engine.checkpoint.sources import NAMES, find_source, followed
 from ignite_engine.checkpoint.states.loading import load_evaluated
 from ignite_engine.checkpoint.states.model_and_optimizer import unwrap
 from ignite_engine.checkpoint.store import CheckpointStore, Loaded
-from ignite_engine.data.workers import note_dead_worker
 from ignite_engine.errors import Interrupted, PeerFailed
 from ignite_engine.events import Phase
 from ignite_engine.loop.describe import lr_text, model_table
@@ -233,7 +232,6 @@ class Run:
     def _fail(self, error: BaseException) -> None:
         """Write how the run has ended, unless this start was refused before its settings were in force."""
         state = self.trainer.state
-        note_dead_worker(error, self.loader, getattr(self.trainer.progress.source, "batch", 0))
         # where a rank has failed a launcher signals those that live
         is_stop = isinstance(error, KeyboardInterrupt | Interrupted) and known_failure() is None
         if not is_stop and not isinstance(error, PeerFailed):  # which is in the log already

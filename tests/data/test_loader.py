@@ -281,14 +281,12 @@ test_refusals = refusals(
     [
         ("stream", lambda: loader(Stream(), 2), TypeError, "dataset __len__ __getitem__ Stream"),
         ("sized stream", lambda: loader(SizedStream(), 2), TypeError, "dataset __getitem__ SizedStream"),
-        ("batch sampler", lambda: loader(Indices(4), 2, batch_sampler=[[1]]), TypeError, "sets batch_sampler itself"),
         (
             "shuffle and sampler",
             lambda: loader(Indices(4), 2, shuffle=True, sampler=SequentialSampler(range(4))),
             TypeError,
             "shuffle with a sampler",
         ),
-        ("no batch", lambda: loader(Indices(4), 0), ValueError, "batch_size at least 1, got 0"),
         ("text", lambda: loader([1], batch_size="2"), TypeError, "batch_size whole number '2'"),
         ("no seed", lambda: loader([1], seed=None), TypeError, "seed whole number None"),
         ("no sample", lambda: loader(Indices(0), 2), ValueError, "dataset is empty"),

@@ -89,14 +89,6 @@ def test_parameters_are_counted_once_with_what_is_trained_of_each_part():
     assert rows["ModuleDict"] == ["67", "27", "float32,", "float64", "376", "bytes"] and "again" not in rows
 
 
-def test_a_wrapper_shows_what_is_in_it_and_parameters_of_the_model_itself_are_a_row():
-    inner = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
-    assert {"0.0", "0.1"} <= rows_of(nn.Sequential(inner)).keys()
-    inner.scale = nn.Parameter(torch.ones(5))
-    assert rows_of(inner)["of"] == ["its", "own", "5", "5", "float32", "20", "bytes"]
-    assert len(rows_of(nn.Sequential(*(nn.Linear(2, 2) for _ in range(60))))) < 60
-
-
 def test_a_fresh_run_begins_with_its_model_and_a_resumed_one_does_not(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     console = {"MetricLogger": {"console": True, "every": 4}}

@@ -1,7 +1,5 @@
 """An evaluation has no side effect on the model, its modes or its data, and its engine runs again after an error."""
 
-import logging
-
 import pytest
 import torch
 from ignite.engine import Engine, Events
@@ -9,11 +7,9 @@ from ignite.metrics import Accuracy, Loss, Metric, RunningAverage
 from ignite.metrics.metric import BatchFiltered, BatchWise
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
 
-from ignite_engine import create_evaluator, loader
-from tests.kit.processes import ranks
-from tests.kit.tiny import Numbers, linear
+from ignite_engine import create_evaluator
+from tests.kit.tiny import linear
 
 
 def pairs(batches=4):
@@ -160,19 +156,3 @@ def test_an_engine_runs_again_after_an_error():
         evaluator.run([1, 2])
 
     assert evaluator.run([1, 3]).output == 3  # Ignite's returns None, without running
-
-
-def run_by_hand(rank):
-    lines, seen = [], []
-    logger = logging.getLogger("ignite_engine.loop.evaluator")
-    logger.addFilter(lambda record: lines.append(record.getMessage()) or False)
-    for data in (DataLoader(Numbers(6), 2), loader(Numbers(6), 2)):
-        evaluator = create_evaluator(linear(), lambda model, batch: (model(batch[0]), batch[1]))
-        seen.append(sum(evaluator.run(data).iteration for _ in range(2)))
-    return lines, seen
-
-
-def test_evaluator_that_is_run_by_hand_says_that_each_rank_evaluates_everything():
-    (((line,), first), (nothing, second)) = ranks(2, run_by_hand)
-    assert "each of the 2 ranks evaluates all of its samples" in line and "Evaluation" in line and not nothing
-    assert first == second == [6, 4]

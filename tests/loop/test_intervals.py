@@ -191,10 +191,8 @@ def test_two_ranks_have_one_clock():
     assert first == second and len(first) < 80
 
 
-def test_a_handler_that_is_removed_or_refused_counts_nothing():
+def test_a_handler_that_is_refused_counts_nothing():
     trainer = trainer_of()
-    handle = trainer.add_event_handler(every(samples=4, count=lambda batch: 1 / 0), lambda: None)
     with pytest.raises(ValueError):
         trainer.add_event_handler(every(samples=4, count=lambda batch: 1 / 0), lambda one, two: None)  # of no such form
-    handle.remove()
     assert trainer.run(numbers_loader(8)).samples is None

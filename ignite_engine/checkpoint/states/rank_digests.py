@@ -60,7 +60,7 @@ class RankDigests:
         return done & (done - 1) == 0
 
     def _compare_at_end(self, engine: Engine) -> None:
-        if engine.state.boundary.last:  # type: ignore[attr-defined]  # the Trainer's
+        if engine.state.last:  # type: ignore[attr-defined]  # the Trainer's
             self._compare(engine)
 
     _compare_at_end.phase = -1  # type: ignore[attr-defined]  # before the save, which reports the result
