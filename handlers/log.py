@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import math
@@ -76,12 +75,7 @@ class Log:
         except OSError as error:  # a lost line must not lose the training
             if not self._failing:
                 self._failing = True
-                logger.warning(
-                    "%s is not written: %s. Training continues and later lines are tried; %s.",
-                    self.path,
-                    str(error).rstrip("."),
-                    _remedy(error),
-                )
+                logger.warning("%s is not written: %s. Training continues and later lines are tried.", self.path, error)
 
     def _write(self, row: Mapping[str, Any]) -> None:
         file, iteration, newest = self._opened(), row["iteration"], self._line.get("iteration", -math.inf)
@@ -105,7 +99,7 @@ class Log:
     def _opened(self) -> IO[bytes]:
         """The file, which is made if there is none."""
         if self._is_in_use:
-            raise InUse("another process has written it")
+            raise InUse("another process has written it; give this run a directory of its own")
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.touch()
@@ -113,7 +107,7 @@ class Log:
                 self._lock.enter_context(lock(self.path, again=True))
             except InUse:
                 self._is_in_use = True
-                raise InUse("another process writes it") from None
+                raise InUse("another process writes it; give this run a directory of its own") from None
             self._file = self.path.open("r+b")
         return self._file
 
@@ -141,11 +135,3 @@ def length_before(lines: Iterable[bytes], iteration: float) -> int:
 def _encoded(line: Mapping[str, Any]) -> bytes:
     first = {key: line[key] for key in ("iteration", "epoch") if key in line}
     return json.dumps({**first, **{key: line[key] for key in sorted(line.keys() - first.keys())}}).encode() + b"\n"
-
-
-def _remedy(error: OSError) -> str:
-    if isinstance(error, InUse):
-        return "give this run a directory of its own"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return "free some disk space"
-    return "make the path writable"

@@ -40,11 +40,8 @@ class Meter:
         """Forget what it was given."""
         self._values: list[Any] = []
         """What it was given last, and is not added up yet."""
-        self._iteration: int | None = None
-        """That of the first of these values, one of each iteration, where it is to be known."""
         self._added = 0
         self._total: torch.Tensor | None = None
-        self._bad_at: torch.Tensor | None = None
 
     @property
     def count(self) -> int:
@@ -57,17 +54,8 @@ class Meter:
             value = value.detach().clone().reshape(())
         self.take(value)
 
-    def take(self, value: Any, iteration: int | None = None) -> None:
-        """Update with a tensor that is not changed afterwards, so that it need not be copied.
-
-        Args:
-            iteration: for :meth:`bad_at`.
-        """
-        if iteration is not None:
-            if self._values and iteration != self._iteration + len(self._values):  # type: ignore[operator]  # it has one
-                self._add_up()
-            if not self._values:
-                self._iteration = iteration
+    def take(self, value: Any) -> None:
+        """Update with a tensor that is not changed afterwards, so that it need not be copied."""
         self._values.append(value)
         if len(self._values) == CHUNK:
             self._add_up()
@@ -90,23 +78,16 @@ class Meter:
             return max(numbers) if self.how == "max" else min(numbers)
         return sum(numbers) / (1 if self.how == "sum" else sum(count for _, count in given))
 
-    def bad_at(self) -> float:
-        """The first iteration whose number is not finite, infinity if all are."""
-        self._add_up()
-        return math.inf if self._bad_at is None else self._bad_at.item()
-
     def state_dict(self) -> dict[str, Any]:
         values: Any = self._values
         if values and all(isinstance(value, torch.Tensor) and value.dtype == values[0].dtype for value in values):
             values = torch.stack(self._tensors())  # each one would be a record of the checkpoint
-        place = {"iteration": self._iteration, "count": self._added}
-        return {"values": values, **place, "total": self._total, "bad_at": self._bad_at}
+        return {"values": values, "count": self._added, "total": self._total}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What a checkpoint had comes before what it was given since."""
         later = copy.copy(self)
-        self._values, self._iteration = [*state["values"]], state["iteration"]
-        self._added, self._total, self._bad_at = state["count"], state["total"], state["bad_at"]
+        self._values, self._added, self._total = [*state["values"]], state["count"], state["total"]
         if later._total is not None:
             self._add_up()
             self._join(later._total, later._added)
@@ -118,10 +99,6 @@ class Meter:
             return
         values = torch.stack(self._tensors())
         values = values.to(widest_float(values.device))
-        if (first := self._iteration) is not None:
-            places = torch.arange(first, first + len(values), dtype=values.dtype, device=values.device)
-            bad_at = torch.where(torch.isfinite(values), math.inf, places).min()
-            self._bad_at = bad_at if self._bad_at is None else torch.minimum(self._bad_at.to(bad_at.device), bad_at)
         self._values = []
         self._join(values.sum() if self.how in ("sum", "mean") else getattr(values, self.how)(), len(values))
 

@@ -26,8 +26,6 @@ from ignite_engine.text import METRICS, STARTS, json_values, plain_metric
 from ignite_engine.update import Update, Updates
 
 logger = logging.getLogger(__name__)
-_WATCHED = ("loss", "grad_norm")
-"""Values whose first non-finite occurrence is reported."""
 _COLUMNS = ("iteration", "epoch")
 """Columns that each line of a log has."""
 
@@ -48,9 +46,9 @@ class MetricLogger:
 
     Between log points it keeps references to the last detached scalars and the sums of those before, on their device:
     no host sync, no collective. At a log point they are read and averaged over the ranks in one collective, meters
-    included. A number that ``update`` returned is logged as ``loss``. The first loss that is not finite is a warning,
-    at the log point after it, with its iteration and rank; so is the first such ``grad_norm`` of an Update without a
-    loss scaler, and a run that ends with such a loss. What a non-finite policy leaves out is in no mean.
+    included. A number that ``update`` returned is logged as ``loss``. The first one that is not finite is a warning at
+    the log point after it, with its rank; so is a run that ends with such a loss. What a non-finite policy leaves out
+    is in no mean.
     """
 
     phase = Phase.MEASURE
@@ -72,7 +70,7 @@ class MetricLogger:
         self._loaded: dict[str, dict[str, Any]] = {}
         """What a checkpoint had for meters, until they are there."""
         self._not_finite_at: int | None = None
-        """The first iteration whose loss was not finite."""
+        """The first log point whose loss was not finite."""
 
     def attach(self, engine: Engine, event: Any = Events.ITERATION_COMPLETED) -> None:
         """Log at ``event``.
@@ -100,28 +98,19 @@ class MetricLogger:
         named = [*means.items(), *self._meters.items()]
         if not named:
             return
-        parts = [meter.reduced() for _, meter in named]
-        totals = dict(zip(means, (number for number, _ in parts)))
-        bad = [name in means and not math.isfinite(totals[name]) for name in _WATCHED]
-        first_bad = [means[name].bad_at() if is_bad else math.inf for name, is_bad in zip(_WATCHED, bad)]
-        rows = agreement.gather_floats([*(value for part in parts for value in part), *first_bad])
+        rows = agreement.gather_floats([value for _, meter in named for value in meter.reduced()])
         for place, (name, meter) in enumerate(named):
             of_ranks = [(row[2 * place], row[2 * place + 1]) for row in rows]
             is_mean = place < len(means)
             value = agreement.mean_of([a / b for a, b in of_ranks]) if is_mean else meter.over_ranks(of_ranks)
             if value is not None:
                 trainer.state.metrics[name] = value
+            if is_mean and name == "loss":
+                self._warn_unless_finite(trainer, [total for total, _ in of_ranks])
             meter.reset()
-        *_, losses, norms = zip(*rows, strict=True)
-        if not isinstance(trainer.update, Update | Updates) or trainer.update.scaler is not None:
-            norms = (math.inf,)  # fp16 overflows and skips the step
-        if min(norms) < min(losses):
-            self._note_first(trainer, "gradient norm", trainer.state.metrics["grad_norm"], norms)
-        else:
-            self._note_first(trainer, "loss", trainer.state.metrics.get("loss", 0.0), losses)
 
     def state_dict(self) -> dict[str, Any]:
-        """The values of the interval so far, those of meters, and the first iteration whose loss was not finite."""
+        """The values of the interval so far, those of meters, and the first log point whose loss was not finite."""
         self._join_loaded()
         meters = {name: meter.state_dict() for name, meter in self._meters.items() if meter.count}
         means = {name: mean.state_dict() for name, mean in self._means.items()}
@@ -152,8 +141,8 @@ class MetricLogger:
         trainer.state.not_finite_at = self._not_finite_at
 
     def _collect(self, trainer: Trainer) -> None:
-        iteration, policy = trainer.state.iteration, trainer.update.non_finite
-        if policy is not None and iteration in policy.journal:
+        policy = trainer.update.non_finite
+        if policy is not None and trainer.state.iteration in policy.journal:
             return
         if self._loaded:
             self._join_loaded()
@@ -161,7 +150,7 @@ class MetricLogger:
         for name, value in _scalars(trainer.state.output, fresh=type(trainer.update) in (Update, Updates)):
             if name not in self._means:
                 self._means[name] = Meter("mean")
-            self._means[name].take(value, iteration if name in _WATCHED else None)
+            self._means[name].take(value)
             for meter in meters:
                 if meter.of == name:
                     meter.take(value)
@@ -209,18 +198,17 @@ class MetricLogger:
                 *(loss, self._not_finite_at),
             )
 
-    def _note_first(self, trainer: Trainer, name: str, value: float, firsts: Sequence[float]) -> None:
-        """Warn of the first value that is not finite; ``firsts`` are the iterations by rank."""
-        first = min(firsts)
-        if self._not_finite_at is None and first < math.inf:
-            self._not_finite_at = trainer.state.not_finite_at = int(first)
-            ranks = [rank for rank, iteration in enumerate(firsts) if iteration == first]
-            is_of_all = trainer.update.rank_invariant  # each rank has the mean of all micro-batches
+    def _warn_unless_finite(self, trainer: Trainer, losses: Sequence[float]) -> None:
+        """Warn of the first loss that is not finite; ``losses`` are the sums of the ranks."""
+        ranks = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+        if ranks and self._not_finite_at is None:
+            self._not_finite_at = trainer.state.not_finite_at = trainer.state.iteration
             if agreement.rank() == 0:
                 logger.warning(
-                    "The %s of iteration %d is %s%s, the first that is not finite; the run continues. "
-                    "Check the data of that iteration, the learning rate and the precision.",
-                    *(name, self._not_finite_at, value, "" if is_of_all else agreement.on_ranks(ranks)),
+                    "The loss up to iteration %d is %s%s, the first that is not finite; the run continues. "
+                    "Check the data of these iterations, the learning rate and the precision.",
+                    *(self._not_finite_at, losses[ranks[0]]),
+                    "" if len(ranks) == len(losses) else agreement.on_ranks(ranks),
                 )
 
     def _note_start(self, trainer: Trainer) -> None:

@@ -3,7 +3,7 @@
 import torch
 
 from ignite_engine import Trainer, Update, create_evaluator, seed_everything
-from ignite_engine.handlers import EMA, Checkpoint, EarlyStopping, Evaluation, MetricLogger
+from ignite_engine.handlers import EMA, Checkpoint, Evaluation, MetricLogger
 from tests.kit.refusals import refusals
 from tests.kit.tiny import linear, mse
 

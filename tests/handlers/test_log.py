@@ -156,7 +156,7 @@ def test_full_disk_loses_lines_and_tears_none(tmp_path, caplog):
     assert sizes[1] == sizes[0] + 7  # the disk was full indeed
     assert [line["iteration"] for line in lines(path)] == [1, 2, 5, 6]
     (line,) = warnings_of(caplog)
-    assert "disk space" in line
+    assert "too large" in line
 
 
 # -- a file that is not ours any more ---------------------------------------------------------------------------------
