@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from ignite.engine import Engine, Events
-from ignite.metrics import Metric
+from ignite.engine import Engine
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -93,45 +92,17 @@ class EvaluationBatches:
         waits = not self.single_process and isinstance(model, nn.Module) and waits_for_peers(model)
         self._on_each_rank = on_each_rank or waits
         _check(name, self._lengths, on_each_rank=self._on_each_rank)
-        self._check_metrics_of_batches()
         self._forwards_along = waits
-        if waits and len(set(self._lengths)) > 1:
-            self._check_forwards_along()
+        if waits and len(set(self._lengths)) > 1 and not (self.sized and hasattr(evaluator, "step")):
+            raise ValueError(
+                f"The evaluation of {name!r} has a model in FSDP2, in which each forward waits for all ranks: "
+                "give data with a length, and an evaluator of create_evaluator()."
+            )
         self.progress: EvaluationProgress | None = None
         self.at_end: Callable[[], None] | None = None
         """Called where no rank has a batch left, if the evaluator asks for one more than there are."""
         self._iterator: Any = None
         self._peeked: list[Any] = []
-
-    def _check_metrics_of_batches(self) -> None:
-        """Refuse, where ranks have other numbers of batches, a metric that is reduced after each of them.
-
-        Raises:
-            ValueError: ranks would wait for each other; on every rank the same line.
-        """
-        if len(set(self._lengths)) == 1 or not self.sized:
-            return
-        handlers = self.evaluator._event_handlers[Events.ITERATION_COMPLETED]
-        reduced = [arguments[-1] for handler, arguments, _ in handlers if _computes_a_metric(handler)]
-        if reduced:
-            lengths = ", ".join(map(str, self._lengths))
-            raise ValueError(
-                f"The evaluation of {self.name!r} computes the metric {reduced[0]!r} after each batch, on all ranks "
-                f"together, and the ranks have {lengths} batches: attach it for the epoch (Ignite's default usage), or "
-                "give each rank as many batches."
-            )
-
-    def _check_forwards_along(self) -> None:
-        """Refuse data or an evaluator with which a rank cannot forward along where peers have more batches.
-
-        Raises:
-            ValueError: ranks would wait for each other; on every rank the same line.
-        """
-        if not self.sized or not hasattr(self.evaluator, "step"):
-            raise ValueError(
-                f"The evaluation of {self.name!r} has a model in FSDP2, in which each forward waits for all ranks: "
-                "give data with a length, and an evaluator of create_evaluator()."
-            )
 
     @property
     def sized(self) -> bool:
@@ -237,12 +208,6 @@ class EvaluationBatches:
             # else the end of the data would be the end of a pass, whose metrics are computed, perhaps of no batch
             self.evaluator.state.epoch_length = sys.maxsize
         self.evaluator.terminate(skip_completed=True)  # handlers of COMPLETED read the metrics, which there are none of
-
-
-def _computes_a_metric(handler: Any) -> bool:
-    """Whether it is the method by which Ignite's metrics write their value."""
-    method = getattr(handler, "handler", handler)
-    return isinstance(getattr(method, "__self__", None), Metric) and method.__name__ == "completed"
 
 
 def _pass_of(data: Any) -> int:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from ignite.engine import Engine
-from ignite.metrics import Metric
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ignite_engine import Trainer
 from ignite_engine.checkpoint.states.generators import undrawn
-from ignite_engine.checkpoint.states.metrics import metrics_of
 from ignite_engine.data.workers import begin_pass, end_workers
-from ignite_engine.errors import one_line, shapes_of
+from ignite_engine.errors import shapes_of
 from ignite_engine.handlers.evaluation.handler import Evaluation
 from ignite_engine.loop.evaluator import eval_mode, whole_pass
 from ignite_engine.ranks import agreement
@@ -25,18 +22,11 @@ from ignite_engine.ranks import agreement
 logger = logging.getLogger(__name__)
 
 
-def dry_run(evaluation: Evaluation, trainer: Trainer, batches: int, error: Callable[[str, str], Exception]) -> None:
-    """Evaluate a few batches, and leave nothing of it behind; a collective.
+def dry_run(evaluation: Evaluation, trainer: Trainer, batches: int) -> None:
+    """Evaluate at most so many batches, on each rank as many as all have, and leave nothing of it behind.
 
-    Args:
-        batches: at most so many; on each rank as many as all have.
-        error: makes the exception of a setting (``task``: a part of it) and a complaint.
-
-    No metric is computed: of a few batches some cannot be. Data that can be read only once gets a line. An error of
-    ``predict``, the loss function or the data leaves as it was raised, with a note.
-
-    Raises:
-        Exception: ``error`` of a metric that cannot be used, or what ``predict`` or the data has raised.
+    A collective. No metric is computed: of a few batches some cannot be. Data that can be read only once gets a line.
+    An error of ``predict``, a metric or the data leaves as it was raised, with a note.
     """
     engine, data = evaluation.evaluator, evaluation.loader()
     ours, model = engine.logger, getattr(engine, "model", trainer.update.model)
@@ -62,30 +52,16 @@ def dry_run(evaluation: Evaluation, trainer: Trainer, batches: int, error: Calla
         engine.state.max_epochs = engine.state.epoch_length = None
         try:
             engine.run(broken_off(), max_epochs=1, epoch_length=sys.maxsize)
-        except Exception as raised:
-            _raise(evaluation.label, engine, raised, error)
+        except Exception as error:
+            error.add_note(
+                f"Raised in the sanity check of {evaluation.label!r}, before training, where predict returned "
+                f"{shapes_of(engine.state.output)}: predict(model, batch) must return what the metrics take, most of "
+                "them (predictions, targets)."
+            )
+            raise
         finally:
             engine.logger = ours
     engine.state.batch = engine.state.output = None  # they would be kept until the evaluation
-
-
-def _raise(name: str, engine: Engine, raised: Exception, error: Callable[[str, str], Exception]) -> None:
-    if (metric := _metric_of(raised)) is None:
-        raised.add_note(
-            f"Raised in the sanity check of {name!r}, before training: predict(model, batch) must return what the "
-            "metrics take, most of them (predictions, targets)."
-        )
-        raise raised
-    kind = type(metric).__name__
-    names = [f"{key!r} ({kind})" for key, value in metrics_of(engine).items() if value is metric]
-    complaint = error(
-        "task",
-        f"the metric {names[0] if names else kind} cannot use what predict returned for "
-        f"{name!r}, {shapes_of(engine.state.output)}: {one_line(raised)} Let predict(model, batch) return what "
-        "the metrics take, most of them (predictions, targets), or give the metric an output_transform.",
-    )
-    # of a metric of the user's own the place in it matters
-    raise complaint from (None if type(metric).__module__.startswith("ignite.") else raised)
 
 
 def _is_read_once(data: Any) -> bool:
@@ -96,13 +72,3 @@ def _is_read_once(data: Any) -> bool:
     # the iterator of a DataLoader starts workers
     asked = [part for part in parts if isinstance(part, IterableDataset) or not isinstance(part, DataLoader | Dataset)]
     return any(hasattr(part, "__iter__") and iter(part) is iter(part) for part in asked)
-
-
-def _metric_of(error: BaseException) -> Metric | None:
-    """The metric in which an error was raised; None: elsewhere."""
-    traceback = error.__traceback__
-    while traceback is not None:
-        if isinstance(owner := traceback.tb_frame.f_locals.get("self"), Metric):
-            return owner
-        traceback = traceback.tb_next
-    return None

@@ -113,7 +113,7 @@ class Evaluations:
 
     def _try(self, trainer: Trainer, evaluation: Evaluation) -> None:
         batches = min(self.sanity_batches, self.limit or self.sanity_batches)
-        dry_run(evaluation, trainer, batches, self.run.settings.error)
+        dry_run(evaluation, trainer, batches)
 
     _try.phase = Phase.PREPARE  # type: ignore[attr-defined]  # before any evaluation
 
