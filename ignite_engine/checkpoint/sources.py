@@ -32,21 +32,12 @@ class NothingThere(CheckpointError):
     """A path does not exist, or holds no checkpoint."""
 
 
-def split_name(path: str | Path, which: Which = "last") -> tuple[Path, Which]:
-    """Split ``runs/x/best`` into ``runs/x`` and ``best``, unless that very path exists; other paths have no name.
-
-    Args:
-        which: the name for a path that does not end with one.
-
-    Raises:
-        ValueError: ``which`` is not a name.
-    """
-    if which not in NAMES:
-        raise ValueError(f"which must be 'best' or 'last', got {which!r}.")
+def split_name(path: str | Path) -> tuple[Path, Which]:
+    """Split ``runs/x/best`` into ``runs/x`` and ``best``, unless that very path exists; other paths mean the last."""
     path = Path(path)
     if path.name in NAMES and not path.exists():
         return path.parent, path.name  # type: ignore[return-value]  # it is one of them
-    return path, which
+    return path, "last"
 
 
 def is_single(path: Path) -> bool:
@@ -75,26 +66,23 @@ def find_directory(path: str | Path) -> Path:
     raise NothingThere(f"{path} holds no checkpoint; expected a run's folder or a folder of checkpoints.")
 
 
-def find_source(path: str | Path, which: Which = "last", *, metric: str | None = None, mode: str | None = None) -> Path:
+def find_source(path: str | Path) -> Path:
     """The checkpoint or file that a path means; in a folder of checkpoints or of a run, the last or best valid one.
 
     Args:
         path: a file of weights, a checkpoint, or a folder; a folder may be followed by a name: ``runs/x/best``.
-        which: for a folder without a name.
-        metric, mode: define the best; None: as the run that saved it did.
 
     Raises:
-        CheckpointError: one line; there is none, none is valid, or the best is not defined.
-        ValueError: ``which`` is not a name, or only one of metric and mode is given.
+        CheckpointError: one line; there is none, none is valid, or the run has followed no metric.
     """
-    place, which = split_name(path, which)
+    place, which = split_name(path)
     if is_single(place):
         if which == "best":
             raise CheckpointError(f"{place} is one checkpoint: give the folder of its run to have the best of them.")
         return place
     store = CheckpointStore(find_directory(place))
     if which == "best":
-        metric, mode = scored_by(store, metric, mode)
+        metric, mode = rule_of_best(store)
         best = store.best(metric, mode)
         if best is None:
             raise CheckpointError(f"{place} holds no valid checkpoint with {metric}.")
@@ -106,24 +94,18 @@ def find_source(path: str | Path, which: Which = "last", *, metric: str | None =
     return newest.checkpoint.path
 
 
-def scored_by(store: CheckpointStore, metric: str | None = None, mode: str | None = None) -> tuple[str, str]:
-    """Metric and mode that define the best: those given, or those that the run of the newest checkpoint followed.
+def rule_of_best(store: CheckpointStore) -> tuple[str, str]:
+    """Metric and mode that the run of the newest checkpoint followed.
 
     Raises:
-        CheckpointError: neither is there.
-        ValueError: only one is given.
+        CheckpointError: it followed none.
     """
-    if (metric is None) != (mode is None):
-        raise ValueError(f"metric and mode say together which one is the best, got metric={metric!r}, mode={mode!r}.")
-    if metric is not None and mode is not None:
-        return metric, mode
-    if (said := followed(store.checkpoints())) is None:
+    if (rule := followed(store.checkpoints())) is None:
         raise CheckpointError(
             f"{store.directory}: no metric was followed, so none is the best; train with "
-            "Checkpoint(best='val/loss', mode='min'), in a config best and mode of handlers.Checkpoint, or give metric "
-            "and mode."
+            "Checkpoint(best='val/loss', mode='min'), in a config best and mode of handlers.Checkpoint."
         )
-    return said
+    return rule
 
 
 def followed(checkpoints: Sequence[CheckpointInfo]) -> tuple[str, str] | None:
@@ -182,19 +164,11 @@ def read_source(path: Path, rank: int = 0, *, mmap: bool = False, whole: bool = 
     return Source(path, {**loaded.shared, **local}, loaded.manifest.left_out, loaded.manifest)
 
 
-def read_named(
-    path: str | Path,
-    which: Which = "last",
-    *,
-    metric: str | None = None,
-    mode: str | None = None,
-    weights: str | None = None,
-    use: Callable[[Source, str], T],
-) -> T:
+def read_named(path: str | Path, *, weights: str | None = None, use: Callable[[Source, str], T]) -> T:
     """Find a source and read it, while no run can delete it.
 
     Args:
-        path, which, metric, mode: see :func:`find_source`.
+        path: see :func:`find_source`.
         weights: ``raw``, or the name of an average; None: for the best, those for which its metric was measured,
             otherwise ``raw``.
         use: called with the source (sharded tensors are :class:`Sharded`) and the chosen weights.
@@ -203,19 +177,17 @@ def read_named(
         What ``use`` returns.
 
     Raises:
-        CheckpointError, ValueError: see :func:`find_source`.
+        CheckpointError: see :func:`find_source`.
     """
-    is_best = split_name(path, which)[1] == "best"
+    is_best = split_name(path)[1] == "best"
 
     def read(found: Path) -> T:
         source, chosen = read_source(found, whole=False), weights
-        if chosen is None and is_best and source.manifest is not None:
-            rule = rule_of(source.manifest)
-            followed = metric or (rule and rule[0])
-            chosen = source.manifest.weights_of(followed) if followed else None
+        if chosen is None and is_best and source.manifest is not None and (rule := rule_of(source.manifest)):
+            chosen = source.manifest.weights_of(rule[0])
         return use(source, chosen or "raw")
 
-    return read_chosen(lambda: find_source(path, which, metric=metric, mode=mode), read)
+    return read_chosen(lambda: find_source(path), read)
 
 
 def model_part(source: Source, part: str | None = None) -> str:
@@ -321,9 +293,6 @@ class LoadSource:
         ignore: parts and names that stay as they were built, wherever they are missing: ``["model:head.*", "ema"]``.
         strict: names missing on either side, or of another shape, are an error; otherwise they stay as built.
         weights: ``raw``, or the part that holds an average (``ema``), which is then loaded as the model.
-        which: the ``last`` or the ``best`` valid checkpoint of a folder.
-        metric, mode: the metric that defines the best, and whether ``min`` or ``max`` is good; None: as the run that
-            saved it did.
         required: False: the source may be missing; if it exists, it must be valid.
         dynamic: a :class:`~ignite_engine.handlers.model_bank.ModelBank` loads it again during training when there is a
             newer one.
@@ -342,9 +311,6 @@ class LoadSource:
     ignore: Sequence[str] = ()
     strict: bool = True
     weights: str = "raw"
-    which: Which = "last"
-    metric: str | None = None
-    mode: Literal["min", "max"] | None = None
     required: bool = True
     dynamic: bool = False
 
@@ -356,14 +322,6 @@ class LoadSource:
         is_rename = rename is None or callable(rename) or isinstance(rename, Mapping)
         check_type("rename", rename, is_rename, "a function or a mapping of prefixes")
         Patterns(self.parts, "parts"), Patterns(self.ignore, "ignore")
-        if self.mode not in (None, "min", "max"):
-            raise ValueError(f"mode must be 'min', 'max' or None, got {self.mode!r}.")
-        _, which = self.named
-        if (self.metric is None) != (self.mode is None) or (self.metric is not None and which != "best"):
-            raise ValueError(
-                f"metric and mode say together which one is the best, for which='best'; got which={which!r}, "
-                f"metric={self.metric!r}, mode={self.mode!r}."
-            )
         if "data" in self.parts and not {"counters", "trainer", "*"} & set(self.parts):
             raise ValueError(
                 "parts has 'data' without 'counters': a run that counts from 0 starts its data from the beginning."
@@ -373,11 +331,6 @@ class LoadSource:
                 f"A dynamic source is loaded while training: its parts are model, optimizer or averages, got "
                 f"{list(self.parts)}."
             )
-
-    @property
-    def named(self) -> tuple[Path, Which]:
-        """The path without a name at its end, and which checkpoint of a folder is meant."""
-        return split_name(self.path, self.which)
 
     def renamed(self, name: str) -> str | None:
         """Apply ``rename`` to a name in the source."""
@@ -392,9 +345,8 @@ class LoadSource:
         Raises:
             CheckpointError: one line; there is none, or none that is valid.
         """
-        place, which = self.named
         try:
-            return Found.of(find_source(place, which, metric=self.metric, mode=self.mode))
+            return Found.of(find_source(self.path))
         except NothingThere:
             if self.required:
                 raise
@@ -406,13 +358,13 @@ class LoadSource:
         Raises:
             CheckpointError: one line; it cannot be read, or the best is not defined.
         """
-        place, which = self.named
+        place, which = split_name(self.path)
         if is_single(place):
             return Found.of(place)
         store = CheckpointStore(find_directory(place))
         known = store.checkpoints()
         if which == "best":
-            known = ranked(of_one_run(known), *scored_by(store, self.metric, self.mode))[::-1]
+            known = ranked(of_one_run(known), *rule_of_best(store))[::-1]
         return Found.of(known[-1].path) if known else None
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ignite_engine import rng
 from ignite_engine.checkpoint.load import prepare
-from ignite_engine.checkpoint.sources import LoadSource, Source, Which, model_part, read_named
+from ignite_engine.checkpoint.sources import NAMES, LoadSource, Source, Which, model_part, read_named, split_name
 from ignite_engine.checkpoint.states.loading import load_state
 from ignite_engine.checkpoint.states.model_and_optimizer import ModelState, clean_name, unwrap
 from ignite_engine.errors import CheckpointError, StateMismatch, check_type
@@ -24,8 +24,6 @@ def load_model(
     which: Which = "last",
     *,
     ema: bool | str | None = None,
-    metric: str | None = None,
-    mode: str | None = None,
     import_task: bool = False,
     task: Callable[[Mapping[str, Any]], Task] | None = None,
     strict: bool = True,
@@ -34,7 +32,7 @@ def load_model(
     """Rebuild a checkpoint's model and load its weights as :func:`load_weights` does.
 
     Args:
-        checkpoint, which, ema, metric, mode: as for :func:`load_weights`; a checkpoint, not a file of weights.
+        checkpoint, which, ema: as for :func:`load_weights`; a checkpoint, not a file of weights.
         import_task: import and run the task file that the checkpoint's config names: only if you trust it.
         task: the function that makes the task, instead of the named one. It gets the config's ``task_options``; the
             random number generators of this process are left unchanged.
@@ -62,7 +60,7 @@ def load_model(
         _load(source, weights, model, strict=strict)
         return model
 
-    model = read_named(checkpoint, which, metric=metric, mode=mode, weights=_part_of(ema), use=built)
+    model = read_named(_named(checkpoint, which), weights=_part_of(ema), use=built)
     return model.to(device).eval()
 
 
@@ -72,8 +70,6 @@ def load_weights(
     which: Which = "last",
     *,
     ema: bool | str | None = None,
-    metric: str | None = None,
-    mode: str | None = None,
     part: str | None = None,
     strict: bool = True,
 ) -> Path:
@@ -89,7 +85,6 @@ def load_weights(
         which: of a folder the ``last`` valid one or the ``best``.
         ema: load the average; a name if it is not ``ema``. None: of the best the weights that were evaluated,
             otherwise the trained ones.
-        metric, mode: by which it is the best; None: as the run says.
         part: the name under which the run has registered it; None: ``model``, or its only model.
         strict: refuse if names are missing on either side, or shapes differ; otherwise these stay as they are.
 
@@ -106,7 +101,14 @@ def load_weights(
         _load(source, weights, model, strict=strict, part=part)
         return source.path
 
-    return read_named(checkpoint, which, metric=metric, mode=mode, weights=_part_of(ema), use=load)
+    return read_named(_named(checkpoint, which), weights=_part_of(ema), use=load)
+
+
+def _named(checkpoint: str | Path, which: Which) -> Path:
+    """The path that also has the name."""
+    if which not in NAMES:
+        raise ValueError(f"which must be 'best' or 'last', got {which!r}.")
+    return split_name(checkpoint)[0] / which if which == "best" else Path(checkpoint)
 
 
 def _part_of(ema: bool | str | None) -> str | None:

@@ -131,12 +131,12 @@ def test_what_is_given_by_its_own_path_is_loaded_again_when_it_was_replaced(tmp_
 
 
 def test_the_best_one_is_loaded_when_it_is_another_one(tmp_path):
-    source = tmp_path / "source"
-    publish(source, 1, 0.1, metrics={"loss": 1.0})
-    best = LoadSource(source, which="best", metric="loss", mode="min", dynamic=True)
+    source, by_loss = tmp_path / "source", {"metric": "loss", "mode": "min"}
+    publish(source, 1, 0.1, metrics={"loss": 1.0}, best=by_loss)
+    best = LoadSource(source / "best", dynamic=True)
     trainer, loads = begun(tmp_path / "run", [best])
-    at_iteration(trainer, 2, lambda: publish(source, 2, 0.2, metrics={"loss": 2.0}))
-    at_iteration(trainer, 4, lambda: publish(source, 3, 0.3, metrics={"loss": 0.5}))
+    at_iteration(trainer, 2, lambda: publish(source, 2, 0.2, metrics={"loss": 2.0}, best=by_loss))
+    at_iteration(trainer, 4, lambda: publish(source, 3, 0.3, metrics={"loss": 0.5}, best=by_loss))
     at_iteration(trainer, 6, lambda: CheckpointStore(source).add_metrics(source / "iteration_00000002", {"loss": 0}))
     trainer.run(numbers_loader(), max_iters=8)
 

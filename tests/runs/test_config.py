@@ -128,7 +128,6 @@ WRONG = {
     "schedule.name=plateau": "schedule.metric missing plateau",
     "load={path: x}": "load list",
     "load=[{pth: x}]": "load.0.pth 'path'?",
-    "load=[{path: x, which: bst}]": "load.0.which 'bst' 'best'?",
     "load=[{path: x, parts: [model, data]}]": "load.0.parts 'data' 'counters'",
     "handlers.Chekpoint={}": "handlers.Chekpoint 'Checkpoint'?",
     "handlers.Checkpoint=5": "handlers.Checkpoint got 5 null",
