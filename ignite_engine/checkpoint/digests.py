@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ignite_engine.checkpoint.nested import dotted, walk
+from ignite_engine.checkpoint.nested import dotted, is_made_of_tensors, taken_apart, walk
 
 HASH = "sums64-1"
 """Identifies the algorithm of :func:`hashes`; change it together with the algorithm."""
@@ -66,7 +66,12 @@ def tensor_sha256(value: Tensor | np.ndarray[Any, Any]) -> str:
 
 
 def tensor_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a dense tensor on the CPU in row-major order, shape ``(n,)``; copied only if necessary."""
+    """The bytes of a dense tensor on the CPU in row-major order, shape ``(n,)``; copied only if necessary.
+
+    Of a tensor that is made of others, those of each of them.
+    """
+    if is_made_of_tensors(tensor):
+        return torch.cat([tensor_bytes(part) for part in taken_apart(tensor)[0].values()])
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8)
 
@@ -107,6 +112,8 @@ def hashes(tensors: Sequence[Tensor]) -> Tensor:
 
 def _words(tensor: Tensor) -> Tensor:
     """The bits of a tensor, eight bytes at a time, shape ``(n,)``; copied only if they are not aligned."""
+    if is_made_of_tensors(tensor):
+        return torch.cat([_words(part) for part in taken_apart(tensor)[0].values()])
     values = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
     if values.is_complex():
         values = torch.view_as_real(values).view(-1)

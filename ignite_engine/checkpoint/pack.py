@@ -179,7 +179,15 @@ class Pack:
             tensors, context = taken_apart(value)
             of: dict[str, Any] = {_SUBCLASS: name_of_class(value), "tensors": tensors}
             of |= {"context": context, "shape": tuple(value.shape), "stride": tuple(value.stride())}
-            return {_KIND: "subclass", "of": self._encoded(of, path)}
+            try:
+                return {_KIND: "subclass", "of": self._encoded(of, path)}
+            except CheckpointError as error:
+                left_out = f"{path[0]}:{dotted(path[1:])}"
+                raise refused(
+                    path,
+                    f"a {type(value).__qualname__}, which a checkpoint cannot hold: leave it, if it is not trained, "
+                    f"out by Checkpoint(exclude=[{left_out!r}]).",
+                ) from error
         about: dict[str, Any] = {_KIND: "tensor"}
         if type(value) is torch.nn.Parameter:
             about["is_parameter"] = True

@@ -12,6 +12,7 @@ from ignite.engine import Events
 from torch import nn
 
 from ignite_engine import Trainer, Update, load_weights
+from ignite_engine.checkpoint.digests import hashed
 from ignite_engine.errors import CheckpointError
 from tests.checkpoint.made_states import (
     CheckpointStore,
@@ -148,6 +149,7 @@ def test_subclasses_of_tensors_come_back(tmp_path, place):
         and (scaled.scale, scaled.unit) == (0.5, Unit.METRE)
     )
     assert kept.state["described"].tolist() == [1, 1]
+    assert torch.equal(hashed(scaled), hashed(Kept.state["scaled"]))
 
 
 @pytest.mark.parametrize("writers", [1, 3])
@@ -259,6 +261,11 @@ REFUSED = {
     "a module": ({"layers": [1, nn.Linear(1, 1)]}, {}, "model ['layers'][1] Linear"),
     "a generator": ({"own": torch.Generator()}, {}, "model Generator"),
     "a frozenset": ({"own": frozenset((1,))}, {}, "model frozenset"),
+    "a tensor with an object": (
+        {"own": Scaled(torch.ones(2), torch.ones(2), torch.Generator())},
+        {},
+        "model ['own'] Scaled exclude=['model:own']",
+    ),
     "too deep": (deep(5000), {}, "deep"),
     "cyclic": (cyclic(), {}, "deep"),
     "a metric in words": ({}, {"metrics": {"val/loss": "low"}}, "'val/loss' str number"),

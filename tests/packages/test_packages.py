@@ -7,7 +7,7 @@ from ignite.engine import Events
 from ignite.metrics import Accuracy, Average
 from torch import nn
 
-from ignite_engine import Trainer, Update, create_evaluator, load_weights, loader
+from ignite_engine import Trainer, Update, create_evaluator, fit, load_weights, loader
 from ignite_engine.handlers import Evaluation
 from tests.kit import saved
 from tests.kit.processes import ranks
@@ -64,6 +64,15 @@ def test_two_ranks_resume_to_the_same_bits(name, tmp_path):
     if not CASES[name]().shared:
         pytest.skip("its data is not shared out by the engine")
     ranks(2, train)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "weights" in name or "adapter" in name])
+def test_a_run_of_fit_digests_its_weights(name, tmp_path):
+    case = CASES[name]()
+    model, optimizer = made(case)
+    settings = {"Checkpoint": case.options, "DigestTrail": {"every": 3}}
+    run = fit(model, case.loss, case.data(), directory=tmp_path, max_epochs=1, optimizer=optimizer, handlers=settings)
+    assert run.summary["weights_sha256"] and len((tmp_path / "trail.jsonl").read_text().splitlines()) == 2
 
 
 def test_metrics_of_torchmetrics_are_those_of_ignite():
