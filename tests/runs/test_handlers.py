@@ -91,6 +91,15 @@ def test_the_written_config_is_the_config_of_the_run(tmp_path):
     assert {**second, "run": first["run"]} == first
 
 
+def test_a_setting_of_a_call_may_be_a_function_which_the_written_config_names(tmp_path):
+    def head(part, name, value):
+        return part != "model" or name.startswith("2")
+
+    run = fitted(tmp_path, Checkpoint={"keep_fn": head}, max_epochs=1)
+    assert run.config["handlers"]["Checkpoint"]["keep_fn"] == head.__qualname__
+    assert "model is saved without" in run.trainer.reproducibility()[0]
+
+
 def digest_of_weights(folder):
     return runs.summary(folder)["weights_sha256"]
 

@@ -70,8 +70,11 @@ class Config:
         return self.handlers.get(label) or {}
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings, defaults of the sections filled in, as plain values that ``load_config`` reads back."""
-        return {name: value for name, value in asdict(self).items() if name != "source"}
+        """All settings, defaults of the sections filled in, as plain values that ``load_config`` reads back.
+
+        A function that a call has given is its name.
+        """
+        return {name: _named(value) for name, value in asdict(self).items() if name != "source"}
 
     def changed(self, **sections: Any) -> Config:
         """With other sections."""
@@ -120,6 +123,14 @@ class Config:
             given = [key for key in now if f"{key}.".startswith(f"{rule}.") and now[key] != usual.get(key)]
             if given and not has_effect:
                 self.warn(rule, f"it has no effect without {needs}.")
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _named(element) for key, element in value.items()}
+    if isinstance(value, list):
+        return [_named(element) for element in value]
+    return getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else value
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
