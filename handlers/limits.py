@@ -108,23 +108,26 @@ class StopFile(_StopCheck):
     Args:
         path: checked at most once a second, on every rank; one rank that sees it is enough.
 
-    The file is never removed, so it can stop several runs. A wait for a window is interrupted, one for a batch is not.
-
-    Raises:
-        ValueError: (in a run) the file is there when the run starts.
+    The file is never removed, so it can stop several runs; an old file has no effect on a run that starts until
+    it is touched again. A wait for a window is interrupted, one for a batch is not.
     """
 
     def __init__(self, path: str | Path = "stop", *, directory: str | Path = ".") -> None:
         self.path = (Path(directory) / path).absolute()  # wherever the run goes
         self._next_look = 0.0
+        self._old: int | None = None
 
     def _begin(self) -> None:
-        self._next_look = 0.0
-        if os.path.exists(self.path):
-            raise ValueError(f"The stop file {self.path} is still there and would stop this run: remove it.")
+        self._next_look, self._old = 0.0, self._touched_at()
 
     def _check(self, trainer: Trainer, now: float) -> None:
         if now >= self._next_look:
             self._next_look = now + _LOOK_EVERY_S
-            if os.path.exists(self.path):  # False where the file system fails, which is no request
+            if self._touched_at() not in (None, self._old):
                 trainer.request_stop(f"stop file {self.path}")
+
+    def _touched_at(self) -> int | None:
+        try:
+            return os.stat(self.path).st_mtime_ns
+        except OSError:  # a failing file system is no request
+            return None

@@ -133,12 +133,14 @@ def test_file_that_appears_stops_the_run_saved(clock, tmp_path):
     assert (state.iteration, saved.iterations(tmp_path / "saved"), path.exists()) == (4, [4], True)
 
 
-def test_file_of_before_is_refused_in_one_line(tmp_path):
+def test_file_of_before_has_no_effect_until_it_is_touched_again(clock, tmp_path):
     (path := tmp_path / "stop").touch()
-    StopFile(path).attach(trainer := trainer_of())
-    with pytest.raises(ValueError, match=f"{path} is still there.*remove it"):
-        trainer.run(numbers_loader(20), max_epochs=1)
-    assert trainer.state.iteration == 0
+    for touched, status in ((None, "completed"), (2, "interrupted")):
+        trainer = passing(clock, 1.0, tmp_path / str(touched))
+        StopFile(path).attach(trainer)
+        if touched:
+            trainer.add_event_handler(Events.ITERATION_STARTED(once=touched), lambda: path.touch())
+        assert trainer.run(numbers_loader(20), max_epochs=1).status == status
 
 
 @pytest.mark.parametrize(("event", "at"), [(Events.STARTED, 0), (EACH(once=2), 2)])

@@ -72,7 +72,7 @@ def test_a_short_run_is_logged_ten_times_unless_it_says_how_often(given, expecte
 
 
 def test_what_is_measured_changes_no_weight(tmp_path):
-    measured = {"MemoryLogger": {}, "Throughput": {"flops": True, "peak_flops": 1e12}, "StepTimes": {}}
+    measured = {"MemoryLogger": {}, "Throughput": {"flops": 6.0, "peak_flops": 1e12}, "StepTimes": {}}
     bare = fitted(tmp_path / "bare", max_epochs=1)
     run = fitted(
         tmp_path / "run",
