@@ -1,4 +1,4 @@
-"""One HTML page with the curves of a run, or of several compared; made from the files of run directories alone.
+"""One HTML page with the curves of a run, or of several runs compared; made from the files in the runs' folders.
 
 A page is one file that loads nothing else: it opens from disk, and a script in it draws the curves.
 """

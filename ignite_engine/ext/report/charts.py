@@ -1,4 +1,4 @@
-"""Which curves share a chart, and what the page's script draws in each."""
+"""Groups curves into charts, and prepares the data that the page's script draws."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ignite_engine.ext.report.records import Record
 
 COLOURS = 8
 OF_ENGINE = ("throughput/", "time/", "memory/")
-"""How the names of what the engine measures of itself begin."""
+"""Prefixes of the engine's own measurements."""
 _PLACES = ("loss", "", "lr", "grad_norm", "throughput", "time", "memory")
-"""The order of the charts, by name or first part of it; any other is the second."""
+"""The order of the charts, by name or its first part; all others come second."""
 _BUCKETS = 500
 _LOG_FROM = 30.0
 
@@ -52,7 +52,7 @@ def charts_of(runs: Sequence[Record], names: Sequence[str]) -> list[dict[str, An
 
 
 def figure(chart: dict[str, Any], number: int) -> str:
-    """The place of a chart in the page."""
+    """The HTML element of a chart."""
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in chart["notes"])
     return (
         f'<figure data-chart="{number}"><figcaption><h3>{escape(chart["title"])}</h3></figcaption>'
@@ -61,9 +61,9 @@ def figure(chart: dict[str, Any], number: int) -> str:
 
 
 def thin(points: Sequence[Point]) -> list[Point]:
-    """The first, the lowest, the highest and the last point of each of 500 equal parts of the range, in order.
+    """Keep the first, lowest, highest and last point in each of 500 equal parts of the range.
 
-    So no extreme is lost, and the curve looks as the whole would at that many pixels.
+    No extreme is lost, and the curve looks like the whole at that many pixels.
     """
     if len(points) <= 4 * _BUCKETS:
         return list(points)
@@ -79,7 +79,7 @@ def thin(points: Sequence[Point]) -> list[Point]:
 
 
 def _place(name: str) -> tuple[str, str]:
-    """The chart of a series of one run and its line there: ``val/loss`` is the line ``val`` of the chart ``loss``."""
+    """The chart and the line of a series of one run: ``val/loss`` is the line ``val`` of the chart ``loss``."""
     first, _, rest = name.partition("/")
     if first == "lr":
         return "lr", rest or "lr"
@@ -93,7 +93,7 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _is_result(name: str) -> bool:
-    """Whether it is a set's metric, such as val/loss."""
+    """Whether it is a metric of an evaluation, such as ``val/loss``."""
     return "/" in name and not name.startswith(("lr/", *OF_ENGINE))
 
 

@@ -44,7 +44,7 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _checked(output: Path | None) -> Path | None:
-    """The file asked for, if it can be written."""
+    """The requested file, if it can be written."""
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         problem = f"{output} is a directory" if output.is_dir() else f"there is no directory {output.parent}"
         raise FileNotFoundError(f"--output: got '{output}', but {problem}; name a file in an existing directory.")

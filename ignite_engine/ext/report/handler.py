@@ -1,4 +1,4 @@
-"""The page of a run, written when it has ended."""
+"""Writes the page of a run at its end."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from ignite_engine.text import flat, short
 # The browser enforces that nothing is loaded.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 RELOAD_S = 15
-"""After which the page of a run that goes on is loaded again by the browser."""
+"""Seconds after which the browser reloads the page of a run that continues."""
 
 
 def write_report(directory: str | Path, output: str | Path | None = None) -> Path:
@@ -74,7 +74,7 @@ def _page(title: str, parts: Sequence[str], *, reloads: bool = False) -> str:
     def asset(name: str) -> str:
         return importlib.resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
-    # uPlot's first line is its address, and a page names none; its licence is to go where it goes
+    # drops uPlot's first line with its address; the licence stays with the code
     uplot = f"/* uPlot\n{asset('uplot/LICENSE')}*/\n{asset('uplot/uPlot.iife.min.js').partition(chr(10))[2]}"
     reload = f'<meta http-equiv="refresh" content="{RELOAD_S}">' * reloads
     page = (
@@ -84,7 +84,7 @@ def _page(title: str, parts: Sequence[str], *, reloads: bool = False) -> str:
         f"<title>{escape(title)}</title><style>\n{asset('uplot/uPlot.min.css')}\n{asset('page.css')}</style></head>"
         "<body><main>\n" + "\n".join(parts) + f"\n</main><script>\n{uplot}\n{asset('page.js')}</script></body></html>\n"
     )
-    return page.encode(errors="replace").decode()  # JSON may have half a character, UTF-8 has none
+    return page.encode(errors="replace").decode()  # JSON may contain half a character, which UTF-8 cannot
 
 
 def _outcome(run: Record) -> str:
@@ -109,7 +109,7 @@ def _tiles(run: Record) -> str:
 
 
 def _key_numbers(run: Record) -> Iterator[tuple[str, str, str]]:
-    """Name, value and remark of the most important numbers, the metric that the run followed first."""
+    """Name, value and remark of the most important numbers; the metric that the run followed comes first."""
     for key in _compared_metrics([run]):
         if key != "loss" and (best := run.best(key)) is not None:
             length = iterations_per_epoch(run)
@@ -132,7 +132,7 @@ def _key_numbers(run: Record) -> Iterator[tuple[str, str, str]]:
 
 
 def _curves(runs: Sequence[Record], names: Sequence[str]) -> list[str]:
-    """The charts; those of the engine's own measurements are folded below the others."""
+    """The charts; the engine's own measurements are folded below the others."""
     charts = charts_of(runs, names)
     if not charts:
         return ["<h2>Curves</h2><p>Nothing was logged twice yet, so there are no curves.</p>"]
@@ -183,14 +183,14 @@ def _script_data(values: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _folded(title: str, content: str | Mapping[str, Any], *, is_open: bool = False) -> list[str]:
-    """A text, or values as YAML."""
+    """A folded section with a text, or with values as YAML."""
     text = content if isinstance(content, str) else yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
     opened = " open" if is_open else ""
     return [f"<details{opened}><summary>{title}</summary><pre>{escape(text)}</pre></details>"] if content else []
 
 
 def _compared_metrics(runs: Sequence[Record]) -> list[str]:
-    """What the runs followed, and their losses."""
+    """The metrics that the runs followed, and their losses."""
     losses = sorted({key for run in runs for key in run.series if key == "loss" or key.endswith("/loss")}, key=len)
     followed = [run.followed[0] for run in runs if run.followed is not None and run.followed[0] in run.series]
     return list(dict.fromkeys([*followed, *losses]))
@@ -213,7 +213,7 @@ def _runs_table(runs: Sequence[Record], names: Sequence[str], page: Path) -> str
 
 
 def _config_differences(runs: Sequence[Record], names: Sequence[str]) -> str:
-    """A row for each key whose value differs between the configs."""
+    """A row for each key whose value differs between the runs' configs."""
     configs = [flat(run.config) for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config if key != "run.directory")  # each has its own
     cells = {key: [json.dumps(config[key]) if key in config else "not set" for config in configs] for key in keys}
@@ -222,14 +222,14 @@ def _config_differences(runs: Sequence[Record], names: Sequence[str]) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of cells that are HTML, under titles that are not."""
+    """A table; the cells are HTML, the titles plain text."""
     titles = "".join(f"<th>{escape(title)}</th>" for title in head)
     lines = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="scroll"><table><tr>{titles}</tr>{lines}</table></div>'
 
 
 def names_of(runs: Sequence[Record]) -> list[str]:
-    """The runs' names; where two are equal, their folders' names, or else names with paths."""
+    """The runs' names; if two are equal, the names of their folders, or else names with paths."""
     names, folders = [run.name for run in runs], [run.path.absolute().name for run in runs]
     if len(set(folders)) == len(runs) > len(set(names)):
         return folders
@@ -237,7 +237,7 @@ def names_of(runs: Sequence[Record]) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """To three digits or seconds, as runs are told apart by it."""
+    """A duration to three digits or to the second, precise enough to tell runs apart."""
     if seconds < 120:
         return f"{seconds:#.3g}".rstrip(".") + " s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""The content of a run directory as values; a run that is still running, or was killed, can be read as well."""
+"""Reads the content of a run's folder, also of a run that is still running or was killed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LOG_LINES = 40
 
 
 class NotARun(FileNotFoundError):
-    """The directory does not hold a run; the message is one line and names the remedy."""
+    """The folder does not hold a run; the message is one line with the remedy."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """A run as its files describe it.
+    """A run, as described by its files.
 
     Attributes:
         path: its directory, as given.
@@ -57,7 +57,7 @@ class Record:
 
     @property
     def followed(self) -> tuple[str, str] | None:
-        """The metric that the run followed, and whether ``min`` or ``max`` is good; None: it followed none."""
+        """The metric that the run followed, and whether ``min`` or ``max`` is good; None if it followed none."""
         for label, name in (("Checkpoint", "best"), ("EarlyStopping", "key")):
             section = _part(_part(self.config, "handlers"), label)
             if isinstance(section.get(name), str):
@@ -66,7 +66,7 @@ class Record:
         return self.judged_by
 
     def best(self, key: str) -> tuple[int, float] | None:
-        """The best point of a series, the first of equal ones: as the run followed it, or else as its name says."""
+        """The best point of a series, the first of equal ones; by the run's mode, or else by the metric's name."""
         followed = self.followed
         mode = followed[1] if followed is not None and followed[0] == key else usual_mode(key) or "min"
         points = self.series.get(key)
@@ -81,13 +81,13 @@ class Record:
 
 
 def is_run(directory: str | Path) -> bool:
-    """Whether a directory holds what a run has logged, or its summary."""
+    """Whether a folder holds a run's log or summary."""
     run = RunDirectory(directory)
     return run.metrics.exists() or run.summary.exists()
 
 
 def runs_in(directory: Path) -> list[Path]:
-    """The directory, or those in it that hold runs, by name, where it holds none itself."""
+    """The folder itself if it holds a run, else the folders in it that do, by name."""
     inside = [] if is_run(directory) or not directory.is_dir() else sorted(filter(is_run, directory.iterdir()))
     return inside or [directory]
 
@@ -134,7 +134,7 @@ def read_run(directory: str | Path) -> Record:
 
 
 def _newest(series: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, Any]:
-    """Iteration and epoch of the last line of the log."""
+    """Iteration and epoch in the last line of the log."""
     newest = {"iteration": max((points[-1][0] for points in series.values()), default=None)}
     if "epoch" in series:
         newest["epoch"] = int(series["epoch"][-1][1])
@@ -142,7 +142,7 @@ def _newest(series: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, Any]
 
 
 def _last_known(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Status, iteration and reason, as the last line of the history says."""
+    """Status, iteration and reason in the last line of the history."""
     if not history:
         return {}
     last = history[-1]

@@ -1,4 +1,4 @@
-"""A run's other axes, epochs and hours, and where it was stopped and resumed; found in what it has logged."""
+"""The axes of epochs and hours of a run, and the marks where it was stopped and resumed, from its log."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ PLACES = 300
 
 
 def timeline(run: Record) -> dict[str, Any]:
-    """For the page's script: iterations of an epoch or None, pairs of iteration and hours, of iteration and mark."""
+    """Data for the page's script: iterations per epoch or None, pairs of iteration and hours, of iteration and mark."""
     return {"epoch": iterations_per_epoch(run), "hours": hours(run), "marks": marks(run)}
 
 
 def iterations_per_epoch(run: Record) -> float | None:
-    """The length of an epoch that all log points agree with; None: there is none, or fewer than two epochs."""
+    """The length of an epoch if all log points agree with one; None with fewer than two epochs."""
     points = run.series.get("epoch", ())
     if not points or points[-1][1] < 2:
         return None
@@ -28,7 +28,7 @@ def iterations_per_epoch(run: Record) -> float | None:
 
 
 def hours(run: Record) -> list[tuple[float, float]]:
-    """Hours of training, without evaluations, at some iterations; empty where no speed was logged."""
+    """Hours of training without evaluations, by iteration; empty if no speed was logged."""
     pace = [(at, ms / 3.6e6) for at, ms in run.series.get("time/step_ms", ())]
     if not pace:
         pace = [(at, 1 / rate / 3600) for at, rate in run.series.get("throughput/steps_per_s", ()) if rate > 0]
@@ -42,7 +42,7 @@ def hours(run: Record) -> list[tuple[float, float]]:
 
 
 def marks(run: Record) -> list[tuple[int, str]]:
-    """Where the run was stopped, killed or resumed."""
+    """The iterations at which the run was stopped, killed or resumed."""
     found: dict[int, list[str]] = {}
     ended = True
     for entry in run.history:
@@ -56,7 +56,7 @@ def marks(run: Record) -> list[tuple[int, str]]:
 
 
 def seconds(run: Record) -> float | None:
-    """From the first start to the last end, without the time between them; None: no start says how long it took."""
+    """The total duration of all starts of the run; None if none is recorded."""
     total, began, known = 0.0, None, False
     for entry in run.history:
         at = _time_of(entry)

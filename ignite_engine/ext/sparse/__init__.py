@@ -1,4 +1,4 @@
-"""Large tables: which row an id has, and an optimizer with one accumulator for each row."""
+"""Large embedding tables: a hash from ids to rows, and an optimizer with one accumulator per row."""
 
 from ignite_engine.ext.sparse.ids import hash_ids
 from ignite_engine.ext.sparse.rowwise_adagrad import RowwiseAdagrad

@@ -1,4 +1,4 @@
-"""Raw ids, such as those of users and pages, as rows of a table."""
+"""Maps raw ids, such as those of users and pages, to rows of a table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def hash_ids(ids: Tensor, buckets: int, salt: int | Tensor = 0) -> Tensor:
 
 
 def _whole(ids: Tensor) -> Tensor:
-    """Ids as int64: other types wrap around elsewhere, which gives other ids.
+    """The ids as int64, so that their type does not change the hash.
 
     Raises:
         TypeError: they are not whole numbers.
@@ -36,12 +36,12 @@ def _whole(ids: Tensor) -> Tensor:
 
 
 def _mixed(values: Tensor) -> Tensor:
-    values = values - 0x61C8864680B583EB  # as signed numbers, which wrap around
+    values = values - 0x61C8864680B583EB  # signed, as int64 arithmetic wraps around
     values = (values ^ _shifted(values, 30)) * -0x40A7B892E31B1A47
     values = (values ^ _shifted(values, 27)) * -0x6B2FB644ECCEEE15
     return values ^ _shifted(values, 31)
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
-    """To the right, without copies of the sign."""
+    """A logical shift to the right."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
