@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ignite_engine import Trainer, TrainingEvents, Updates
 from ignite_engine.checkpoint.states.model_and_optimizer import ModelState, clean_name, reshard, unwrap
-from ignite_engine.errors import StateMismatch, check_type, is_number, leave_out
+from ignite_engine.errors import StateMismatch, is_number, leave_out
 from ignite_engine.events import Phase
 from ignite_engine.handlers.never_stepped import warn_where_never_stepped
 
@@ -50,9 +50,8 @@ class EMA:
         evaluate: Collection[str] | None = None,
         name: str = "ema",
     ) -> None:
-        check_type("decay", decay, is_number(decay), "a number")
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay must be at least 0 and below 1, got {decay}; 0.999 is usual.")
+        if not (is_number(decay) and 0 <= decay < 1):
+            raise ValueError(f"decay must be a number of at least 0 and below 1, got {decay!r}; 0.999 is usual.")
         if isinstance(evaluate, str):
             raise ValueError(f"evaluate must be a collection of names, got {evaluate!r}; write ({evaluate!r},).")
         self.decay, self.warmup, self.evaluate, self.name = decay, warmup, evaluate, name

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
 import threading
 import time
-from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -21,8 +21,6 @@ from ignite_engine.ranks import agreement, signals
 
 logger = logging.getLogger(__name__)
 
-_Lines = SimpleQueue[tuple[int, str] | None]
-
 
 class GracefulStop:
     """The first SIGINT, SIGTERM or SIGHUP on any rank stops all ranks at the same iteration, where Checkpoint saves.
@@ -32,8 +30,8 @@ class GracefulStop:
             returns, with ``state.status == "interrupted"``. None: False in a notebook and at Python's prompt, which
             ``Interrupted`` would end or clutter, otherwise True.
 
-    A signal only sets a flag and logs one line; on one process it also interrupts a wait for the loader. A second
-    signal 0.5 s or more after the first ends the run at once, without a save, by ``Interrupted``, in an
+    A signal only sets a flag and writes one line to stderr; on one process it also interrupts a wait for the loader. A
+    second signal 0.5 s or more after the first ends the run at once, without a save, by ``Interrupted``, in an
     interactive session by KeyboardInterrupt. For the ranks that ``Parallel`` starts their parent counts them. SIGTERM
     after the last checkpoint is ignored: launchers send it to processes that are still exiting. SIGHUP stays ignored
     under ``nohup``.
@@ -56,8 +54,6 @@ class GracefulStop:
         self._saved = self._forced = False
         self._pid = -1
         self._before: dict[int, Any] = {}
-        self._lines: _Lines = SimpleQueue()
-        self._logging: threading.Thread | None = None
 
     def attach(self, engine: Engine, event: Any = Events.STARTED) -> None:
         """Handle signals from ``event`` on."""
@@ -75,9 +71,6 @@ class GracefulStop:
             )
             return
         self._trainer, self._received, self._saved, self._forced, self._pid = trainer, None, False, False, os.getpid()
-        # a signal handler must not log: it may have interrupted the main thread while it was writing to the same stream
-        self._logging = threading.Thread(target=_log_lines, args=(self._lines,), name="GracefulStop", daemon=True)
-        self._logging.start()
         trainer.call_at_end(self._restore)
         for number in (*signals.SIGNALS, signals.FORCE) if signals.parent_counts else signals.SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
@@ -89,12 +82,11 @@ class GracefulStop:
             return
         if number == signal.SIGUSR1:
             self._trainer.request_save()
-            self._log(logging.INFO, number, "Checkpoint saves at the next step boundary.")
+            self._say(number, "Checkpoint saves at the next step boundary.")
         elif self._received is None and number != signals.FORCE:
             self._received, self._received_at = number, time.monotonic()
             self._trainer.request_stop(signal.Signals(number).name, signals.treated_as(number) if self.exit else None)
-            self._log(
-                logging.WARNING,
+            self._say(
                 number,
                 "the run stops at the next step boundary, where Checkpoint saves. Another signal ends it at once, "
                 "without a save.",
@@ -108,10 +100,13 @@ class GracefulStop:
                 self._forced = True
                 raise KeyboardInterrupt if _is_interactive() else Interrupted(ends)
 
-    def _log(self, level: int, number: int, what: str) -> None:
+    def _say(self, number: int, what: str) -> None:
         assert self._trainer is not None
-        name, iteration = signal.Signals(number).name, self._trainer.state.iteration
-        self._lines.put((level, f"{name} at iteration {iteration}: {what}"))
+        line = f"{signal.Signals(number).name} at iteration {self._trainer.state.iteration}: {what}\n"
+        if agreement.rank() == 0:
+            # logging may be what the signal has interrupted, with its stream locked; and the terminal may be gone
+            with contextlib.suppress(OSError):
+                os.write(2, line.encode())
 
     def _committed(self, trainer: Trainer) -> None:
         self._saved = trainer.state.stopping and trainer.state.saved_iteration == trainer.state.iteration
@@ -124,9 +119,6 @@ class GracefulStop:
             if exits and number != signal.SIGUSR1:
                 handler = signal.SIG_IGN
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        if self._logging is not None:
-            self._lines.put(None)
-            self._logging.join()
         if self._received is None:
             return
         own = before.get(self._received)
@@ -142,8 +134,3 @@ class GracefulStop:
 def _is_interactive() -> bool:
     """Python's prompt, IPython or a notebook: it outlives what a script exits with."""
     return hasattr(sys, "ps1")
-
-
-def _log_lines(lines: _Lines) -> None:
-    while (line := lines.get()) is not None:
-        logger.log(*line)

@@ -43,8 +43,6 @@ WRONG_TYPES = [
     (lambda: create_evaluator(MODEL, mse, {"one": 1}), "metrics['one'] metric 1"),
     (lambda: Evaluation(MODEL, [1]), "evaluator create_evaluator Sequential"),
     (lambda: Evaluation(EVALUATOR, None), "data loader None"),
-    (lambda: Evaluation(EVALUATOR, [1], name=3), "name word 3"),
-    (lambda: Evaluation(EVALUATOR, [1], limit=1.5), "limit whole number of batches 1.5"),
     (lambda: Checkpoint(None), "directory path None"),
     (lambda: Checkpoint(""), "directory path ''"),
     (lambda: Checkpoint("x", keep_last=1.5), "keep_last whole number 1.5"),
@@ -55,7 +53,6 @@ WRONG_TYPES = [
     (lambda: Checkpoint("x", keep_fn=3), "keep_fn function 3"),
     (lambda: Checkpoint("x", background="no"), "background True or False 'no'"),
     (lambda: Checkpoint("x", strict="no"), "strict True or False 'no'"),
-    (lambda: EMA("0.9"), "decay number '0.9'"),
     (lambda: seed_everything(0.5), "seed whole number 0.5"),
 ]
 

@@ -72,11 +72,8 @@ class Evaluation:
         check_type("evaluator", evaluator, isinstance(evaluator, Engine), "an engine, as create_evaluator() makes")
         is_data = isinstance(data, Iterable) or callable(data)
         check_type("data", data, is_data, "a loader or another iterable of batches, or a function that returns one")
-        check_type("name", name, isinstance(name, str), "a word")
-        check_type("limit", limit, limit is None or is_whole(limit), "a whole number of batches or None")
-        check_type("resumes", resumes, isinstance(resumes, bool), "True or False")
-        if limit is not None and limit < 1:
-            raise ValueError(f"limit must be at least 1 batch, or None for all, got {limit}.")
+        if limit is not None and not (is_whole(limit) and limit >= 1):
+            raise ValueError(f"limit must be a whole number of at least 1 batch, or None for all, got {limit!r}.")
         self.evaluator, self.data, self.label, self.limit = evaluator, data, name, limit
         self.name = f"evaluation/{name}"
         self._windows = data.loaders_in_turn(name) if isinstance(data, OwnSource) else None

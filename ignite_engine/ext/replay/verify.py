@@ -118,7 +118,8 @@ def verify(start: Callable[[Phase], None], folder: Path, iterations: int, kill_a
     if found.difference is not None:
         raise NotProven(
             f"Resume is NOT exact: killed at iteration {kill_at} and resumed from {since}, the run differs first at "
-            f"{found.difference}. What the run depends on and does not save, trainer.register(name, object) saves."
+            f"{found.difference}. What the run depends on and does not save, trainer.register(name, object) saves; a "
+            "thread of your own that changes it, or draws random numbers, must not run during a save or a start."
         )
     start(Phase(str(control), since + 1, broken=True))
     if first_difference(reference, control, since + 1, since=since, ignore=ignored) is None:
