@@ -115,7 +115,7 @@ class Schedule:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore count and base LRs and set the LRs; ``warmup``, the shape and a given ``total`` stay as given."""
         self.steps, self.base_lrs = state["steps"], list(state["base_lrs"])
-        if self.spans_run and state["total"] is not None:
+        if self.spans_run and state["total"] not in (None, math.inf):
             self.set_total(state["total"])
         if self.total is not None:
             self.apply()

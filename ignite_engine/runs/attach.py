@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ignite.engine import CallableEventWithFilter, Events
+from ignite.engine import Events
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from ignite_engine.checkpoint.sources import LoadSource
@@ -18,7 +18,7 @@ from ignite_engine.errors import CheckpointError
 from ignite_engine.handlers import LRSchedule
 from ignite_engine.handlers.model_bank import ModelBank
 from ignite_engine.ranks import agreement
-from ignite_engine.runs.config.named import Fault, lookup, named, parameters_of, refusal_of
+from ignite_engine.runs.config.named import Fault, fitting, lookup, named, parameters_of, refusal_of
 from ignite_engine.runs.config.tables import HANDLERS, arguments_of, event_of, load_source, when_of
 from ignite_engine.runs.evaluations import Evaluations
 from ignite_engine.runs.loaders import data_loader
@@ -32,8 +32,11 @@ _AT_LOG_POINTS = ("MemoryLogger", "Throughput", "StepTimes", "MetricLogger")
 """Handlers that write values; their event is the logger's where none is given."""
 
 
-def attach_handlers(run: Run) -> None:
+def attach_handlers(run: Run, total: int | None) -> None:
     """Attach all handlers of the run's config, and those of its task.
+
+    Args:
+        total: updates of the run; a short one is logged ten times.
 
     Raises:
         ConfigError: a setting does not fit.
@@ -43,16 +46,14 @@ def attach_handlers(run: Run) -> None:
     _attach_schedules(run)
     sources = [load_source(entry) for entry in config.load]
     entries = {label: entry for label, entry in config.handlers.items() if entry is not None}
-    if sources and ("Checkpoint" not in entries or any(load_source.dynamic for load_source in sources)):
+    if sources and ("Checkpoint" not in entries or any(source.dynamic for source in sources)):
         entries.setdefault("ModelBank", {})
-    # or as often as gives a short run ten points
-    usual = {"every": 50 if run.total is None else max(1, min(50, run.total // 10))}
-    log_point = _event_given(entries.get("MetricLogger", {})) or usual
+    kinds = {label: entry.get("use", label) for label, entry in entries.items()}
+    log_point = _event_given(entries.get("MetricLogger", {})) or {"every": max(1, min(50, (total or 500) // 10))}
     supplied = _supplied(run, sources)
     events: dict[str, Any] = {}
     made: dict[str, Any] = {}
     order = [*HANDLERS]
-    kinds = {label: entry.get("use", label) for label, entry in entries.items()}
     for label in sorted(entries, key=lambda label: order.index(kinds[label]) if kinds[label] in order else len(order)):
         entry = entries[label]
         if kinds[label] in _AT_LOG_POINTS and not _event_given(entry):
@@ -66,8 +67,8 @@ def attach_handlers(run: Run) -> None:
     if sources:
         run.load = partial(_load, run, sources, made.get("ModelBank"))
     own = run.task.handlers
-    if not isinstance(own, list | tuple | Mapping):
-        raise config.error("handlers", f"got a {type(own).__name__}, expected a list of handlers, or a mapping.")
+    with config.at("handlers"):
+        fitting(own, list[Any] | dict[str, Any])
     for key, handler in own.items() if isinstance(own, Mapping) else enumerate(own):
         with config.at(f"handlers[{key!r}]"):
             _attach_one(trainer, *(handler if isinstance(handler, tuple) else (handler,)), label=key)
@@ -83,7 +84,7 @@ def _supplied(run: Run, sources: Sequence[LoadSource]) -> dict[str, Callable[[],
     return {
         "directory": lambda: run.directory.path,
         "config": lambda: run.config,
-        "evaluator": lambda: Evaluations(run).evaluator(task),
+        "evaluator": lambda: Evaluations(run).evaluator(),
         "data": lambda: data_loader(config, task, next(iter(task.val_sets.values()), task.train_set), training=False),
         "run": lambda: run,
         "since": lambda: time.monotonic() - (time.perf_counter() - run.startup.began),  # the start-up counts as well
@@ -106,18 +107,17 @@ def _attach_entry(
     config, task = run.settings, run.task
     kind = entry.get("use", label)
     make = lookup(kind, HANDLERS, key="use", folder=config.folder)
-    known, _ = parameters_of(make)
-    supplied = dict(supplied)
+    arguments, supplied = dict(entry), dict(supplied)
     if kind == "Evaluation":
         del supplied["data"]  # it takes names
-    elif "data" in known and isinstance(name := entry.get("data"), str):
+    elif "data" in parameters_of(make)[0] and isinstance(name := arguments.get("data"), str):
         supplied["data"] = partial(data_loader, config, task, Evaluations(run, name).sets[name], training=False)
-        entry = {key: value for key, value in entry.items() if key != "data"}
+        del arguments["data"]
     if kind == "Checkpoint":
         supplied["directory"] = lambda: run.directory.checkpoints
-    if kind != label and "name" in known:
+    if kind != label:
         supplied["name"] = lambda: label
-    arguments = arguments_of(make, entry)
+    arguments = arguments_of(make, arguments)
     arguments.pop("resume", None)
     if isinstance(make, type):
         handler = named({**arguments, "use": kind}, {kind: make}, key="use", given=supplied)
@@ -147,18 +147,18 @@ def _attach_one(trainer: Trainer, handler: Any, *events: Any, label: Any) -> Non
     if isinstance(handler, type):
         raise Fault(("", f"is the class {name}: give an object of it, {name}(...)."))
     if hasattr(handler, "attach"):
-        if not _takes(handler.attach, trainer, *events):
+        try:
+            inspect.signature(handler.attach).bind(trainer, *events)
+        except TypeError as error:
             remedy = "has events of its own: leave it out" if events else "takes an event: give the pair of them"
-            raise Fault(("", f"is a {name}, whose attach {remedy}."))
+            raise Fault(("", f"is a {name}, whose attach {remedy} ({error}).")) from None
         handler.attach(trainer, *events)
-    elif not callable(handler) or not events or isinstance(handler, CallableEventWithFilter):
-        expected = "an object with attach(trainer), or one or a function with its event, in this order"
-        raise Fault(("", f"must be {expected}, got {handler!r} and {', '.join(map(str, events)) or 'no event'}."))
-    elif _takes(handler, trainer) or _takes(handler):
-        trainer.add_event_handler(*events, handler)
     else:
-        shown = f"{name}{inspect.signature(handler)}: trainer.state has what else it needs."
-        raise Fault(("", f"must be a function of the trainer, or of nothing, got {shown}"))
+        try:
+            trainer.add_event_handler(*events, handler)
+        except (TypeError, ValueError) as error:
+            expected = "an object with attach(trainer), or a function with its event, in this order"
+            raise Fault(("", f"must be {expected}, got {name}: {error}")) from None
     has_state = hasattr(handler, "state_dict") and hasattr(handler, "load_state_dict")
     names = [name for name, known in trainer.registry.objects.items() if known is handler]
     # one that was attached without a name is known by its class
@@ -166,27 +166,17 @@ def _attach_one(trainer: Trainer, handler: Any, *events: Any, label: Any) -> Non
         trainer.register(label, handler)
 
 
-def _takes(function: Callable[..., Any], *arguments: Any) -> bool:
-    try:
-        inspect.signature(function).bind(*arguments)
-    except TypeError:
-        return False
-    except ValueError:  # one of C, which says nothing of itself
-        return True
-    return True
-
-
 def _attach_schedules(run: Run) -> None:
     config, task = run.settings, run.task
     for name, schedule in run.schedules.items():
-        _, entry = config.schedule_of(name)
-        is_plateau = task.schedule is None and isinstance(schedule, ReduceLROnPlateau)
+        key, entry = config.schedule_of(name)
+        metric = entry.get("metric") if task.schedule is None else None
+        if isinstance(schedule, ReduceLROnPlateau) and metric is None:
+            remedy = "give {'name': 'plateau', 'metric': 'val/loss'}, with factor, patience and min_delta"
+            raise config.error(key, f"got a ReduceLROnPlateau, which follows a metric: {remedy}.")
+        label = "lr_schedule" if [*run.schedules] == ["optimizer"] else f"lr_schedule/{name}"
+        handler = LRSchedule(schedule, metric=metric, name=label)
         per_epoch = task.schedule is not None and _steps_per_epoch(task, schedule)
-        handler = LRSchedule(
-            schedule,
-            metric=entry["metric"] if is_plateau else None,
-            name="lr_schedule" if [*run.schedules] == ["optimizer"] else f"lr_schedule/{name}",
-        )
         handler.attach(run.trainer, *([Events.EPOCH_COMPLETED] if per_epoch else []))
 
 

@@ -13,9 +13,8 @@ from torch.utils.data import IterableDataset
 from ignite_engine.checkpoint.retention import mode_of
 from ignite_engine.data.source import OwnSource
 from ignite_engine.errors import did_you_mean, metric_meant
-from ignite_engine.ranks import mesh
 from ignite_engine.runs.config import Config
-from ignite_engine.runs.config.named import named
+from ignite_engine.runs.config.named import Fault, named
 from ignite_engine.runs.config.sections import Count
 from ignite_engine.runs.config.tables import SCHEDULES, optimizer_entry, schedule_entry, table_of_optimizers
 from ignite_engine.runs.loaders import is_loader
@@ -29,43 +28,31 @@ def check_fit(config: Config, task: Task) -> None:
     Raises:
         ConfigError: names the key, and what was possibly meant.
     """
-    for name, data in {"train_set": task.train_set, **task.val_sets, **task.test_sets}.items():
+    sets = {**task.val_sets, **task.test_sets}
+    for name, data in {"train_set": task.train_set, **sets}.items():
         _check_data(config, name, data)
-    sets = [*task.val_sets, *task.test_sets]
-    if len({*sets}) < len(sets):
-        both = ", ".join(sorted({*task.val_sets} & {*task.test_sets}))
-        raise config.error("task", f"a set cannot be in val_sets and in test_sets: {both}; rename one.")
-    for unknown in set(config.handler("EMA").get("evaluate") or ()) - {*sets}:
+    for unknown in set(config.handler("EMA").get("evaluate") or ()) - sets.keys():
         near = did_you_mean(unknown, sets)
         raise config.error("handlers.EMA.evaluate", f"got {unknown!r}, expected names of the task's sets{near}")
-    if task.sampler is not None and not _is_map_style(task.train_set):
-        kind = type(task.train_set).__name__
-        raise config.error("task", f"it gives a sampler, which is of map-style data, and the train_set is a {kind}.")
-    if task.optimizer is not None and task.parameter_groups is not None:
-        raise config.error("task", "it gives parameter_groups and makes its own optimizer; give one of them.")
-    makes = {"optimizer": task.optimizer, "schedule": task.schedule}
-    for key, usual in (("optimizer", optimizer_entry({})), ("schedule", schedule_entry({}))):
+    for key, made, usual in (
+        ("optimizer", task.optimizer, optimizer_entry({})),
+        ("schedule", task.schedule, schedule_entry({})),
+    ):
         entry = getattr(config, key)
-        if makes[key] is not None and "task" not in entry and entry != usual:
+        if made is not None and "task" not in entry and entry != usual:
             config.warn(key, "it has no effect: the task makes its own.")
     _check_metrics(config, task)
 
 
-def _is_map_style(data: Any) -> bool:
-    return not isinstance(data, OwnSource | IterableDataset) and not is_loader(data)
-
-
 def _check_data(config: Config, name: str, data: Any) -> None:
-    if not _is_map_style(data):
+    if isinstance(data, OwnSource | IterableDataset) or is_loader(data):
         return
-    is_text = isinstance(data, str | bytes | os.PathLike)
-    if is_text or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        shown = repr(data) if is_text else f"a {type(data).__name__}"
+    if isinstance(data, str | os.PathLike) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        shown = repr(data) if isinstance(data, str) else f"a {type(data).__name__}"
         expected = "__len__ and __getitem__, a DataLoader, or an IterableDataset; a file is read first"
         raise config.error("task", f"the data '{name}' is {shown}, expected {expected}.")
-    is_evaluated = name != "train_set" and config.update.accumulate != "rank_invariant"
-    if len(data) < (1 if is_evaluated and config.distributed.strategy == "ddp" else mesh.data_size()):
-        raise config.error("task", f"the data '{name}' has {len(data)} samples for {mesh.data_size()} ranks.")
+    if not len(data):
+        raise config.error("task", f"the data '{name}' has 0 samples.")
 
 
 def _check_metrics(config: Config, task: Task) -> None:
@@ -104,53 +91,50 @@ def make_optimizers(config: Config, task: Task) -> dict[str, Optimizer]:
     if task.optimizer is not None:
         own = task.optimizer(task.model)
         return dict(own) if isinstance(own, Mapping) else {"optimizer": own}
-    groups: Any = task.parameter_groups or [each for each in task.model.parameters() if each.requires_grad]
-    if not groups:
-        raise config.error(
-            "task",
-            "the model has no parameter that requires a gradient, so there is nothing to train: unfreeze what is to be "
-            "trained, such as by model.head.requires_grad_(True).",
-        )
-    if set(config.optimizers) != (set(groups) if isinstance(groups, Mapping) else set()):
-        found = ", ".join(groups) if isinstance(groups, Mapping) else "no mapping"
-        raise config.error(
-            "optimizers" if config.optimizers else "optimizer",
-            f"got {', '.join(config.optimizers) or 'one optimizer'}, but the task's parameter_groups are {found}; "
-            "expected a section in optimizers for each of them.",
-        )
+    groups: Any = task.parameter_groups
+    if not config.optimizers and not isinstance(groups, Mapping):
+        groups = {"optimizer": groups or [each for each in task.model.parameters() if each.requires_grad]}
     entries = config.optimizers or {"optimizer": config.optimizer}
+    if not isinstance(groups, Mapping) or groups.keys() != entries.keys():
+        found = ", ".join(groups) if isinstance(groups, Mapping) else "no mapping"
+        complaint = f"got {', '.join(entries)}, but the task's parameter_groups are {found}; expected one for each."
+        raise config.error("optimizers" if config.optimizers else "optimizer", complaint)
     made: dict[str, Optimizer] = {}
     for name, entry in entries.items():
         options = {key: value for key, value in entry.items() if key != "schedule"}
         with config.at(f"optimizers.{name}" if config.optimizers else name):
-            made[name] = named(options, table_of_optimizers(), [*(groups[name] if config.optimizers else groups)])
+            made[name] = named(options, table_of_optimizers(), [*groups[name]])
     return made
 
 
 def make_schedules(
     config: Config, task: Task, optimizers: Mapping[str, Optimizer], total: int | None
 ) -> dict[str, Any]:
-    """A schedule for each optimizer, or the scheduler that the task makes for it."""
-    if task.schedule is not None:
-        made = {name: task.schedule(optimizer) for name, optimizer in optimizers.items()}
-        for schedule in made.values():
-            if isinstance(schedule, ReduceLROnPlateau):
-                raise config.error(
-                    "schedule",
-                    "got a ReduceLROnPlateau, which follows a metric: give {'name': 'plateau', 'metric': 'val/loss'}, "
-                    "with factor, patience and min_delta.",
-                )
-            if isinstance(schedule, Schedule) and schedule.total is None and total is not None:
-                schedule.set_total(total)
-        return made
-    made = {}
+    """A schedule for each optimizer, or the scheduler that the task makes for it.
+
+    Args:
+        total: updates of the run; None: its data does not say.
+    """
+    made: dict[str, Any] = {}
     for name, optimizer in optimizers.items():
         key, entry = config.schedule_of(name)
-        if entry["name"] != "none":
-            length = {} if entry["name"] == "plateau" or "total" in entry else {"total": total}
-            with config.at(key):
-                made[name] = named({**entry, **length}, SCHEDULES, optimizer)
+        if task.schedule is None and entry["name"] == "none":
+            continue
+        with config.at(key):
+            schedule = named(entry, SCHEDULES, optimizer) if task.schedule is None else task.schedule(optimizer)
+            if isinstance(schedule, Schedule) and schedule.total is None:
+                _span(schedule, total)
+        made[name] = schedule
     return made
+
+
+def _span(schedule: Schedule, total: int | None) -> None:
+    if total is None:
+        raise Fault(("total", "the data does not say how many updates there will be: set it, or run.max_iterations."))
+    try:
+        schedule.set_total(total)
+    except ValueError as error:
+        raise Fault(("", str(error))) from None
 
 
 def plateau(

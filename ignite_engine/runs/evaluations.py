@@ -17,7 +17,7 @@ from ignite_engine.runs.config.named import Fault
 from ignite_engine.runs.config.sections import Count, CountFrom0
 from ignite_engine.runs.loaders import data_loader
 from ignite_engine.runs.mean_loss import mean_loss
-from ignite_engine.runs.task import Data, Task
+from ignite_engine.runs.task import Data
 from ignite_engine.state import Start
 from ignite_engine.trainer import Trainer
 
@@ -69,7 +69,7 @@ class Evaluations:
         config, task = self.run.settings, self.run.task
         return [
             Evaluation(
-                self.evaluator(task),
+                self.evaluator(),
                 data_loader(config, task, dataset, training=False),
                 name=name,
                 limit=self.limit,
@@ -84,30 +84,31 @@ class Evaluations:
         def is_fresh(engine: Engine, count: int) -> bool:
             return trainer.state.start is Start.FRESH
 
-        def after_the_last_update(engine: Engine, count: int) -> bool:
+        def is_last_update(engine: Engine, count: int) -> bool:
             state = trainer.state
             at_end_of_epoch = trainer.progress.epoch_iteration == state.epoch_length
             return state.iteration == state.max_iters or (state.epoch == state.max_epochs and at_end_of_epoch)
 
-        def last_epoch(engine: Engine, count: int) -> bool:
+        def is_last_epoch(engine: Engine, count: int) -> bool:
             return trainer.state.epoch == trainer.state.max_epochs
 
-        def already_finished(engine: Engine, count: int) -> bool:
+        def has_not_trained(engine: Engine, count: int) -> bool:
             state = trainer.state
             return state.start is not Start.FRESH and 0 < state.iteration == self.run.first_iteration
 
+        events = [Events.COMPLETED(event_filter=has_not_trained)]
+        if self.at_start:
+            events.append(Events.STARTED(event_filter=is_fresh))
+        if event is not None:
+            events.append(event)
+        if self.at_end:  # before the last checkpoint, which it may make the best; the last epoch may be cut short
+            events.append(Events.ITERATION_COMPLETED(event_filter=is_last_update))
+            events.append(Events.EPOCH_COMPLETED(event_filter=is_last_epoch))
         for evaluation in self.of(self.sets):
             if self.sanity_batches and not isinstance(evaluation.data, OwnSource):
                 trainer.add_event_handler(Events.STARTED(event_filter=is_fresh), self._try, evaluation)
-            if self.at_start:
-                evaluation.attach(trainer, Events.STARTED(event_filter=is_fresh))
-            if event is not None:
-                evaluation.attach(trainer, event)
-            if self.at_end:  # before the last checkpoint, which it may make the best
-                evaluation.attach(trainer, Events.ITERATION_COMPLETED(event_filter=after_the_last_update))
-                # the last epoch may have been cut short
-                evaluation.attach(trainer, Events.EPOCH_COMPLETED(event_filter=last_epoch))
-            evaluation.attach(trainer, Events.COMPLETED(event_filter=already_finished))
+            for each in events:
+                evaluation.attach(trainer, each)
         if self.progressive:
             self._progressive().attach(trainer, TrainingEvents.WINDOW_STARTED)
 
@@ -117,8 +118,9 @@ class Evaluations:
 
     _try.phase = Phase.PREPARE  # type: ignore[attr-defined]  # before any evaluation
 
-    def evaluator(self, task: Task) -> Engine:
-        """A new evaluator with the metrics of this task."""
+    def evaluator(self) -> Engine:
+        """A new evaluator with the metrics of the task."""
+        task = self.run.task
         predict, metrics = (
             (task.predict, task.metrics) if task.predict is not None else mean_loss(task.loss_fn, task.weight_fn)
         )
@@ -132,7 +134,7 @@ class Evaluations:
             raise Fault(("progressive", "got true, but the task's train_set is not a Windows object."))
         evaluated = data_loader(self.run.settings, task, task.train_set, training=False)
         return Evaluation(
-            self.evaluator(task),
+            self.evaluator(),
             lambda: evaluated.loader_of(run.loader.present),
             name="progressive",
             limit=self.limit,

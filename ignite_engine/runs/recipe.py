@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
@@ -24,12 +25,13 @@ from ignite_engine.errors import (
     StateMismatch,
     shortened,
 )
+from ignite_engine.loop.position import Plan, Position, last_iteration
 from ignite_engine.ranks import agreement, attempt, mesh
 from ignite_engine.rng import seed_everything
 from ignite_engine.runs.attach import attach_handlers
 from ignite_engine.runs.components import check_fit, make_optimizers, make_schedules, settings_of
 from ignite_engine.runs.config import Config, ConfigError, ConfigWarning
-from ignite_engine.runs.loaders import data_loader, say_how_it_resumes, updates_of
+from ignite_engine.runs.loaders import data_loader
 from ignite_engine.runs.run import Run
 from ignite_engine.runs.run_directory import (
     PhaseTimes,
@@ -113,19 +115,28 @@ def build_run(config: Config, task: Task | None = None) -> Run:
     with startup("model"):
         task = wrap(config, task, arranged)
         seed_everything(config.run.seed + mesh.data_rank())
-    with startup("data"):
-        train_loader = data_loader(config, task, task.train_set, training=True)
-        total = updates_of(config, train_loader)
     with startup("trainer"):
         optimizers = make_optimizers(config, task)
         trainer = _make_trainer(config, task, optimizers)
+    with startup("data"):
+        loader = data_loader(config, task, task.train_set, training=True)
+        total = _updates_of(config, trainer, loader)
         schedules = make_schedules(config, task, optimizers, total)
         settings = settings_of(config, task, optimizers, schedules)
-        directory = RunDirectory(config.directory)
-        run = Run(trainer, train_loader, directory, config, task, total, schedules, startup, settings)
-        say_how_it_resumes(run.loader)
-        attach_handlers(run)
+        run = Run(trainer, loader, RunDirectory(config.directory), config, task, schedules, startup, settings)
+        attach_handlers(run, total)
     return run
+
+
+def _updates_of(config: Config, trainer: Trainer, loader: Any) -> int | None:
+    """Updates of the whole run; None: its data does not say."""
+    try:
+        epoch_length = trainer.progress.iterations_of(loader)
+    except ValueError as error:
+        raise config.error("data", str(error)) from error
+    if epoch_length == 0:
+        raise config.error("data", f"drop_last leaves no batch of batch_size {config.data.batch_size}.")
+    return last_iteration(Position(), Plan(config.run.max_epochs, config.run.max_iterations, epoch_length))
 
 
 def _check_configs_agree(config: Config) -> None:

@@ -21,14 +21,13 @@ from ignite_engine.checkpoint.states.model_and_optimizer import unwrap
 from ignite_engine.checkpoint.store import CheckpointStore, Loaded
 from ignite_engine.errors import Interrupted, PeerFailed
 from ignite_engine.events import Phase
-from ignite_engine.loop.describe import lr_text, model_table
+from ignite_engine.loop.describe import model_table
 from ignite_engine.ranks import agreement, attempt
 from ignite_engine.ranks.watch import cause_of, known_failure, on_failure, reason_of
 from ignite_engine.runs.code import commit_of_code
 from ignite_engine.runs.config.load import Config
 from ignite_engine.runs.run_directory import PhaseTimes, RunDirectory, weights_sha256
 from ignite_engine.runs.task import Task
-from ignite_engine.schedules import Schedule
 from ignite_engine.state import Start
 from ignite_engine.text import in_lists, plain_metric
 from ignite_engine.trainer import Trainer
@@ -50,7 +49,6 @@ class Run:
         directory: nothing has been written to it yet.
         settings: the config.
         task: with the model as it is trained.
-        total: updates of a run that is not resumed with other groups, data or ranks; None: windows do not say.
         schedules: of learning rates, for each optimizer by its name.
         startup: seconds of the phases of the start-up so far.
         config: the resolved config as plain values; after a resume with the settings of optimizers that are in force.
@@ -66,7 +64,6 @@ class Run:
     directory: RunDirectory
     settings: Config
     task: Task
-    total: int | None
     schedules: Mapping[str, Any]
     startup: PhaseTimes
     config: dict[str, Any]
@@ -380,16 +377,5 @@ class Run:
 
     def describe(self) -> str:
         """What will run, the learning rate over the run, and all that ``trainer.describe()`` tells, as text."""
-        model = unwrap(self.trainer.update.model)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        length = ", ".join(f"{key} {value}" for key, value in self.length.items())
-        lines = [
-            f"{self.settings.name}: {type(model).__name__}, {parameters:,} parameters",
-            f"Runs for {self.total} updates ({length})" if self.total else f"Runs until its windows end ({length})",
-            f"Writes to {self.directory.given}",
-        ]
-        for name, schedule in self.schedules.items():
-            is_ours = isinstance(schedule, Schedule)
-            lines.append(f"Schedule of {name}: {schedule if is_ours else type(schedule).__name__}")
-            lines += lr_text(schedule, self.total) if is_ours and self.total else []
-        return "\n".join([*lines, self.trainer.describe(self.loader, **self.length, rates=False)])
+        head = f"{self.settings.name} writes to {self.directory.given}"
+        return f"{head}\n{self.trainer.describe(self.loader, **self.length, rates=True)}"

@@ -188,7 +188,7 @@ def test_a_setting_without_effect_is_one_line(folder, capsys):
 @pytest.mark.row("E4")
 def test_describe_shows_the_curve_and_the_bus_and_runs_nothing(folder):
     said = command("describe", "my_config.yaml", "schedule={name: cosine, warmup: 4}", "optimizer.lr=0.5")
-    assert "17 parameters" in said and "12 updates" in said and "RESUME_POINT" in said and "LRSchedule" in said
+    assert "Trains for 12 iterations" in said and "RESUME_POINT" in said and "LRSchedule" in said
     curve = [line.split() for line in said.splitlines() if "e-0" in line and "|" not in line]
     rates = {int(cells[0]): float(cells[1]) for cells in curve}
     assert (rates[1], rates[12]) == (pytest.approx(0.125), pytest.approx(0.5 * 0.0380602, rel=1e-4))

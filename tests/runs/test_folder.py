@@ -216,6 +216,7 @@ def test_the_stop_file_lies_in_the_runs_folder(tmp_path, clock):
     stopped = fitted(tmp_path, StopFile={"path": "stop"}, handlers=[tick, touch])
     assert stopped.summary["status"] == "interrupted" and stopped.summary["iteration"] in (3, 4)
     assert str(tmp_path / "stop") in stopped.summary["reason"]
+    (tmp_path / "stop").unlink()
     assert fitted(tmp_path, StopFile={"path": "stop"}).summary["status"] == "completed"
 
 

@@ -53,9 +53,9 @@ def name(tmp_path, monkeypatch):
 
 def test_file_is_found_above_the_config_imports_its_neighbours_and_runs_once(name, tmp_path):
     for task in (f"{name}.py:build", f"{tmp_path / name}.py:build"):
-        assert "3 parameters" in command("describe", "run.yaml", f"task={task}")
+        assert "Trains for 1 iterations" in command("describe", "run.yaml", f"task={task}")
     sys.path.insert(0, str(tmp_path))
-    assert "3 parameters" in command("describe", "run.yaml", f"task={name}:build")
+    assert "Trains for 1 iterations" in command("describe", "run.yaml", f"task={name}:build")
     assert (tmp_path / f"{name}.ran").read_text() in ("ran ", "ran ran ")  # a module of that name is another one
 
 
