@@ -268,14 +268,14 @@ IN_THE_USERS_CODE = {
         given(metrics=ACCURACY, predict=lambda model, batch: model(batch["x"])),
         ("indices", "Tensor [8, 4] float32", "predict(model, batch)"),
     ),
-    "sample that is None": (given(train=Samples(lambda: None), val=None), ("Samples[11]", "NoneType", "Tensor [4]")),
+    "sample that is None": (given(train=Samples(lambda: None), val=None), ("NoneType", "Tensor [4]", "of Samples")),
     "ragged samples": (
         given(train=Samples(lambda: (INPUTS[11, :2], TARGETS[11])), val=None),
-        ("Samples[11]", "Tensor [2]", "Tensor [4]"),
+        ("Tensor [2]", "Tensor [4]", "of Samples"),
     ),
     "unreadable sample": (given(train=Samples(unreadable), val=None), ("no such picture", "Samples[11]")),
     "in a worker": (given(train=Samples(unreadable), val=None, num_workers=1), ("no such picture", "Samples[11]")),
-    "dead worker": (given(train=Samples(dies), val=None, num_workers=1), ("worker", "Samples is gone", "batches 0 to")),
+    "dead worker": (given(train=Samples(dies), val=None, num_workers=1), ("worker", "exited unexpectedly")),
 }
 """Errors with the user's frames, and what is noted below them."""
 
