@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -221,10 +223,26 @@ def autocast(kind: str, dtype: torch.dtype) -> torch.autocast | None:
     return None
 
 
-def set_matmul_precision(precision: str) -> None:
-    """Set the precision of float32 products and convolutions: ``highest``, or ``high`` and ``medium``, with TF32."""
-    torch.set_float32_matmul_precision(precision)
-    torch.backends.cudnn.allow_tf32 = precision != "highest"
+def set_up_torch(matmul_precision: str, threads: int | None, deterministic: bool) -> None:
+    """Set what is of the whole process; ``highest`` products and convolutions of float32 do without TF32."""
+    torch.set_float32_matmul_precision(matmul_precision)
+    torch.backends.cudnn.allow_tf32 = matmul_precision != "highest"
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS for determinism
+        torch.use_deterministic_algorithms(True)
+
+
+@contextmanager
+def torch_kept() -> Iterator[None]:
+    """Afterwards what :func:`set_up_torch` sets is as before."""
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+        stack.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
+        stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        yield
 
 
 def sums_may_change(kind: str) -> bool:

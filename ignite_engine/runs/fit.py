@@ -6,7 +6,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from pathlib import Path
@@ -198,10 +198,13 @@ def fit(
 
     def train(local_rank: int = 0) -> None:
         # a program that has set up its own logging shows these lines by it
-        with recipe.logged(config, console=not logging.getLogger().hasHandlers()):
+        with recipe.logged(config, console=not logging.getLogger().hasHandlers()), ExitStack() as held:
+            held.enter_context(devices.torch_kept())
             runs.append(recipe.build_run(config, task))
             if _BUILT_WITH.get() is None:
                 runs[0].train()
+            else:
+                held.pop_all()  # who trains it puts torch back
 
     if restarts is not None and _BUILT_WITH.get() is None:
         return _restarted(config, task, train, restarts)

@@ -106,7 +106,7 @@ def build_run(config: Config, task: Task | None = None) -> Run:
     # torchrun's agents count apart: one that joined later has counted none
     if any(agreement.gather_objects(any(int(os.environ.get(count) or 0) for count in _STARTED_AGAIN))):
         config = config.changed(run=replace(config.run, restart=False))
-    _set_up_torch(config)
+    devices.set_up_torch(config.run.matmul_precision, config.run.threads, config.run.deterministic)
     arranged = declare_mesh(config)
     with startup("task"):
         seed_everything(config.run.seed)
@@ -147,16 +147,6 @@ def _check_configs_agree(config: Config) -> None:
                 f"rank {rank} was started with another config than rank 0: {shortened(differences)}; "
                 "start all ranks with the same file and overrides."
             )
-
-
-def _set_up_torch(config: Config) -> None:
-    """Apply the settings of the whole process: precision of matrix products, threads, determinism."""
-    devices.set_matmul_precision(config.run.matmul_precision)
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
-    if config.run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS for determinism
-        torch.use_deterministic_algorithms(True)
 
 
 def _agreed_task(config: Config) -> Task:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ignite_engine import devices
 from ignite_engine.checkpoint.lock import read_chosen
 from ignite_engine.checkpoint.retention import BestCheckpoint
 from ignite_engine.checkpoint.sources import NAMES, find_source, followed
@@ -277,7 +278,7 @@ class Run:
             path = folder / self.directory.checkpoints.name / best["checkpoint"]
             found.append(f"Best {BestCheckpoint(path, best['value'], best['iteration'], best['metric'])}")
         if report is not None:
-            found.append(f"report: {folder / report.name}")
+            found.append(f"{'report' if found else 'Report'}: {folder / report.name}")
         if found:
             logger.info("%s.", "; ".join(found))
 
@@ -369,9 +370,12 @@ class Run:
         self.trainer.state.iteration = loaded.manifest.iteration
         self.trainer.state.metrics.clear()
         values: dict[str, Any] = {}
-        for evaluation in self.evaluations:
-            evaluation(self.trainer)
-            values |= {name: in_lists(value) for name, value in evaluation.values.items()}
+        run = self.settings.run
+        with devices.torch_kept():  # fit() has put back what its run has set
+            devices.set_up_torch(run.matmul_precision, run.threads, run.deterministic)
+            for evaluation in self.evaluations:
+                evaluation(self.trainer)
+                values |= {name: in_lists(value) for name, value in evaluation.values.items()}
         values |= self.trainer.state.metrics
         return {"checkpoint": str(loaded.path), "iteration": loaded.manifest.iteration, **dict(sorted(values.items()))}
 

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -226,6 +227,22 @@ def test_a_metric_is_measured_with_predict_and_the_loss_where_there_is_none(tmp_
 def test_the_name_of_the_best_metric_tells_which_value_is_better(best, mode, tmp_path):
     run = fitted(tmp_path, best=best, metrics={best.partition("/")[2]: Accuracy()}, max_epochs=1)
     assert run.checkpoint.options.mode == mode
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_torch_is_afterwards_as_before(fails, tmp_path):
+    def of_torch():
+        precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+        return torch.are_deterministic_algorithms_enabled(), precision, threads
+
+    def loss(model, batch):
+        assert of_torch() == (True, "high", 3) and not fails
+        return loss_fn(model, batch)
+
+    before, settings = of_torch(), {"deterministic": True, "matmul_precision": "high", "threads": 3}
+    with pytest.raises(AssertionError) if fails else nullcontext():
+        fitted(tmp_path, loss, run=settings, max_epochs=1).evaluate()
+    assert of_torch() == before
 
 
 def test_a_setting_without_effect_is_a_warning(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 import yaml
 from ignite.engine import Events
 
-from ignite_engine import rng
+from ignite_engine import devices, rng
 from ignite_engine.checkpoint.layout import named_iteration
 from ignite_engine.checkpoint.lock import in_use
 from ignite_engine.checkpoint.store import CheckpointStore
@@ -322,10 +322,6 @@ def _copy(directory: Path, folder: Path, stores: Iterable[Path], until: int) -> 
 def _as_it_was(start: Start) -> Iterator[None]:
     """The number of threads that the run had; afterwards torch and all random numbers are as before."""
     threads = torch.get_num_threads()
-    with ExitStack() as stack:
-        stack.enter_context(rng.isolated())
-        stack.callback(torch.set_num_threads, threads)
-        stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
-        stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+    with rng.isolated(), devices.torch_kept():
         torch.set_num_threads(start.environment.get("threads", threads))
         yield
