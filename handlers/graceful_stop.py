@@ -37,10 +37,8 @@ class GracefulStop:
     under ``nohup``.
 
     The signal handlers are installed while ``run()`` runs and restored after it; but with ``Interrupted`` the three
-    stay ignored, as everything is saved and the process exits (in an interactive session they are restored). If a
-    handler of your own was installed for the signal that stopped the run, it is called once, with the frame None, when
-    the run has ended and is saved. Signals can only be handled in the main thread: in another one this
-    handler has no effect but a warning.
+    stay ignored, as everything is saved and the process exits (in an interactive session they are restored). Signals
+    can only be handled in the main thread: in another one this handler has no effect but a warning.
     """
 
     phase = Phase.PREPARE  # an evaluation at STARTED can be stopped too
@@ -51,7 +49,7 @@ class GracefulStop:
         self._received: int | None = None
         """The first signal of this run that stops it."""
         self._received_at = 0.0
-        self._saved = self._forced = False
+        self._saved = False
         self._pid = -1
         self._before: dict[int, Any] = {}
 
@@ -70,7 +68,7 @@ class GracefulStop:
                 threading.current_thread().name,
             )
             return
-        self._trainer, self._received, self._saved, self._forced, self._pid = trainer, None, False, False, os.getpid()
+        self._trainer, self._received, self._saved, self._pid = trainer, None, False, os.getpid()
         trainer.call_at_end(self._restore)
         for number in (*signals.SIGNALS, signals.FORCE) if signals.parent_counts else signals.SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
@@ -97,7 +95,6 @@ class GracefulStop:
             first = self._received or signal.SIGTERM
             ends = signals.treated_as(first if number == signals.FORCE else number)
             if ends != signal.SIGTERM or not self._saved:
-                self._forced = True
                 raise KeyboardInterrupt if _is_interactive() else Interrupted(ends)
 
     def _say(self, number: int, what: str) -> None:
@@ -119,16 +116,6 @@ class GracefulStop:
             if exits and number != signal.SIGUSR1:
                 handler = signal.SIG_IGN
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        if self._received is None:
-            return
-        own = before.get(self._received)
-        if callable(own) and not signals.is_default(own):
-            try:
-                own(self._received, None)
-            except BaseException:
-                if self.exit and trainer.state.stopping and not self._forced:
-                    agreement.wait_for_all()  # as run() does before it raises Interrupted: the peers wait for this rank
-                raise
 
 
 def _is_interactive() -> bool:

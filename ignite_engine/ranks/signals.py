@@ -92,11 +92,6 @@ def stops_go_to(handler: Any) -> Iterator[None]:
                 signal.signal(number, found)
 
 
-def is_default(handler: Any) -> bool:
-    """Whether ``handler`` is Python's or this module's, not one of the user."""
-    return handler is None or isinstance(handler, Ending) or handler in (*_DEFAULTS, signal.SIG_IGN, _ignore)
-
-
 def _ignore(number: int, frame: FrameType | None) -> None:
     """Not SIG_IGN, which processes started from here would inherit."""
 

@@ -201,20 +201,6 @@ def test_in_another_thread_it_is_one_line_and_the_run_completes(tmp_path, caplog
     assert "main thread" in line and thread.name in line
 
 
-@pytest.mark.parametrize("exit", [False, True])
-@pytest.mark.parametrize("number", [INT, HUP])
-def test_users_own_handler_is_called_once_when_the_run_has_ended(number, exit, tmp_path):
-    called, trainer = [], stoppable(tmp_path, exit=exit)
-    signal.signal(number, lambda *given: called.append((given, trainer.state.status, saved.iterations(tmp_path))))
-    trainer.add_event_handler(SECOND, lambda: send(number, number))
-    trainer.add_event_handler(Events.COMPLETED(once=1), lambda: called.append("COMPLETED"))
-    with pytest.raises(Interrupted) if exit else contextlib.nullcontext():
-        trainer.run(numbers_loader(), max_epochs=3)
-    assert called == ["COMPLETED", ((number, None), "interrupted", [2])]
-    trainer.run(numbers_loader(), max_epochs=3)  # which had no signal
-    assert len(called) == 2 and trainer.state.iteration == 9
-
-
 @pytest.mark.row("G1")
 @pytest.mark.parametrize(("exit", "ends"), [(None, None), (True, Interrupted)])
 def test_an_interactive_session_goes_on(exit, ends, tmp_path, monkeypatch):
