@@ -13,7 +13,6 @@ from ignite.engine.events import EventsList
 from ignite_engine import Trainer, TrainingEvents, rng
 from ignite_engine.checkpoint.states.generators import undrawn
 from ignite_engine.checkpoint.states.model_and_optimizer import EvaluatedWeights
-from ignite_engine.data.source import OwnSource
 from ignite_engine.errors import check_type, is_whole
 from ignite_engine.events import Phase
 from ignite_engine.handlers.evaluation.batches import EvaluationBatches, check_loader, loader_of
@@ -36,10 +35,9 @@ class Evaluation:
         evaluator: from ``create_evaluator``, or any Ignite engine.
         data: a loader, on several ranks of this rank's share. A plain ``DataLoader`` is rebuilt as for training, so it
             is sharded over the ranks. A rank that has no batch takes the metrics of its peers, and ``evaluator`` does
-            not run there; under FSDP2, or if the update is rank-invariant, each rank must have one. Of
-            :class:`~ignite_engine.Windows` each evaluation takes the next window that is there, and the position is
-            saved. A function is called for the data of each evaluation, such as ``windows.again``; while a window is
-            trained on its number is ``<name>/window``.
+            not run there; under FSDP2, or if the update is rank-invariant, each rank must have one. A function is
+            called for the data of each evaluation, such as ``windows.again``; while a window is trained on its number
+            is ``<name>/window``.
         name: of the set; unique for each Evaluation of one trainer.
         limit: batches per evaluation and rank, None for all. Where the update is rank-invariant: over all ranks.
         resumes: a stop keeps the batch and the metrics in the checkpoint, and the resumed run goes on from there.
@@ -63,7 +61,7 @@ class Evaluation:
     def __init__(
         self,
         evaluator: Engine,
-        data: Iterable[Any] | OwnSource | Callable[[], Iterable[Any]],
+        data: Iterable[Any] | Callable[[], Iterable[Any]],
         *,
         name: str = "val",
         limit: int | None = None,
@@ -76,10 +74,9 @@ class Evaluation:
             raise ValueError(f"limit must be a whole number of at least 1 batch, or None for all, got {limit!r}.")
         self.evaluator, self.data, self.label, self.limit = evaluator, data, name, limit
         self.name = f"evaluation/{name}"
-        self._windows = data.loaders_in_turn(name) if isinstance(data, OwnSource) else None
-        self._changes = self._windows is not None or not isinstance(data, Iterable)
+        self._changes = not isinstance(data, Iterable)
         if self._changes and resumes:
-            raise ValueError("resumes is for an evaluation of one loader: leave it out for windows or a function.")
+            raise ValueError("resumes is for an evaluation of one loader: leave it out for a function.")
         self._resumes = resumes
         self.values: dict[str, Any] = {}
         """All that the last evaluation has measured, by ``<name>/<metric>``, as the metrics gave it."""
@@ -99,10 +96,6 @@ class Evaluation:
         """That of an unfinished one, by which it goes on."""
         self._rng: dict[str, Any] | None = None
         """The random numbers that it started with."""
-        self._saved_windows: dict[str, Any] | None = None
-        """Where the windows continue, until the run starts: to go there takes all ranks."""
-        if self._windows is not None:
-            self._windows.reset()
 
     def attach(self, engine: Engine, event: Any = Events.EPOCH_COMPLETED) -> None:
         """Evaluate at ``event``; several events: ``|``, or attach again."""
@@ -131,21 +124,17 @@ class Evaluation:
         """The iterations of the last evaluation and of an unfinished one, with the random numbers of the latter."""
         evaluated_at = self._evaluated_before if self._evaluated_at is None else self._evaluated_at
         rng_state = None if self._unfinished_at is None else self._rng
-        windows = {} if self._windows is None else {"windows": self._saved_windows or self._windows.state_dict()}
         progress = {} if self._progress is None else {"progress": self._progress}
         state = {"evaluated_at": evaluated_at, "unfinished_at": self._unfinished_at, "rng": rng_state}
-        return {**state, **windows, **progress}
+        return {**state, **progress}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.begin_anew()
         self._evaluated_before, self._unfinished_at = state["evaluated_at"], state["unfinished_at"]
         self._rng = state["rng"]
-        self._saved_windows, self._progress = state.get("windows"), state.get("progress")
+        self._progress = state.get("progress")
 
     def _start(self, trainer: Trainer) -> None:
-        if self._windows is not None and self._saved_windows is not None:
-            self._windows.load_state_dict(self._saved_windows)
-            self._saved_windows = None
         invariant = trainer.update.rank_invariant
         if not self._changes:
             check_loader(self.label, self.loader(), on_each_rank=invariant)
@@ -165,9 +154,7 @@ class Evaluation:
         with undrawn(trainer.registry.objects), ExitStack() as undo:
             if self._rng is not None:
                 rng.restore(self._rng)
-            if (data := self._data()) is None:
-                logger.warning("There is no window to evaluate as %s.", self.label)
-                return
+            data = self.loader() if isinstance(self.data, Iterable) else loader_of(self.data())
             self._unfinished_at = state.iteration
             share_buffers(trainer.update.model)
             undo.callback(setattr, state, "evaluating", state.evaluating)
@@ -178,12 +165,10 @@ class Evaluation:
             if not self._run(trainer, data):
                 self._stop(trainer)
                 return
-            if self._windows is not None:
-                self._windows.done()
             self._evaluated_at, self._unfinished_at = state.iteration, None
             self.values = {f"{self.label}/{key}": value for key, value in self.evaluator.state.metrics.items()}
             publish(state, self.values)
-            if self._changes and self._windows is None and state.windows > state.windows_completed:
+            if self._changes and state.windows > state.windows_completed:
                 state.metrics[f"{self.label}/window"] = float(state.windows)
             state.evaluations += 1
             trainer.fire_event(TrainingEvents.EVALUATION_COMPLETED)
@@ -241,12 +226,6 @@ class Evaluation:
         if progress.group is not None:  # it comes again in the resumed run, and with it this event
             self._unfinished_at = None
         trainer.finish("a stop in an evaluation")  # all ranks are here; terminate() would first ask them
-
-    def _data(self) -> Any:
-        """What is evaluated now, None where no window is there; a collective."""
-        if self._windows is not None:
-            return self._windows.next_loader()
-        return self.loader() if isinstance(self.data, Iterable) else loader_of(self.data())
 
     def loader(self) -> Any:
         """What is iterated in the place of its loader."""

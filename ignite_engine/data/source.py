@@ -148,10 +148,6 @@ class OwnSource(ABC):
     def opened_by(self, make: Callable[[Any], Any]) -> OwnSource:
         """The same data, of whose map-style datasets ``make`` makes loaders."""
 
-    @abstractmethod
-    def loaders_in_turn(self, name: str) -> Any:
-        """What the evaluation ``name`` takes a loader of, each time, by ``next_loader()``, and ``done()`` with it."""
-
     @property
     @abstractmethod
     def settings(self) -> Mapping[str, Any]:

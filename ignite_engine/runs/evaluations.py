@@ -105,7 +105,7 @@ class Evaluations:
             events.append(Events.ITERATION_COMPLETED(event_filter=is_last_update))
             events.append(Events.EPOCH_COMPLETED(event_filter=is_last_epoch))
         for evaluation in self.of(self.sets):
-            if self.sanity_batches and not isinstance(evaluation.data, OwnSource):
+            if self.sanity_batches:
                 trainer.add_event_handler(Events.STARTED(event_filter=is_fresh), self._try, evaluation)
             for each in events:
                 evaluation.attach(trainer, each)

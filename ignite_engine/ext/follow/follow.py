@@ -17,7 +17,6 @@ from ignite_engine.checkpoint.lock import DirectoryInUse, held, in_use, is_held
 from ignite_engine.checkpoint.retention import CheckpointInfo, of_one_run, superseded
 from ignite_engine.checkpoint.states.loading import load_evaluated
 from ignite_engine.checkpoint.store import CheckpointStore
-from ignite_engine.data.source import OwnSource
 from ignite_engine.errors import CheckpointError, check_type, is_number
 from ignite_engine.ext.report import write_report
 from ignite_engine.ranks import agreement
@@ -71,15 +70,11 @@ def follow(
     trainer, run = build(), RunDirectory(directory)
     check_type("what build() returns", trainer, isinstance(trainer, Trainer), "a Trainer")
     attached: list[Any] = [part for name, part in trainer.registry.objects.items() if name.startswith("evaluation/")]
-    evaluations = [
-        evaluation
-        for evaluation in attached
-        if isinstance(evaluation.data, Iterable) and not isinstance(evaluation.data, OwnSource)
-    ]
+    evaluations = [evaluation for evaluation in attached if isinstance(evaluation.data, Iterable)]
     if not evaluations:
         raise ValueError(
-            "There is nothing to evaluate: attach an Evaluation to the trainer, in a config add val_sets. Data that is "
-            "another each time, such as windows, cannot be followed."
+            "There is nothing to evaluate: attach an Evaluation to the trainer, in a config add val_sets. Data of a "
+            "function, which is another each time, cannot be followed."
         )
     with contextlib.ExitStack() as stack:
 

@@ -64,6 +64,7 @@ class RankInvariant(Accumulation):
         saved = model.state_dict()
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
         if agreement.world_size() > 1:
+            agreement.cpu_group("gradients")  # made here: in an update a rank may have nothing to send at first
             tensors = (*model.parameters(), *model.buffers(), *parameters)
             for tensor in {id(tensor): tensor.detach() for tensor in tensors}.values():
                 values = tensor.to(exchanged_on(tensor.device)).contiguous()

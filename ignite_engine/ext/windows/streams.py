@@ -6,7 +6,6 @@ import fnmatch
 import logging
 import os
 from collections.abc import Mapping
-from copy import copy
 from itertools import chain, islice
 from numbers import Integral
 from pathlib import Path
@@ -104,13 +103,14 @@ class CountedWindows:
 
     def __init__(self, given: Any) -> None:
         self.is_sequence = is_sequence(given)
-        self._given, self._taken = given if self.is_sequence else iter(given), 0
-        self._last: Any = None
+        self._given, self._taken, self._last = given, 0, None
+        self._iterator = None if self.is_sequence else iter(given)
+        self._goes_on = self._iterator is given
 
     def next_window(self) -> Any:
-        if not self.is_sequence:
-            self._last = next(self._given)
-        elif self._taken >= len(self._given):
+        if self._iterator is not None:
+            self._last = next(self._iterator)
+        elif self.is_at_end:
             raise StopIteration
         elif (name := self._given[self._taken]) is None:
             raise ValueError(f"Window {self._taken} of the sequence is None: leave it out of the sequence.")
@@ -124,63 +124,28 @@ class CountedWindows:
         """It is a sequence, and all of it was taken."""
         return self.is_sequence and self._taken >= len(self._given)
 
+    def begin(self) -> None:
+        """Begin again, unless it is an iterator, which goes on."""
+        if not self._goes_on:
+            self.__init__(self._given)  # type: ignore[misc]  # as it was
+
     def state_dict(self) -> dict[str, Any]:
         return {"taken": self._taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        ahead = 0 if self.is_sequence else state["taken"] - self._taken
-        if ahead < -1:
-            raise StateMismatch(
-                f"The stream of windows is {-ahead} windows further than the checkpoint and cannot go back: give "
-                "Windows a sequence, or a stream with a state_dict."
-            )
-        if ahead == -1:
-            self._given = chain([self._last], self._given)
-        elif ahead:
-            logger.warning("The stream of windows keeps no state: %d windows are taken again.", ahead)
-            self._given = islice(self._given, ahead, None)
+        if self._iterator is not None:
+            ahead = state["taken"] - self._taken
+            if ahead < -1:
+                raise StateMismatch(
+                    f"The stream of windows is {-ahead} windows further than the checkpoint and cannot go back: give "
+                    "Windows a sequence, or a stream with a state_dict."
+                )
+            if ahead == -1:
+                self._iterator = chain([self._last], self._iterator)
+            elif ahead:
+                logger.warning("The stream of windows keeps no state: %d windows are taken again.", ahead)
+                self._iterator = islice(self._iterator, ahead, None)
         self._taken = state["taken"]
-
-
-class Beginnings:
-    """What a user has given, at its beginning for each who reads it.
-
-    Of what cannot be begun a second time beside the first, an iterator or a stream of the user's own, it is one stream,
-    which at any time has one reader.
-    """
-
-    def __init__(self, given: Any) -> None:
-        self._given, self._reader = given, None
-        self._single: WindowStream | None = None
-        self._initial: dict[str, Any] | None = None
-        """Its state, if it can go back there."""
-        if isinstance(given, WindowStream) and not isinstance(given, Files):
-            self._single, self._initial = given, given.state_dict()
-        elif not is_sequence(given) and not isinstance(given, Files) and iter(given) is given:
-            self._single = CountedWindows(given)
-
-    def begun_by(self, reader: Any) -> WindowStream:
-        """The stream at its beginning; from now on it is this reader's."""
-        if isinstance(self._given, Files):
-            return copy(self._given)
-        if self._single is None:
-            return CountedWindows(self._given)
-        self._reader = reader
-        if self._initial is not None:
-            self._single.load_state_dict(self._initial)
-        return self._single
-
-    def check_belongs_to(self, reader: Any) -> None:
-        """Refuse that two take windows from one stream.
-
-        Raises:
-            ValueError: another one has begun it since ``reader`` did.
-        """
-        if self._single is not None and self._reader is not reader:
-            raise ValueError(
-                f"Two read the windows of {self._given!r}, and each would miss those of the other: give training and "
-                "evaluation streams of their own, or evaluate Windows.again at WINDOW_STARTED."
-            )
 
 
 def is_sequence(stream: Any) -> bool:

@@ -9,7 +9,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ignite_engine import rng
-from ignite_engine.data.readers import length_of
 from ignite_engine.data.source import DataSource, Run, Source
 from ignite_engine.errors import StateMismatch, StopRequested, leave_out
 from ignite_engine.events import TrainingEvents
@@ -28,17 +27,10 @@ class WindowReader:
 
     Args:
         stops: whether this rank is to stop, which ends a wait on all of them.
-        waits: for windows that have not come yet, as ``windows`` says.
     """
 
-    def __init__(self, windows: Windows, stops: Callable[[], bool] = lambda: False, *, waits: bool = True) -> None:
-        self.windows, self._stops = windows, stops
-        self._wait_s = windows.wait_s if waits else 0.0
-        self.reset()
-
-    def reset(self) -> None:
-        """Start at the beginning of the stream."""
-        self._stream = self.windows.beginnings.begun_by(self)
+    def __init__(self, windows: Windows, stops: Callable[[], bool]) -> None:
+        self.windows, self._stops, self._stream = windows, stops, windows.stream_at_its_beginning()
         self._before = self._stream.state_dict()
         """Before the window that was taken last."""
         self.name: Any = None
@@ -58,11 +50,9 @@ class WindowReader:
 
         Raises:
             StopRequested: a rank was asked to stop while it waited.
-            ValueError: another reader has begun the stream since.
             Exception: of the stream, on every rank.
         """
-        self.windows.beginnings.check_belongs_to(self)
-        shared, until, ended = self.windows.shared, time.monotonic() + self._wait_s, False
+        shared, until, ended = self.windows.shared, time.monotonic() + self.windows.wait_s, False
         looks = not shared or agreement.rank() == 0
 
         def own() -> tuple[bool, bool, bool, Any]:
@@ -97,21 +87,12 @@ class WindowReader:
         """The window that was taken last is trained on."""
         self.name = None
 
-    def next_loader(self) -> Any:
-        """The loader of the next window that has a batch on some rank, None if there is none; a collective."""
-        while self.take() or (self.rewind() and self.take()):
-            data = self.windows.loader_of(self.name)
-            if any(agreement.gather_objects(length_of(data) != 0)):
-                return data
-            self.done()
-        return None
-
     def rewind(self) -> bool:
         """Begin a sequence again that is at its end on every rank; whether it was. A collective."""
         ends = agreement.gather_objects(isinstance(self._stream, CountedWindows) and self._stream.is_at_end)
         at_end = ends[0] if self.windows.shared else all(ends)
         if at_end:
-            self._stream.load_state_dict({"taken": 0})
+            self._stream.begin()
         return bool(at_end)
 
     def state_dict(self) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 from ignite_engine.data.loader import resumable
 from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.data.source import DataSource, OwnSource, Source, Waiting
-from ignite_engine.errors import EmptyData, check_type, is_number, is_whole
-from ignite_engine.ext.windows.streams import Beginnings, Files, WindowStream, text_of
-from ignite_engine.ext.windows.windowed_source import WindowedSource, WindowReader
+from ignite_engine.errors import EmptyData, check_type, is_whole
+from ignite_engine.ext.windows.streams import CountedWindows, Files, WindowStream, text_of
+from ignite_engine.ext.windows.windowed_source import WindowedSource
 from ignite_engine.ranks import agreement
 
 __all__ = ["Files", "WindowStream", "Windows"]
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Windows(OwnSource):
-    """Data in windows, for ``Trainer.run()``, or of which an ``Evaluation`` takes the next one each time.
+    """Data in windows, for ``Trainer.run()``.
 
     Args:
         stream: names the windows: a sequence, :class:`Files`, a :class:`WindowStream` of your own, or any iterable,
@@ -61,19 +61,15 @@ class Windows(OwnSource):
         check_type("stream", stream, is_stream, "a sequence of windows, Files or another stream")
         check_type("open", open, callable(open), "a function that makes the loader of a window")
         for name, value in (("per_epoch", per_epoch), ("max_updates", max_updates)):
-            unit = "update" if name == "max_updates" else "window"
-            check_type(name, value, value is None or is_whole(value), f"a whole number of {unit}s or None")
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1 {unit}, or None, got {value}.")
-        for name, seconds in (("wait_s", wait_s), ("poll_s", poll_s)):
-            check_type(name, seconds, is_number(seconds), "a number of seconds")
-        check_type("shared", shared, isinstance(shared, bool), "True or False")
+            if value is not None and (not is_whole(value) or value < 1):
+                raise ValueError(f"{name} must be a whole number of at least 1, or None, got {value!r}.")
         if not wait_s >= 0 or not 0 < poll_s < math.inf:
             raise ValueError(f"wait_s must be 0 or more and poll_s above 0 seconds, got {wait_s} and {poll_s}.")
         self.stream, self.open, self.shared = stream, open, shared
         self.per_epoch, self.max_updates = per_epoch, max_updates
         self.wait_s, self.poll_s = wait_s, poll_s
-        self.beginnings = Beginnings(stream)
+        self._stream: Any = stream if isinstance(stream, WindowStream) else CountedWindows(stream)
+        self._initial = self._stream.state_dict()
         self._source: WindowedSource | None = None
         """Of the run that trains on them."""
 
@@ -81,16 +77,12 @@ class Windows(OwnSource):
         self._source = WindowedSource(self, state, waiting.stops_waiting, make)
         return self._source
 
-    def loaders_in_turn(self, name: str) -> WindowReader:
-        """The next window that is there, each time."""
-        if agreement.rank() == 0:
-            for setting in ("per_epoch", "max_updates", "wait_s"):
-                if value := getattr(self, setting):
-                    logger.warning(
-                        "Windows(%s=%s) has no effect in the Evaluation of %r: it takes the next window that is there.",
-                        *(setting, value, name),
-                    )
-        return WindowReader(self, waits=False)
+    def stream_at_its_beginning(self) -> Any:
+        if isinstance(self._stream, CountedWindows):
+            self._stream.begin()
+        else:
+            self._stream.load_state_dict(self._initial)
+        return self._stream
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -105,7 +97,7 @@ class Windows(OwnSource):
             is_dataset = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, DataLoader)
             return make(data) if is_dataset else data
 
-        made = copy(self)  # a stream that is not begun a second time is that of both
+        made = copy(self)
         made.open, made._source = open_and_make, None
         return made
 
@@ -155,4 +147,4 @@ class Windows(OwnSource):
         return data
 
     def __iter__(self) -> Iterator[Any]:
-        raise TypeError("Windows are iterated by Trainer.run() and Evaluation, which keep their position.")
+        raise TypeError("Trainer.run() iterates Windows, to keep their position: evaluate windows.again, or a loader.")
