@@ -106,11 +106,6 @@ def default_backend() -> str:
     return made_for_it if made_for_it in ("nccl", "mpi") and dist.is_backend_available(made_for_it) else "gloo"
 
 
-def backend_is_usable(backend: str) -> bool:
-    """Whether it has a device to reduce on."""
-    return any(backend_reduces_on(backend, kind) for kind in ("cpu", current().type))
-
-
 def backend_reduces_on(backend: str, kind: str) -> bool:
     """Whether tensors on this kind of device can be reduced by it; ``cpu:gloo,cuda:nccl`` names several backends."""
     names = (part.rpartition(":")[2] for part in backend.split(","))

@@ -180,7 +180,7 @@ class RunDirectory:
             stderr.setFormatter(logging.Formatter("%(message)s"))
             stderr.addFilter(_for_the_console)
             handlers.append(stderr)
-        root.setLevel(min(level, logging.INFO) if level else logging.INFO)
+        root.setLevel(min(level or logging.INFO, logging.INFO))
         for handler in handlers:
             handler.setLevel(logging.INFO)
             root.addHandler(handler)

@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,12 +86,7 @@ class Task:
 
 
 def find_task(name: str, folder: Path | None = None) -> Callable[[Mapping[str, Any]], Task]:
-    """The function that ``name`` names; its file or module is executed.
-
-    Args:
-        name: ``file.py:function`` or ``package.module:function``. A relative file is looked for in ``folder``, in the
-            folders above it and in the working directory; like a script it can import its neighbours.
-        folder: that of the config.
+    """The function that ``name`` names, see :func:`find_object`; its file or module is executed.
 
     Raises:
         TaskError: no such file, module or function, or an error while it was executed.
@@ -101,20 +97,29 @@ def find_task(name: str, folder: Path | None = None) -> Callable[[Mapping[str, A
 
 
 def find_object(name: str, folder: Path | None = None) -> Any:
-    """The function or class that ``name`` names, as :func:`find_task` finds it.
+    """The function or class that ``name`` names.
+
+    Args:
+        name: ``file.py:function`` or ``package.module:function``. A relative file is looked for in ``folder``, in the
+            folders above it and in the working directory; like a script it can import its neighbours.
+        folder: that of the config.
 
     Raises:
-        TaskError: as there.
+        TaskError: no such file, module or function, or an error while it was executed.
     """
     where, _, attribute = name.rpartition(":")
-    module = _module_from_file(_find_file(where, folder)) if where.endswith(".py") else _module_from_name(where)
+    path = _find_file(where, folder) if where.endswith(".py") else None
+    try:
+        module = importlib.import_module(where) if path is None else _module_from_file(path)
+    except Exception as error:
+        hint = "; a file's name ends in .py" if isinstance(error, ModuleNotFoundError) else ""
+        raise TaskError(f"got {name!r}, which could not be imported: {_error_with_line(error)}{hint}.") from error
     found = getattr(module, attribute, None)
-    if found is None:
-        own = [key for key, value in vars(module).items() if callable(value) and value.__module__ == module.__name__]
-        near = did_you_mean(attribute, [key for key in own if not key.startswith("_")])
-        raise TaskError(f"got {name!r}, but {where} has no function '{attribute}'{near}")
     if not callable(found):
-        raise TaskError(f"got {name!r}, but '{attribute}' of {where} is a {type(found).__name__}, expected a function.")
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+        kind = "" if found is None else f", but a {type(found).__name__}"
+        near = did_you_mean(attribute, [key for key in own if not key.startswith("_")])
+        raise TaskError(f"got {name!r}, but {where} has no function '{attribute}'{kind}{near}")
     return found
 
 
@@ -134,9 +139,7 @@ def build_task(build: Callable[[Mapping[str, Any]], Any], options: Mapping[str, 
     if (problem := problem_of_metrics(task.metrics)) is not None:
         raise TaskError(f"{name}() gave {problem}")
     if task.metrics and task.predict is None:
-        raise TaskError(
-            f"{name}() gave metrics ({', '.join(task.metrics)}) but no predict, which they take values from."
-        )
+        raise TaskError(f"{name}() gave metrics ({', '.join(task.metrics)}) but no predict, whose values they take.")
     return task
 
 
@@ -145,24 +148,21 @@ def problem_of_metrics(metrics: Any) -> str | None:
     if not isinstance(metrics, Mapping):  # one metric can be indexed without an end
         return f"metrics that are a {type(metrics).__name__}: give them by name, such as {{'accuracy': Accuracy()}}."
     for key, metric in metrics.items():
-        if not isinstance(key, str) or not isinstance(metric, Metric):
+        if not isinstance(metric, Metric):
             shown = f"the class {metric.__name__}" if isinstance(metric, type) else f"a {type(metric).__name__}"
-            return f"metrics with {key!r}: {shown}, expected a name and a metric of Ignite's, such as Accuracy()."
+            return f"metrics with {key!r}: {shown}, expected a metric of Ignite's, such as Accuracy()."
     return None
 
 
 def _find_file(where: str, folder: Path | None) -> Path:
-    folders = [Path.cwd()] if folder is None else [folder, *folder.parents, Path.cwd()]
+    folders = [*([folder, *folder.parents] if folder else []), Path.cwd()]
     tried = [folder / where for folder in folders]  # an absolute path stays itself
     for path in tried:
         if path.is_file():
             return path.resolve()
-    names = sorted(
-        {path.name for candidate in tried if candidate.parent.is_dir() for path in candidate.parent.glob("*.py")}
-    )
-    here = "" if Path.cwd() in folders[:-1] else f" or {Path.cwd()}"
-    places = "" if Path(where).is_absolute() else f" in {folders[0]} or the folders above it{here}"
-    raise TaskError(f"got {where!r}, but there is no such file{places}{did_you_mean(Path(where).name, names)}")
+    names = sorted({file.name for path in tried for file in path.parent.glob("*.py")})
+    near = did_you_mean(Path(where).name, names)
+    raise TaskError(f"got {where!r}, but there is no such file in {folders[0]}, above it or in {Path.cwd()}{near}")
 
 
 def _module_from_file(path: Path) -> ModuleType:
@@ -179,34 +179,21 @@ def _module_from_file(path: Path) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except BaseException:
         del sys.modules[name]
-        raise TaskError(f"{path} could not be executed: {_error_with_line(error)}.") from error
+        raise
     return module
-
-
-def _module_from_name(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise TaskError(
-                f"got {name!r}, but there is no module '{error.name}'; a file's name ends in .py."
-            ) from error
-        raise TaskError(f"module {name} could not be imported: {_error_with_line(error)}.") from error
-    except Exception as error:
-        raise TaskError(f"module {name} could not be imported: {_error_with_line(error)}.") from error
 
 
 def _error_with_line(error: Exception) -> str:
     """``KeyError: 'width' (at model.py:31)``: the line is the innermost one in the user's code."""
-    text = " ".join(str(error).split()).rstrip(".")
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} (at {error.filename}:{error.lineno})"
-    place, traceback = "", error.__traceback__
-    while traceback is not None:
-        file = traceback.tb_frame.f_code.co_filename
-        if "site-packages" not in file and not file.startswith("<") and Path(file) != Path(__file__):
-            place = f" (at {file}:{traceback.tb_lineno})"
-        traceback = traceback.tb_next
-    return f"{type(error).__name__}: {text}{place}"
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [each for each in frames if "site-packages" not in each.filename and not _is_python_or_here(each.filename)]
+    place = f" (at {users[-1].filename}:{users[-1].lineno})" if users else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}{place}"
+
+
+def _is_python_or_here(filename: str) -> bool:
+    return filename.startswith("<") or Path(filename) in (Path(__file__), Path(importlib.__file__ or ""))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,36 +36,21 @@ def declare_mesh(config: Config) -> DeviceMesh | None:
     """
     section, ranks = config.distributed, agreement.world_size()
     mesh.use_mesh(None)
-    if ranks % section.tensor_parallel:
-        raise config.error(
-            "distributed.tensor_parallel",
-            f"got {section.tensor_parallel} on {ranks} ranks, expected a divisor of their number.",
-        )
-    of_data = ranks // section.tensor_parallel
-    if section.strategy == "ddp" and section.tensor_parallel > 1 and of_data > 1:
-        raise config.error(
-            "distributed.strategy",
-            f"got 'ddp' with tensor_parallel {section.tensor_parallel} on {ranks} ranks, but DDP cannot reduce tensors "
-            "that are split; expected fsdp or hsdp.",
-        )
-    if ranks == 1 or (section.strategy == "ddp" and section.tensor_parallel == 1):
+    tensor, is_ddp = section.tensor_parallel, section.strategy == "ddp"
+    if ranks == 1 or (is_ddp and tensor == 1):
         return None
+    if is_ddp and ranks > tensor:
+        raise config.error("distributed.strategy", "got 'ddp', but DDP cannot reduce split tensors; give fsdp or hsdp.")
     if config.update.accumulate == "rank_invariant":
-        raise config.error(
-            "update.accumulate",
-            f"got 'rank_invariant' with {section.strategy} and tensor_parallel {section.tensor_parallel}, expected "
-            "whole models: strategy ddp without tensor_parallel.",
-        )
-    shape = {"shard": of_data, "tensor": section.tensor_parallel}
+        complaint = f"got 'rank_invariant' with {section.strategy} and tensor_parallel {tensor}; expected whole models."
+        raise config.error("update.accumulate", complaint)
+    shape = {"shard": ranks // tensor, "tensor": tensor}
     if section.strategy == "hsdp":
-        sharing = section.shard_ranks or max(idist.get_nproc_per_node() // section.tensor_parallel, 1)
-        if of_data % sharing:
-            raise config.error(
-                "distributed.shard_ranks",
-                f"got {sharing} for {of_data} data-parallel ranks, expected a divisor of their number.",
-            )
-        shape = {"replicate": of_data // sharing, "shard": sharing, "tensor": section.tensor_parallel}
-    if section.tensor_parallel == 1:
+        sharing = section.shard_ranks or max(idist.get_nproc_per_node() // tensor, 1)
+        shape = {"replicate": ranks // tensor // sharing, "shard": sharing, "tensor": tensor}
+    if math.prod(shape.values()) != ranks:
+        raise config.error("distributed", f"got {ranks} ranks, which tensor_parallel and shard_ranks do not divide.")
+    if tensor == 1:
         del shape["tensor"]
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -90,17 +76,14 @@ def wrap(config: Config, task: Task, arranged: DeviceMesh | None) -> Task:
         is_unwrapped = agreement.world_size() == 1 or config.update.accumulate == "rank_invariant"
         # on one process auto_model would make a DataParallel of several GPUs
         return replace(task, model=_placed(model) if is_unwrapped else _in_ddp(config, model))
-    if section.tensor_parallel > 1 and task.parallelize is None:
-        raise config.error(
-            "distributed.tensor_parallel",
-            f"got {section.tensor_parallel}, but the task gives no parallelize(model, mesh) that splits its model.",
-        )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     _placed(model)
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.detach(), src=0)  # as DDP does: each rank keeps a part of the same weights
     if section.tensor_parallel > 1:
-        assert task.parallelize is not None
+        if task.parallelize is None:
+            given = f"got {section.tensor_parallel}"
+            raise config.error("distributed.tensor_parallel", f"{given}, but the task has no parallelize(model, mesh).")
         task.parallelize(model, arranged["tensor"])
     if section.strategy != "ddp":
         _shard(model, arranged[("replicate", "shard") if section.strategy == "hsdp" else "shard"], section.param_dtype)
@@ -116,9 +99,7 @@ def _placed(model: nn.Module) -> nn.Module:
 
 
 def _in_ddp(config: Config, model: nn.Module) -> nn.Module:
-    section, device = config.distributed, devices.for_models()
-    if section.sync_bn and device.type == "cpu":
-        raise config.error("distributed.sync_bn", "got true on cpu; torch has it on accelerators only.")
+    section = config.distributed
     model = _placed(nn.SyncBatchNorm.convert_sync_batchnorm(model) if section.sync_bn else model)
     # not Ignite's auto_model, for which a rank's device is that of its number: ranks of gloo may share one
     options = {name: value for name, value in asdict(section.ddp_options).items() if value is not None}
@@ -129,31 +110,27 @@ def _shard(model: nn.Module, over: DeviceMesh, dtype: str) -> None:
     """``fully_shard`` each layer (what an ``nn.ModuleList`` holds), the innermost first, then the model."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    policy = MixedPrecisionPolicy()
+    inner, outer = MixedPrecisionPolicy(), MixedPrecisionPolicy()
     if dtype == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        inner = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        outer = replace(inner, output_dtype=torch.float32)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     for layer in reversed([layer for layers in lists for layer in layers]):
         if any(True for _ in layer.parameters()):
-            fully_shard(layer, mesh=over, mp_policy=policy)
-    fully_shard(model, mesh=over, mp_policy=replace(policy, output_dtype=torch.float32 if dtype == "bf16" else None))
+            fully_shard(layer, mesh=over, mp_policy=inner)
+    fully_shard(model, mesh=over, mp_policy=outer)
 
 
-def _renewed(
-    groups: Sequence[Any] | Mapping[str, Sequence[Any]] | None, names: dict[int, str], model: nn.Module
-) -> Any:
+def _renewed(groups: Any, names: Mapping[int, str], model: nn.Module) -> Any:
     """The groups over the parameters that have replaced those of ``names``."""
-    if groups is None:
-        return None
-    if isinstance(groups, Mapping):
-        return {name: _renewed(group, names, model) for name, group in groups.items()}
     now = dict(model.named_parameters())
 
-    def renewed(parameters: Any) -> list[Any]:
-        given_parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        return [now[names[id(parameter)]] if id(parameter) in names else parameter for parameter in given_parameters]
+    def renewed(given: Any) -> Any:
+        if isinstance(given, torch.Tensor):
+            return now.get(names.get(id(given), ""), given)
+        if isinstance(given, Mapping):
+            return {key: renewed(value) for key, value in given.items()}
+        is_list = isinstance(given, Iterable) and not isinstance(given, str)
+        return [renewed(each) for each in given] if is_list else given
 
-    return [
-        {**group, "params": renewed(group["params"])} if isinstance(group, dict) else renewed(group)[0]
-        for group in groups
-    ]
+    return renewed(groups)

@@ -183,7 +183,7 @@ test_files_are_refused_with_their_place = refusals(
 def test_a_missing_file_names_a_near_one(tmp_path):
     written(tmp_path)
     refuses(lambda: load_config(tmp_path / "run.yml"), ConfigError, "no such file run.yaml")
-    refuses(lambda: load_config(tmp_path / "nowhere" / "run.yaml"), ConfigError, "nor its folder")
+    refuses(lambda: load_config(tmp_path / "nowhere" / "run.yaml"), ConfigError, "no such file")
     refuses(lambda: load_config(tmp_path), ConfigError, "YAML directory")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     refuses(lambda: load_config(tmp_path / "binary.yaml"), ConfigError, "UTF-8")

@@ -200,7 +200,6 @@ CALLS = [
             ("invariant norm", on_two(update=INVARIANT, task_options={"norm": True}), "rank_invariant BatchNorm1d"),
         ],
     ),
-    ("sync_bn on CPU", on_two(distributed={"sync_bn": True}), "sync_bn cpu accelerators"),
     ("too few", on_two(update=TOO_FEW), "global_micro_batches 1 2 ranks"),
     ("groups by name", train(task_options={"by_name": True}), "parameter_groups matrices"),
     ("names", train(task_options={"by_name": True}, optimizers=OPTIMIZERS), "optimizers matrices"),

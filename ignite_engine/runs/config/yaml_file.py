@@ -57,11 +57,13 @@ class ConfigSource:
             return self.name
         if key not in self.lines and any(name.startswith(f"{key}.") for name in self.overridden):
             return "command line"
-        for name in _ancestors(key):
+        name = key
+        while name:
             if name in self.overridden:
                 return "command line"
             if name in self.lines:
                 return f"{self.path}:{self.lines[name]}"
+            name = name.rpartition(".")[0]
         return str(self.path)
 
     def say(self, key: str, complaint: str) -> str:
@@ -98,7 +100,8 @@ def read_config_source(path: Path, overrides: Sequence[str] = ()) -> ConfigSourc
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file{_near_file(path)}") from None
+        near = did_you_mean(path.name, sorted(file.name for file in path.parent.glob("*.y*ml")))
+        raise ConfigError(f"{path}: there is no such file{near}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: expected a YAML file in UTF-8: {one_line(error)}.") from None
     source = ConfigSource({}, path)
@@ -119,38 +122,29 @@ def read_config_source(path: Path, overrides: Sequence[str] = ()) -> ConfigSourc
 
 def display(value: object) -> str:
     """A value for an error message: never more than a line of 80 characters."""
-    text = repr(value)
-    if value is None:
-        text = "nothing"
+    text = " ".join(repr(value).split())
+    if value is None or isinstance(value, bool):
+        text = "nothing" if value is None else text.lower()
     elif isinstance(value, Mapping):
-        text = f"the mapping {value!r}" if value else "an empty mapping"
-    elif isinstance(value, bool):
-        text = text.lower()
-    text = " ".join(text.split())
+        text = f"the mapping {text}"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _parse(text: str, name: str, lines: dict[str, int]) -> Any:
     """The value of YAML ``text``; ``lines`` is filled with the line of every key."""
-    loader = None
+    loader = Loader(text)
     try:
-        loader = Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None
         _check_keys(node, name, "", lines)
         return loader.construct_document(node)
-    except ConfigError:
-        raise
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         place = f":{mark.line + 1}" if mark else ""
         what = [getattr(error, "context", None), getattr(error, "problem", None) or str(error)]
         shown = " ".join(" ".join(filter(None, what)).split())
         raise ConfigError(f"{name}{place}: this is not YAML: {shown}.") from None
-    finally:
-        if loader is not None:
-            loader.dispose()
 
 
 def _check_keys(node: yaml.Node, name: str, prefix: str, lines: dict[str, int]) -> None:
@@ -175,14 +169,3 @@ def _check_keys(node: yaml.Node, name: str, prefix: str, lines: dict[str, int]) 
             )
         seen[dotted] = lines[dotted] = line
         _check_keys(value, name, f"{dotted}.", lines)
-
-
-def _ancestors(key: str) -> list[str]:
-    parts = key.split(".")
-    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
-
-
-def _near_file(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f", nor its folder {path.parent}."
-    return did_you_mean(path.name, sorted(file.name for file in path.parent.glob("*.y*ml")))
