@@ -10,6 +10,7 @@ from ignite.engine import Engine, Events
 from torch import Tensor, nn
 
 from ignite_engine import Trainer, TrainingEvents, Updates
+from ignite_engine.checkpoint.nested import is_made_of_tensors
 from ignite_engine.checkpoint.states.model_and_optimizer import ModelState, clean_name, reshard, unwrap
 from ignite_engine.errors import StateMismatch, is_number, leave_out
 from ignite_engine.events import Phase
@@ -27,9 +28,9 @@ class EMA:
         name: in checkpoints; a second average needs its own.
 
     It is updated by applied optimizer steps only, without a host sync, in fp32 where the parameters have a lower
-    precision. Buffers are not averaged; the model's own are used. During an evaluation the model's parameters hold the
-    average; they are restored however the evaluation ends, and a checkpoint saved meanwhile holds the trained
-    parameters. This needs memory for one more copy of the parameters.
+    precision. Buffers and frozen quantized weights are not averaged; the model's own are used. During an evaluation the
+    model's parameters hold the average; they are restored however the evaluation ends, and a checkpoint saved meanwhile
+    holds the trained parameters. This needs memory for one more copy of the parameters.
 
     In a checkpoint ``weights`` maps the names of the model's state to the averages, so that
     ``{**parts["model"], **parts["ema"]["weights"]}`` is the averaged model. ``evaluate`` on a checkpoint uses it too.
@@ -192,7 +193,8 @@ class EMA:
         reshard(self._model)
         first_names: dict[int, str] = {}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            if parameter.is_floating_point() or parameter.is_complex():
+            is_quantized = is_made_of_tensors(parameter) and not parameter.requires_grad
+            if (parameter.is_floating_point() or parameter.is_complex()) and not is_quantized:
                 first = first_names.setdefault(id(parameter), clean_name(name))
                 yield clean_name(name), first, parameter
 

@@ -67,10 +67,10 @@ def test_two_ranks_resume_to_the_same_bits(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "weights" in name or "adapter" in name])
-def test_a_run_of_fit_digests_its_weights(name, tmp_path):
+def test_a_run_of_fit_averages_and_digests_its_weights(name, tmp_path):
     case = CASES[name]()
     model, optimizer = made(case)
-    settings = {"Checkpoint": case.options, "DigestTrail": {"every": 3}}
+    settings = {"Checkpoint": case.options, "DigestTrail": {"every": 3}, "EMA": {"decay": 0.9}}
     run = fit(model, case.loss, case.data(), directory=tmp_path, max_epochs=1, optimizer=optimizer, handlers=settings)
     assert run.summary["weights_sha256"] and len((tmp_path / "trail.jsonl").read_text().splitlines()) == 2
 
