@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from ignite.engine import Engine
 from torch import Tensor, nn
-from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.utils.hooks import RemovableHandle
 
 from ignite_engine.events import TrainingEvents
 from ignite_engine.ext.capture.compiling import compiler, not_captured
-from ignite_engine.ext.capture.gradients import GradientGraph, signature_of
+from ignite_engine.ext.capture.gradients import GradientGraph
 from ignite_engine.ext.capture.step import StepGraph, check_optimizers
 from ignite_engine.update.accumulation import Accumulation, Listeners
 from ignite_engine.update.losses import scalar
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
     from ignite_engine.update.one import Update
 
 logger = logging.getLogger(__name__)
-
-MAX_GRAPHS = 8
-"""Most shapes of micro-batches, times sets of trained parameters and loss functions, in a process."""
 
 
 class Capture(Accumulation):
@@ -67,7 +63,7 @@ class Capture(Accumulation):
 
     def run_started(self) -> None:
         self._checked_at = -1
-        """The id of torch's next hook when the trained parameters were looked up."""
+        """The id of torch's next hook when the model was looked up."""
 
     def __call__(self, engine: Engine, micro_batches: Sequence[Any], scales: Sequence[float]) -> dict[str, Tensor]:
         if RemovableHandle.next_id != self._checked_at:  # somebody may have added a hook
@@ -77,21 +73,22 @@ class Capture(Accumulation):
     def forward_backward(
         self, engine: Engine, batch: Any, scale: float, extras: list[Mapping[str, Tensor]], listeners: Listeners
     ) -> Tensor:
-        graph = self._graph_of(batch)
+        update = self.update
+        trained = (update.loss_fn, *[tensor.requires_grad for tensor in self._tensors])
+        graph = self._graphs.get(trained)
+        if graph is None:
+            logger.info("The update is being compiled, which takes from seconds to minutes.")
+            graph = GradientGraph(update.model, update.loss_fn, update.device, self._dtype, batch)
+            self._graphs[trained] = graph
         if listeners[0]:
             engine.fire_event(TrainingEvents.FORWARD_STARTED)
         if listeners[1]:  # where one graph has both, the time of both is backward's
             engine.fire_event(TrainingEvents.FORWARD_COMPLETED)
-        try:
-            with torch.no_grad():
-                gradients, loss, extra = graph(batch, torch.full((), scale, device=self.update.device))
-        except FailOnRecompileLimitHit as error:
-            raise not_captured("it changes from one iteration to another") from error
+        with torch.no_grad():
+            gradients, loss, extra = graph(batch, torch.full((), scale, device=update.device))
         for parameter, gradient in zip(graph.parameters, gradients, strict=True):
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad.add_(gradient)
+            # not in place: it may be in the memory of another one
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         if extra:
             extras.append({name: scalar(value) for name, value in extra.items()})
         return loss
@@ -99,23 +96,19 @@ class Capture(Accumulation):
     def clip_and_step(self) -> tuple[bool, Tensor | None]:
         self.update.stepping = True
         stepped, norm = self._step(self.update.optimizers)
-        return (True, norm) if stepped else super().clip_and_step()
-
-    def _graph_of(self, batch: Any) -> GradientGraph:
-        """The graph for a micro-batch, compiled where it is the first of its kind."""
-        model, loss_fn = self.update.model, self.update.loss_fn
-        trainable = tuple([tensor.requires_grad for tensor in self._tensors])
-        signature = (loss_fn, model.training, trainable, *signature_of(batch))
-        graph = self._graphs.get(signature)
-        if graph is None:
-            if len(self._graphs) == MAX_GRAPHS:
-                raise not_captured(f"it would need more than {MAX_GRAPHS} graphs: pad batches to fewer shapes")
-            graph = GradientGraph(model, loss_fn, self.update.device, self._dtype, batch)
-            self._graphs[signature] = graph
-        return graph
+        if stepped:
+            return True, norm
+        for parameter in self.update.parameters.all():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
+        return super().clip_and_step()
 
     def _check(self) -> None:
-        """Look up what is trained."""
+        """Look up what is trained.
+
+        Raises:
+            ValueError: it cannot be captured.
+        """
         model, trained = self.update.model, self.update.parameters.all()
         tensors = [*model.parameters(), *model.buffers()]
         if len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors)):
@@ -124,7 +117,7 @@ class Capture(Accumulation):
         held = set(map(id, tensors))
         if any(id(parameter) not in held for parameter in trained):
             raise not_captured("an optimizer trains parameters that are not the model's")
-        if any(_has_hooks(module) for module in model.modules()):
+        if any(map(_has_hooks, model.modules())):
             raise not_captured("a module has hooks")
         if any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in trained):
             raise not_captured("a parameter has hooks of its gradient")

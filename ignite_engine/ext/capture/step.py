@@ -11,7 +11,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from ignite_engine.ext.capture.compiling import Graph, compiled, first_call, not_captured
+from ignite_engine.ext.capture.compiling import Graph, call, compiled, not_captured
 
 _ADAM = (
     ("exp_avg", "exp_avg_sq", "step"),
@@ -40,8 +40,6 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
         for group in optimizer.param_groups:
             if group.get("amsgrad") or group.get("differentiable"):
                 raise not_captured("amsgrad or differentiable is on")
-            if any(isinstance(group.get(name), Tensor) for name in ("betas", "eps", "weight_decay", "momentum")):
-                raise not_captured("a setting beside the LR is a tensor")
             trained += map(id, group["params"])
     if len({*trained}) < len(trained):
         raise not_captured("two optimizers train one parameter")
@@ -87,11 +85,10 @@ class StepGraph:
         signature = tuple(key)
         graph = self._graphs.get(signature)
         with torch.no_grad():
-            if graph is not None:
-                return True, graph(groups, rates)
-            graph = compiled(_clip_and_step(self._clip_norm, self._with_norm, key), rates[0].device.type)
-            self._graphs[signature] = graph
-            return True, first_call(lambda: graph(groups, rates))
+            if graph is None:
+                graph = compiled(_clip_and_step(self._clip_norm, self._with_norm, key), rates[0].device.type)
+                self._graphs[signature] = graph
+            return True, call(graph, groups, rates)
 
     def _rate(self, place: tuple[int, int], lr: float | Tensor, device: torch.device) -> Tensor:
         # a number would be compiled into the graph, and each value of a schedule would be another graph

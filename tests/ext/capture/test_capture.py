@@ -1,7 +1,6 @@
 """A captured update computes what the plain one computes up to rounding, and its runs resume bit for bit."""
 
 import shutil
-from collections import UserDict
 
 import pytest
 import torch
@@ -186,12 +185,6 @@ def with_a_hook(parameters, lr):
     return optimizer
 
 
-def of_an_object():
-    """Each would be another kind of batch, with a graph of its own."""
-    trainer = trainer_with(True, linear_of_8, lambda model, batch: loss_fn(model, (batch["x"], batch["y"]))[0])
-    trainer.run([UserDict(x=torch.ones(4, 8), y=torch.ones(4, 1))] * 2, max_epochs=1)
-
-
 test_refusals = refusals(
     [
         ("a recipe", lambda: update(precision=torch.no_grad), ValueError, "precision is a function"),
@@ -199,7 +192,6 @@ test_refusals = refusals(
         ("a policy", lambda: update(non_finite="skip"), ValueError, "non_finite skipped"),
         ("an optimizer", lambda: trainer_of(True, optimizer=torch.optim.RMSprop), ValueError, "RMSprop AdamW"),
         ("hooks", lambda: trainer_of(True, optimizer=with_a_hook), ValueError, "step of AdamW has hooks"),
-        ("a batch in an object", of_an_object, ValueError, "batch UserDict torch"),
     ]
 )
 
