@@ -238,7 +238,7 @@ class Run:
             number = error.signal if isinstance(error, Interrupted) else signal.SIGINT
             state.reason = state.reason or signal.Signals(number).name
         state.reason = state.reason or reason_of(error)
-        if self._is_recorded:
+        if self._is_recorded or (is_stop and self.first_iteration is not None):  # a finished run records a stop, too
             self._end("interrupted" if is_stop else "failed")
 
     def _end(self, status: str) -> None:
