@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ignite_engine.checkpoint.store import CheckpointStore
 from ignite_engine.errors import ReplayError
-from ignite_engine.ext.replay.compare import Difference, first_difference
+from ignite_engine.ext.replay.compare import Difference, compare
 from ignite_engine.ext.replay.rerun import Build, rerun
 from ignite_engine.ranks import agreement
 from ignite_engine.runs.run_directory import RunDirectory
@@ -84,12 +84,10 @@ def audit(run: str | Path, build: Build | None = None, *, segments: int, seed: i
     result = Audit(sorted(drawn, key=lambda segment: segment.first), known, chosen)
     for segment in result.drawn:
         folder = rerun(directory, segment.last, since=segment.first, build=build)
-        difference = agreement.on_rank_0(
-            partial(first_difference, directory, folder, segment.last, since=segment.first)
-        )
+        compared = agreement.on_rank_0(partial(compare, directory, folder, segment.last, since=segment.first))
         shutil.rmtree(folder, ignore_errors=True)
-        if difference is not None:
-            result.found[segment] = difference
+        if compared.difference is not None:
+            result.found[segment] = compared.difference
     return result
 
 

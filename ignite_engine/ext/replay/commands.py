@@ -22,8 +22,8 @@ from ignite_engine.cli.launch import FAILED, on_ranks, on_ranks_of_config
 from ignite_engine.cli.parsing import Parser, takes_backend, takes_config, takes_ranks, whole_number
 from ignite_engine.errors import ReplayError, shapes_of
 from ignite_engine.ext.replay import audit as audit_run
+from ignite_engine.ext.replay import compare as compare_folders
 from ignite_engine.ext.replay import compare_runs, rerun
-from ignite_engine.ext.replay.compare import compare as compare_folders
 from ignite_engine.ext.replay.rerun import built, moved, start_of
 from ignite_engine.ext.replay.steps import rates_of, scalars_of
 from ignite_engine.ext.replay.verify import NotProven, Phase, verify

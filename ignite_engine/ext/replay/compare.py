@@ -61,10 +61,10 @@ class Comparison:
         return ", ".join(found) or "nothing that both have"
 
 
-def first_difference(
+def compare(
     first: str | Path, second: str | Path, upto: int, *, since: int = 0, ignore: Collection[str] = ()
-) -> Difference | None:
-    """The first difference of two runs up to an iteration: in their logs, trails and checkpoints.
+) -> Comparison:
+    """Compare two runs up to an iteration: their logs, trails and checkpoints.
 
     What clocks and the machine decide is not compared, nor how often was saved. The second may be the replay of the
     first, or have ended there: then its last line may have more.
@@ -73,13 +73,6 @@ def first_difference(
         since: what comes after this iteration.
         ignore: names of values that may differ.
     """
-    return compare(first, second, upto, since=since, ignore=ignore).difference
-
-
-def compare(
-    first: str | Path, second: str | Path, upto: int, *, since: int = 0, ignore: Collection[str] = ()
-) -> Comparison:
-    """As :func:`first_difference`, with what was compared."""
     folders = Path(first), Path(second)
     result, found = Comparison(), list[Difference]()
     # what is logged where a run is stopped, a replay that only pauses there does not log
@@ -228,7 +221,7 @@ def compare_runs(
         agreement.wait_for_all()
         result.cause, *own = agreement.on_rank_0(
             lambda: [
-                first_difference(one, other, seen.iteration, since=since)
+                compare(one, other, seen.iteration, since=since).difference
                 for one, other in (copies, *zip(folders, copies, strict=True))
             ]
         )

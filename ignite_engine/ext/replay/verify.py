@@ -16,7 +16,7 @@ from ignite.engine import Events
 
 from ignite_engine.checkpoint.states.model_and_optimizer import weights_of
 from ignite_engine.checkpoint.store import CheckpointStore
-from ignite_engine.ext.replay.compare import compare, first_difference
+from ignite_engine.ext.replay.compare import compare
 from ignite_engine.ext.replay.rerun import checkpoints_of, end_at
 from ignite_engine.ext.replay.steps import STEPS, Steps
 from ignite_engine.text import lines_of
@@ -99,7 +99,7 @@ def verify(start: Callable[[Phase], None], folder: Path, iterations: int, kill_a
     if _last_iteration(killed) != kill_at - 1:
         raise NotProven(f"The run was not killed at iteration {kill_at}: it ended at {_last_iteration(killed)}.")
     ignored: set[str] = set()
-    while (difference := first_difference(reference, killed, kill_at - 1, ignore=ignored)) is not None:
+    while (difference := compare(reference, killed, kill_at - 1, ignore=ignored).difference) is not None:
         if not difference.what.startswith("the state of"):
             raise NotProven(
                 f"The run is not deterministic: two runs from the same start differ, {difference}, before anything was "
@@ -122,7 +122,7 @@ def verify(start: Callable[[Phase], None], folder: Path, iterations: int, kill_a
             "thread of your own that changes it, or draws random numbers, must not run during a save or a start."
         )
     start(Phase(str(control), since + 1, broken=True))
-    if first_difference(reference, control, since + 1, since=since, ignore=ignored) is None:
+    if compare(reference, control, since + 1, since=since, ignore=ignored).difference is None:
         raise NotProven("A weight was changed in the resumed run on purpose, and no difference was found.")
     return [
         f"Resume is exact: killed at iteration {kill_at}, resumed from {since}, equal up to {iterations}: {found}. A "

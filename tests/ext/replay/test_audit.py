@@ -13,7 +13,7 @@ from ignite.engine import Events
 from ignite_engine.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from ignite_engine.checkpoint.store import CheckpointStore
 from ignite_engine.errors import ReplayError
-from ignite_engine.ext.replay import audit, compare_runs, first_difference, rerun
+from ignite_engine.ext.replay import audit, compare, compare_runs, rerun
 from tests.ext.replay.runs import edit_lines, trained
 from tests.kit.processes import ranks
 from tests.kit.refusals import CommandRefused, command, refusals
@@ -192,7 +192,7 @@ def test_equal_runs_have_none_however_often_one_was_stopped_and_a_replay_goes_ac
     assert "Equal: 10 log lines, 8 lines of the trail, 3 checkpoints, of 24 iterations" in said
     for iteration in (13, 14):
         folder = rerun(other, iteration, folder=tmp_path / f"again_{iteration}")
-        assert first_difference(other, folder, iteration) is None
+        assert compare(other, folder, iteration).difference is None
 
 
 def test_settings_that_differ_come_first(tmp_path):

@@ -14,7 +14,7 @@ from ignite.engine import Events
 
 from ignite_engine import Windows, every, fit, loader
 from ignite_engine.errors import ReplayError
-from ignite_engine.ext.replay import first_difference, rerun
+from ignite_engine.ext.replay import compare, rerun
 from tests.ext.replay.runs import config, content, edit_lines, script, scripted, trained
 from tests.kit import runs
 from tests.kit.processes import ranks
@@ -41,7 +41,7 @@ def again(tmp_path):
     def call(run, at, **options):
         folder = rerun(run, at, folder=tmp_path / "again", **options)
         try:
-            return first_difference(run, folder, at)
+            return compare(run, folder, at).difference
         finally:
             shutil.rmtree(folder)
 
@@ -56,7 +56,7 @@ def test_replayed_state_is_the_checkpoint_that_the_run_has_saved_there(sections,
     for saved in (found[1], found[-1]):
         iteration = int(saved.name.removeprefix("iteration_"))
         folder = rerun(run, iteration, folder=tmp_path / f"again_{iteration}")
-        assert first_difference(run, folder, iteration) is None
+        assert compare(run, folder, iteration).difference is None
         assert (folder / "checkpoints" / saved.name / "manifest.json").exists()
     assert content(run) == before
 
@@ -69,7 +69,7 @@ def replays(folder, count, sections):
     for at in random.Random(3).sample(range(1, 31), count):
         moment = rerun(run, at, folder=folder / f"again_{at}")
         assert checkpoint(moment / "checkpoints", at).is_dir() and checkpoint(whole / "checkpoints", at).is_dir()
-        differences += [first_difference(run, moment, at), first_difference(whole, moment, at)]
+        differences += [compare(run, moment, at).difference, compare(whole, moment, at).difference]
     return differences
 
 
@@ -264,7 +264,7 @@ def test_rank_invariant_run_of_two_ranks_is_replayed_on_two_and_on_one(again, tm
         right = []
         for number in (2, 3, 5, 12):  # of which 3 and 12 have one micro-batch for both ranks
             folder = rerun(tmp_path / "run", number, build=build, folder=tmp_path / f"again_{number}")
-            right.append(first_difference(tmp_path / "run", folder, number))
+            right.append(compare(tmp_path / "run", folder, number).difference)
         return right
 
     assert ranks(2, cases) == [[None] * 4] * 2
