@@ -287,10 +287,6 @@ class Trainer(Engine):
         """Whether this rank has been asked to stop; the others may not know yet."""
         return self.requests.stop is not None
 
-    def listeners(self, event: Any) -> int:
-        """How many handlers an event has, whatever their filters say."""
-        return len(bus.handlers_of(self, event))
-
     def run(
         self,
         data: Iterable[Any] | None = None,
@@ -488,13 +484,6 @@ class Trainer(Engine):
         owner = handler if isinstance(handler, Stateful) else getattr(handler, "__self__", None)
         if isinstance(owner, Stateful) and not isinstance(owner, Engine):
             self.registry.register_attached(owner, args)
-
-    def fire_event(self, event_name: Any) -> None:
-        """Run the handlers of an event; one of your own must have been registered by ``register_events``."""
-        # Ignite's search through the list of all events costs as much as ten handlers
-        if not bus.handlers_of(self, event_name) and not self.has_registered_events(event_name):
-            raise ValueError(f"Event {event_name} is not a valid event for this {type(self).__name__}.")
-        self._fire_event(event_name)
 
     _fire_event = bus.fire  # type: ignore[assignment]  # Ignite's returns nothing
 

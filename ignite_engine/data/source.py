@@ -261,17 +261,24 @@ class DataSource(Source):
     def _groups(self) -> Iterator[Group]:
         """The groups to the end of the pass; the position is before each until it is consumed."""
         batches: Iterator[Any] | None = None
+        group: Group | None
         while True:
             if self.reader.draws:
                 self._before = self._now(), rng.snapshot()
             try:
                 if batches is None:
                     batches = self._open_reader()
-                group = self._next(batches)
+                if self._exchanges or self.read_errors is not None:
+                    group = groups.agreed_group(self, batches)
+                elif self.dealing is not None:
+                    group = groups.dealt_group(self, self.dealing, batches)
+                else:
+                    group = Group(self.read(batches, self.steps))
+                    group.places = len(group)
             except StopRequested:
                 self.put_back()
                 raise
-            if group is None:
+            if not group and (group is None or not group.places):
                 self._before = None
                 return
             yield group
@@ -292,15 +299,6 @@ class DataSource(Source):
                     self.read(batches, 1)
         self._held, self._loaded, self._opened = {}, False, True
         return batches
-
-    def _next(self, batches: Iterator[Any]) -> Group | None:
-        if self._exchanges or self.read_errors is not None:
-            return groups.agreed_group(self, batches)
-        if self.dealing is not None:
-            return groups.dealt_group(self, self.dealing, batches)
-        group = Group(self.read(batches, self.steps))
-        group.places = len(group)
-        return group if group else None
 
     def read(self, batches: Iterator[Any], count: int) -> list[Any]:
         """The batches of one iteration; a stop may end the wait for them, where all ranks learn of it."""

@@ -39,8 +39,8 @@ class Feed:
         """The next group of the epoch, which becomes ``state.batch``; None: it has no more."""
         state, progress = self._state, self._progress
         state.group = state.batch = None
-        if state.dataloader is not None:
-            self.fire(Events.GET_BATCH_STARTED)
+        if state.dataloader is not None and self._fire(Events.GET_BATCH_STARTED):
+            self._boundary.check()
         group = self._fetch()
         if group is None and (progress.epoch_is_full() or (group := self._first_of_next_pass()) is None):
             return None
@@ -49,8 +49,8 @@ class Feed:
         state.output = None
         state.group = None if progress.source is None else group
         state.batch = group if self._is_grouped else group[0]  # type: ignore[assignment]  # Ignite says: a number
-        if state.dataloader is not None:
-            self.fire(Events.GET_BATCH_COMPLETED)
+        if state.dataloader is not None and self._fire(Events.GET_BATCH_COMPLETED):
+            self._boundary.check()
         if group.begins is not None:
             self.fire(group.begins)
         return group

@@ -161,16 +161,13 @@ def _is_as_left(state: TrainingState, progress: Progress) -> bool:
 
 
 def _say_what_is_read_whole(data: Any) -> None:
-    """A stream that nobody shares out here; who knows ranks and workers does it himself."""
-    if not isinstance(getattr(data, "dataset", None), IterableDataset) or agreement.rank():
-        return
-    if mesh.data_size() > 1 or data.num_workers > 1:
-        ranks = mesh.data_size()
-        readers = f"{ranks} ranks, and by each of their workers" if ranks > 1 else f"{data.num_workers} workers"
+    """A stream that nobody shares out here; who knows ranks does it himself."""
+    is_stream = isinstance(getattr(data, "dataset", None), IterableDataset)
+    if is_stream and mesh.data_size() > 1 and agreement.rank() == 0:
         logger.warning(
-            "%s is read whole by each of the %s, unless it yields the share of data_rank() of data_size() (both in "
-            "ignite_engine.ranks), and of torch's get_worker_info().",
-            *(type(data.dataset).__name__, readers),
+            "%s is read whole by each of the %d ranks, unless it yields the share of data_rank() of data_size() (both "
+            "in ignite_engine.ranks), and of torch's get_worker_info().",
+            *(type(data.dataset).__name__, mesh.data_size()),
         )
 
 
