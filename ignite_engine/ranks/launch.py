@@ -276,8 +276,9 @@ class Ranks:
 
         Not those that a library has ended after a peer had raised, which is the cause.
         """
-        codes = {rank: process.exitcode for rank, process in enumerate(self.processes) if rank not in self._ended_here}
-        found = {rank: -code for rank, code in codes.items() if code < 0 and -code not in signals.STOPS}
+        codes = {rank: process.exitcode or 0 for rank, process in enumerate(self.processes)}
+        by_others = {rank: -code for rank, code in codes.items() if code < 0 and rank not in self._ended_here}
+        found = {rank: number for rank, number in by_others.items() if number not in signals.STOPS}
         is_cause = not any(path.exists() for path in self._error_files)
         return {rank: number for rank, number in found.items() if is_cause or number != signal.SIGABRT}
 
