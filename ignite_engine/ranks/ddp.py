@@ -15,8 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_engine.ranks import agreement
-
 _settled: WeakSet[DistributedDataParallel] = WeakSet()
 
 
@@ -58,20 +56,6 @@ def own_buffers(models: Sequence[DistributedDataParallel]) -> Iterator[None]:
     finally:
         for wrapped, value in zip(models, before, strict=True):
             wrapped.require_forward_param_sync = value
-
-
-def rescaled_weights(model: object) -> str | None:
-    """Why a checkpoint would hold weights of rank 0 that the others do not have; None: none are rescaled.
-
-    It is not seen by comparing the ranks alone, as any forward may be the first to change them, in an evaluation too.
-    """
-    if agreement.world_size() == 1 or not isinstance(model, nn.Module):
-        return None
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            own = f"{str(name).removeprefix('module.')} rescales its weights (max_norm) on each rank by itself"
-            return f"{own}, and those of rank 0 alone are saved"
-    return None
 
 
 # -- buckets ------------------------------------------------------------------------------------------------------
@@ -129,6 +113,5 @@ def _zero(module: nn.Module, parameters: Sequence[Tensor]) -> Tensor:
             part = nn.functional.embedding(first, parameter, sparse=True)
         else:
             part = parameter.reshape(-1)[:1]
-        part = part.abs() if part.is_complex() else part
         total = total.to(parameter.device) + part.sum() * 0
     return total

@@ -1,7 +1,7 @@
 """The ranks watch each other: the error of one ends all of them and is named by all, and so is one that is silent.
 
-All have a row in the store at which they met. Each writes its own twice a second and reads that of the next rank. The
-first rank of which a collective has broken reads those of all. Who finds that a rank has failed writes it into the
+All have a row in the store at which they met. Each writes its own twice a second and reads that of the next rank, or
+those of all where a collective of its own has broken. Who finds that a rank has failed writes it into the
 store: what is written first stands, for every rank. On one process there is no watch.
 """
 
@@ -244,7 +244,8 @@ class Watch:
                 before, case = now, self._case
                 self._say(leaves)
                 self._judge(case)
-                self._news.wait(0.0 if leaves else BEAT_S if case.lost is None or case.failure else BEAT_S / 10)
+                if not leaves:
+                    self._news.wait(BEAT_S)
                 self._news.clear()
 
     def _say(self, leaves: bool = False) -> None:
@@ -258,10 +259,10 @@ class Watch:
     def _judge(self, case: _Case) -> None:
         """Whether a rank has failed, as this one finds, or another one has written."""
         ranks, broken_s = [(self.rank + 1) % len(self._ranks)], None
-        if case.lost is not None and self._first_written(f"judge_{case.number}", str(self.rank)) == str(self.rank):
+        if case.lost is not None:
             ranks, broken_s = list(self._ranks), self._now_s - case.lost_at
-        for rank in ranks:
-            row = Row(**json.loads(self._store.get(f"row_{rank}")))
+        for rank, text in zip(ranks, self._store.multi_get([f"row_{rank}" for rank in ranks]), strict=True):
+            row = Row(**json.loads(text))
             if rank not in self._heard or row != self._heard[rank][0]:
                 self._heard[rank] = row, self._now_s
         rows = {rank: self._heard[rank][0] for rank in ranks}

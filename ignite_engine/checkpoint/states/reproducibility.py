@@ -17,7 +17,7 @@ from ignite_engine.checkpoint.states.metrics import MetricState
 from ignite_engine.checkpoint.states.model_and_optimizer import OptimizerState
 from ignite_engine.checkpoint.states.registry import Registry
 from ignite_engine.errors import shortened
-from ignite_engine.ranks.ddp import data_parallel, rescaled_weights, unsettled_buckets
+from ignite_engine.ranks.ddp import data_parallel, unsettled_buckets
 
 if TYPE_CHECKING:
     from ignite_engine.checkpoint.part_names import SaveFilter
@@ -62,8 +62,6 @@ def reasons_of(
         reasons.append(source.inexact)
     if source is not None and source.changed is not None:
         reasons.append(source.changed.rstrip("."))
-    if (rescaled := rescaled_weights(model)) is not None:
-        reasons.append(rescaled)
     reasons += [reason for model in models if (reason := unsettled_buckets(model)) is not None]
     reasons += _unsaved_of_hooks(models, registry)
     reasons += _of_kernels(models)
