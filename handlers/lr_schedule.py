@@ -83,6 +83,8 @@ class LRSchedule:
         self._is_called = isinstance(scheduler, ParamScheduler | ParamGroupScheduler)
         self._is_primed = not self._is_called
         self._per_update = True
+        optimizer = scheduler.optimizer  # a ParamGroupScheduler has a list, one for each of its schedulers
+        self._optimizer: Optimizer = optimizer[0] if isinstance(optimizer, list) else optimizer
         self._built_lrs = [float(group["lr"]) for group in self._optimizer.param_groups]
         self._used: list[Any] = []
         self._spans: list[Any] | None = None
@@ -122,8 +124,8 @@ class LRSchedule:
 
     def _note_used(self, trainer: Engine) -> None:
         """The LRs of the update just made; clones of tensors, not floats: no host sync per step."""
-        lrs = [group["lr"] for group in self._optimizer.param_groups]
-        self._used = [lr.clone() if isinstance(lr, torch.Tensor) else lr for lr in lrs]
+        groups = self._optimizer.param_groups
+        self._used = [group["lr"].clone() if torch.is_tensor(group["lr"]) else group["lr"] for group in groups]
 
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's own state; the LRs of the last update, per group, as floats."""
@@ -159,11 +161,6 @@ class LRSchedule:
         what = getattr(self.scheduler, "param_name", "lr")
         when, groups = "update" if self._per_update else "epoch", len(self._optimizer.param_groups)
         return f"{type(self.scheduler).__name__} of {what} per {when} for {groups} parameter groups"
-
-    @property
-    def _optimizer(self) -> Optimizer:
-        optimizer = self.scheduler.optimizer  # a ParamGroupScheduler has a list, one for each of its schedulers
-        return optimizer[0] if isinstance(optimizer, list) else optimizer  # type: ignore[no-any-return]  # theirs is untyped
 
     def _start(self, trainer: Trainer) -> None:
         if isinstance(self.scheduler, Schedule) and self.scheduler.spans_run:

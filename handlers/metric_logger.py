@@ -7,7 +7,7 @@ import datetime
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Number
 from pathlib import Path
 from typing import Any
@@ -230,7 +230,7 @@ class MetricLogger:
                 file.write(json.dumps(json_values(values), default=str) + "\n")
 
 
-def _scalars(output: Any, *, fresh: bool) -> Iterator[tuple[str, Any]]:
+def _scalars(output: Any, *, fresh: bool) -> list[tuple[str, Any]]:
     """The numbers and tensors of one element in ``output`` by name, without graphs.
 
     Args:
@@ -238,9 +238,11 @@ def _scalars(output: Any, *, fresh: bool) -> Iterator[tuple[str, Any]]:
     """
     if isinstance(output, list) and output and isinstance(output[0], Mapping):
         output = output[0]  # MONAI's: one for each sample, with the same loss
+    found: list[tuple[str, Any]] = []
     for name, value in output.items() if isinstance(output, Mapping) else (("loss", output),):
         if isinstance(value, torch.Tensor):
             if value.numel() == 1:
-                yield str(name), value if fresh else value.detach().clone()
+                found.append((str(name), value if fresh else value.detach().clone()))
         elif isinstance(value, Number):
-            yield str(name), value
+            found.append((str(name), value))
+    return found
