@@ -252,7 +252,7 @@ class DataSource(Source):
     # -- a pass -----------------------------------------------------------------------------------------------------
 
     def open(self, run: Run | None = None) -> Iterator[Group]:
-        if self._ended or (self._held.get("exhausted") and not self._held.get("between")):
+        if self._ended:
             return iter(())
         if self._held.get("between"):
             self.agree_lengths()  # the data may have grown
@@ -286,6 +286,8 @@ class DataSource(Source):
     def _open_reader(self) -> Iterator[Any]:
         """This rank's batches from the position on; from now on the loader itself is there."""
         held = self._held if self._loaded else {}
+        if held.get("exhausted") and not held.get("between"):  # peers may have more in this pass
+            return iter(())
         with rng.isolated() if held.get("open") else nullcontext():  # what it draws was drawn before the save
             goes_on = self.reader.goes_on
             batches = self.reader.open(self.pass_number, self.batch, held)

@@ -29,11 +29,11 @@ from ignite_engine.checkpoint.states.registry import Registry, ResumeState
 from ignite_engine.errors import RollBack
 from ignite_engine.events import TrainingEvents
 from ignite_engine.loop import bus
-from ignite_engine.loop.boundary import EpochEnds, RunEnds, RunPauses, StepBoundary
+from ignite_engine.loop.boundary import EpochEnds, RunEnds, RunPauses, StepBoundary, terminate
 from ignite_engine.loop.feed import Feed
 from ignite_engine.loop.position import limit_reached
 from ignite_engine.loop.progress import Progress
-from ignite_engine.loop.requests import Requests
+from ignite_engine.loop.requests import STOP, Requests
 from ignite_engine.state import Start, TrainingState
 from ignite_engine.update.base import BaseUpdate
 
@@ -94,8 +94,8 @@ class Loop:
         state.times[Events.EPOCH_COMPLETED.name] = state.times[Events.COMPLETED.name] = 0.0
         self._fire(Events.STARTED)
         self.registry.check_all_claimed()
-        if not self.requests.single_process:
-            self.boundary.agree()  # a handler may have called terminate() on one rank
+        if STOP in self.boundary.agree():  # asked for in a handler, perhaps on one rank
+            terminate(engine)
         self.resume.restore_metrics()
         within = self.progress.is_within_epoch()
         if within and self.progress.epoch_ends:

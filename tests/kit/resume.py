@@ -123,7 +123,8 @@ class _Run:
     def _note(self, trainer):
         output = trainer.state.output
         loss = output["loss"] if isinstance(output, dict) else output
-        self.losses[trainer.state.iteration] = float(loss)
+        if loss is not None:  # it is stopped before its first update
+            self.losses[trainer.state.iteration] = float(loss)
 
     def same_losses(self, whole, name):
         expected = {iteration: loss for iteration, loss in whole.losses.items() if iteration in self.losses}

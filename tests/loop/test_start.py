@@ -12,7 +12,7 @@ from ignite_engine.state import Start
 from tests.kit.processes import ranks
 from tests.kit.refusals import refusals, refuses
 from tests.kit.seen import Seen
-from tests.kit.tiny import numbers_loader, trainer_of
+from tests.kit.tiny import numbers_loader, trainer_of, weights
 
 DATA, OTHER = [1, 2, 3], [7, 8]
 
@@ -277,6 +277,25 @@ def test_stop_by_a_signal_raises_with_its_code_and_the_first_reason_stays():
         trainer.run(numbers_loader(), max_epochs=3)
     assert (caught.value.code, caught.value.signal, str(caught.value)) == (143, 15, "interrupted by SIGTERM")
     assert (trainer.state.status, trainer.state.reason, trainer.state.iteration) == ("interrupted", "SIGTERM", 4)
+
+
+@pytest.mark.parametrize("trained", [0, 3])
+def test_run_that_is_stopped_at_its_start_trains_nothing(tmp_path, trained):
+    def run(folder, stop_at=None):
+        trainer = trainer_of()
+        Seen().attach(trainer)
+        checkpoint = Checkpoint(tmp_path / folder)
+        checkpoint.attach(trainer)
+        checkpoint.resume()
+        if stop_at is not None:
+            trainer.add_event_handler(stop_at, lambda: trainer.request_stop("here"))
+        return trainer.run(numbers_loader(12, 2, shuffle=True), max_epochs=2), weights(trainer)
+
+    if trained:
+        run("cut", Events.ITERATION_COMPLETED(once=trained))
+    state, _ = run("cut", Events.STARTED)
+    assert (state.status, state.iteration) == ("interrupted", trained)
+    assert torch.equal(run("cut")[1], run("whole")[1])
 
 
 @pytest.mark.parametrize("cut", [False, True])
