@@ -35,7 +35,6 @@ WRONG_TYPES = [
     (update(loss_fn=None), "loss_fn loss_fn(model, batch) None"),
     (update(weight_fn=3), "weight_fn function of a batch 3"),
     (update(clip_norm="1"), "clip_norm number '1'"),
-    (update(precision="fp16", grad_scaler=True), "grad_scaler mapping True"),
     (lambda: Trainer(MODEL), "update Update(model, optimizer, loss_fn) Sequential"),
     (lambda: create_evaluator(None, mse), "model module None"),
     (lambda: create_evaluator(MODEL, None), "predict function None"),

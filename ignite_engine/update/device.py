@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -73,12 +72,8 @@ def mapped(batch: Any, move: Callable[[Any], Any]) -> Any:
         if callable(getattr(value, "to", None)):
             return move(value)
         if dataclasses.is_dataclass(value):
-            made: Any = copy.copy(value)
-            for field in dataclasses.fields(value):
-                if hasattr(value, field.name):
-                    moved = mapped(getattr(value, field.name), move)
-                    object.__setattr__(made, field.name, moved)  # it may be frozen
-            return made
+            values = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+            return dataclasses.replace(value, **mapped(values, move))  # type: ignore[type-var]  # no class
         return value
 
     return tree_map(leaf, batch, is_leaf=lambda value: hasattr(value, "to"))  # a packed sequence is a named tuple, too

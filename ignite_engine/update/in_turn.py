@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ignite_engine.checkpoint.states.model_and_optimizer import OptimizerState
-from ignite_engine.errors import check_type, did_you_mean, is_whole
+from ignite_engine.errors import did_you_mean, is_whole
 from ignite_engine.events import TrainingEvents
 from ignite_engine.update.base import BaseUpdate
 from ignite_engine.update.one import Update
@@ -46,8 +46,6 @@ class Updates(BaseUpdate):
     def __init__(self, updates: Mapping[str, Update], *, every: Mapping[str, int] | None = None) -> None:
         if not updates:
             raise ValueError("updates must hold at least one Update, got an empty mapping.")
-        for name, update in updates.items():
-            check_type(f"updates[{name!r}]", update, isinstance(update, Update), "an Update")
         self.updates = dict(updates)
         self.every = dict.fromkeys(updates, 1)
         for name, number in (every or {}).items():
