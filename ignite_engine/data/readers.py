@@ -243,10 +243,10 @@ class Stateful(Replayed):
                 is_over = next(self._begin(), _NOTHING) is _NOTHING
             if not is_over:
                 self.data.load_state_dict(held["loader"])
-            self._restore_generators(held)
+            self.restore_generators(held)
             return self._batches()
         batches = self._batches()
-        self._restore_generators(held)
+        self.restore_generators(held)
         return batches
 
     def _batches(self) -> Iterator[Any]:
@@ -257,8 +257,8 @@ class Stateful(Replayed):
         yield from batches
         self._exhausted = True
 
-    def _restore_generators(self, held: Mapping[str, Any]) -> None:
-        for generator, state in zip(generators_of(self.data), held["generators"], strict=False):
+    def restore_generators(self, held: Mapping[str, Any]) -> None:
+        for generator, state in zip(generators_of(self.data), held.get("generators", ()), strict=False):
             generator.set_state(state)
 
     def state(self) -> Mapping[str, Any]:

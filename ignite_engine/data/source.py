@@ -20,7 +20,7 @@ from ignite_engine import rng
 from ignite_engine.data import groups
 from ignite_engine.data.fingerprint import fingerprint
 from ignite_engine.data.read_errors import ReadErrors
-from ignite_engine.data.readers import Indexed, reader_of
+from ignite_engine.data.readers import Indexed, Stateful, reader_of
 from ignite_engine.data.sampler import ResumableSampler
 from ignite_engine.errors import StateMismatch, StopRequested, leave_out
 from ignite_engine.ranks import agreement, mesh
@@ -385,6 +385,8 @@ class DataSource(Source):
         """As :meth:`load`, on this rank alone."""
         self.pass_number, self.batch, self._ended = state["pass"], state["batch"], state["ended"]
         self._held, self._loaded = state["held"], True
+        if isinstance(self.reader, Stateful):
+            self.reader.restore_generators(self._held)  # an evaluation may read the data before the pass is opened
         if None not in (self.fingerprint, saved := state.get("fingerprint")) and saved != self.fingerprint:
             self.note_changed("The data is not that of the checkpoint: the run continues at its place in other data.")
         ranks, before = mesh.data_size(), state["ranks"]

@@ -85,7 +85,7 @@ RESUME = STEP | {
     ),
     "ema": ("no", "yes", "without warmup"),
     "evaluation": ("none", "epochs", "iterations", "STARTED and epochs", "COMPLETED", "windows", "resumes"),
-    "evaluated": ("own", "training", "plain DataLoader", "list", "windows"),
+    "evaluated": ("own", "training", "plain DataLoader", "list"),
     "early_stopping": (False, True),
     "log": ("iterations", "no", "every 3", "epochs"),
     "saves": ("iterations", "epochs", "at the end alone", "two handlers", "windows"),
@@ -279,9 +279,7 @@ def settled_resume(case):
         case = case.but(length="max_epochs" if case.length == "epoch_length" else case.length, drop_last=False)
         case = case.but(evaluated="own" if case.evaluated == "training" else case.evaluated)
     if case.data == "windows, an iterator" or case.data == "windows, own":
-        case = case.but(evaluated="own" if case.evaluated == "windows" else case.evaluated, epochs=1)
-    if case.evaluation in ("resumes", "windows") and case.evaluated == "windows":
-        case = case.but(evaluated="own")
+        case = case.but(epochs=1)
     wanted = {"unfreezing by flag", "unfreezing by group", "frozen part in eval mode"} & set(case.handlers)
     if (wanted or case.exclude) and "frozen" not in case.layers:
         case = case.but(layers=(*case.layers, "frozen"))

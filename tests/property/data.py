@@ -17,7 +17,6 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-import ignite_engine
 from ignite_engine import loader
 from tests.data.kinds import EpochSampler
 from tests.kit.tiny import RewoundLoader
@@ -302,5 +301,4 @@ def evaluation_data(case, training):
         "training": lambda: training if case.data != "endless" else loader(samples, 2, seed=5),
         "plain DataLoader": lambda: DataLoader(samples, 2, shuffle=True),
         "list": lambda: batches_of(Samples(7), 3),
-        "windows": lambda: ignite_engine.Windows([3, 0, 4], lambda count: loader(Samples(count), 2)),
     }[case.evaluated]()

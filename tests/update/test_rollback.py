@@ -158,8 +158,11 @@ def test_a_stop_that_was_requested_meanwhile_still_stops(tmp_path):
 
     state = trainer.run(loader(Spoiled(), 2), max_epochs=2)
 
-    assert (state.status, state.reason, state.iteration) == ("interrupted", "SIGTERM", 3)
-    assert trainer.checkpoint.store.checkpoints()[-1].iteration == 3 and list(journal(trainer)) == [3]
+    assert (state.status, state.reason, state.iteration) == ("interrupted", "SIGTERM", 2)
+    assert trainer.checkpoint.store.checkpoints()[-1].iteration == 2 and list(journal(trainer)) == [3]
+    resumed = trainer_of(tmp_path)
+    resumed.run(loader(Spoiled(), 2), max_epochs=2)
+    assert list(journal(resumed)) == [3, 9]
 
 
 def without_checkpoints():
