@@ -330,8 +330,8 @@ class DataSource(Source):
             is_open = self.reader.end_pass()
             self._held = {} if is_open else {**self.reader.state(), "between": True}
         else:  # not opened since its position was loaded: what is held is still that, at the end of the pass
-            kept = {name: value for name, value in self._held.items() if name not in ("began_with", "consumed")}
-            self._held = {**kept, "between": True, "open": False}
+            of_pass = ("began_with", "consumed", "open")
+            self._held = {name: value for name, value in self._held.items() if name not in of_pass} | {"between": True}
         self.pass_number, self.batch, self._ended, self._opened = self.pass_number + 1, 0, False, is_open
         self._before = None
         return True
