@@ -1,4 +1,4 @@
-"""What the engine asks of a device of any kind; no other module names one.
+"""The engine's interface to devices of any kind; no other module names a kind.
 
 Through ``torch.accelerator``, which is of the one kind that this process has, and the module that torch has for it.
 Where a kind lacks something, such as a second stream or float64, the plain way is taken: copies are waited for, sums
@@ -231,7 +231,7 @@ def set_up_torch(matmul_precision: str, threads: int | None, deterministic: bool
 
 @contextmanager
 def torch_kept() -> Iterator[None]:
-    """Afterwards what :func:`set_up_torch` sets is as before."""
+    """Restore what :func:`set_up_torch` has set after the body."""
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())

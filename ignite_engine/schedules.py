@@ -64,7 +64,7 @@ class Schedule:
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self.steps = 0
         self.spans_run = total is None
-        """Whether it takes its length from the run."""
+        """Whether the schedule takes its length from the run."""
         self.total: float | None = None
         if total is None:
             factor(0, _LONG)

@@ -1,4 +1,4 @@
-"""What handlers may read about a run: :class:`TrainingState`, and the values on their way to the loggers."""
+"""The state of a run that handlers read: :class:`TrainingState` and its metrics."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Metrics(dict[str, Any]):
 
 @dataclass(frozen=True)
 class OngoingEvaluation:
-    """What handlers of ``EVALUATION_STARTED`` may know and arrange."""
+    """The current evaluation, for handlers of ``EVALUATION_STARTED``."""
 
     name: str
     """The name of the set that is evaluated."""
@@ -150,7 +150,7 @@ class TrainingState(State):
     def at_boundary(
         self, *, last: bool = False, stopping: bool = False, save_requested: bool = False, background_done: bool = False
     ) -> None:
-        """What all ranks have agreed on for a step boundary."""
+        """Set what all ranks have agreed on for a step boundary."""
         self.last, self.stopping = last, stopping
         self.save_requested, self.background_done = save_requested, background_done
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ignite_engine.checkpoint.part_names import SaveFilter
 
 attached_to_each: list[Callable[[Trainer], None]] = []
-"""Called with each trainer that this process makes: for who supervises the ranks."""
+"""Called with each trainer that this process makes; used by the supervisor of the ranks."""
 
 
 class Trainer(Engine):

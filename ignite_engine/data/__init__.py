@@ -1,1 +1,1 @@
-"""Batches that resume: loaders, their order, and the source that a Trainer iterates."""
+"""Loaders that resume, the order of their samples, and the source that a Trainer iterates."""

@@ -1,4 +1,4 @@
-"""Whether map-style data is still the same, told from what it holds, without reading a sample."""
+"""A fingerprint of map-style data from what the dataset holds, without reading a sample."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ignite_engine.data.seeding import SeededDataset
 
 _DEPTH = 6
 _BUDGET = 1 << 22
-"""Bytes that are hashed at most, about: of more, blocks that are spread evenly over all of it."""
+"""About the maximum number of bytes that are hashed; larger data is sampled in evenly spread blocks."""
 _BLOCK = 1 << 12
 _ROWS = 256
-"""Elements of a list that are looked at, spread evenly over it."""
+"""The number of elements of a list that are hashed, spread evenly over it."""
 
 
 def fingerprint(dataset: Any) -> str | None:
@@ -42,7 +42,7 @@ def fingerprint(dataset: Any) -> str | None:
 
 
 def _contents(value: Any, depth: int, budget: int) -> Iterator[bytes]:
-    """What a value is, as far as it is of a known type."""
+    """The parts of a value that are of a known type, for hashing."""
     parts: Sequence[Any] = ()
     if isinstance(value, Tensor | np.ndarray | np.generic):
         strided = not isinstance(value, Tensor) or (value.layout is torch.strided and not value.is_meta)
@@ -70,7 +70,7 @@ def _contents(value: Any, depth: int, budget: int) -> Iterator[bytes]:
 
 
 def _samples_in(attributes: Mapping[Any, Any]) -> list[Any]:
-    """Those that hold samples: not settings, nor numbers that may count what was read."""
+    """The attributes that hold samples; not settings, nor numbers that may count reads."""
     found = []
     for value in attributes.values():
         if isinstance(value, Mapping):
@@ -83,7 +83,7 @@ def _samples_in(attributes: Mapping[Any, Any]) -> list[Any]:
 
 
 def _spread(length: int, count: int) -> list[int]:
-    """At most ``count`` of the numbers below ``length``, with the first and the last, in even steps."""
+    """At most ``count`` evenly spread numbers below ``length``, with the first and the last."""
     return list(range(length)) if length <= count else [at * (length - 1) // (count - 1) for at in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""The next group of each rank: of data of its own, on which the ranks agree, or its share of one global order.
+"""Forms the next group of each rank: from data of its own, on which the ranks agree, or as a share of one global order.
 
 With ``global_micro_batches`` an iteration is the next so many batches of one order, of which each rank computes a
 share. Batches are then counted over all ranks, and what is saved of the position is the number of samples
@@ -56,7 +56,7 @@ def agreed_group(source: DataSource, batches: Iterator[Any]) -> Group | None:
             break
     if not longest:
         if source.read_errors is not None:
-            source.read_errors.count(group)  # nothing of the pass comes again
+            source.read_errors.count(group)  # no part of the pass is read again
         return None
     group.extend(own)
     if not all(row[0] for row in rows):
@@ -100,7 +100,7 @@ def _exchanged(
 
 
 def _raise(error: Exception | None) -> None:
-    """Of the data of one rank, on all."""
+    """Raise a data error of one rank on all ranks."""
     lines = agreement.gather_objects(None if error is None else one_line(error))
     if error is not None:
         raise error
@@ -152,7 +152,7 @@ def _order_key(source: DataSource) -> list[float]:
 
 
 def deal(reader: Replayed, micro_batches: int) -> Dealing | None:
-    """Let ``reader`` read this rank's share.
+    """Make ``reader`` read this rank's share only.
 
     Raises:
         ValueError: there are fewer micro-batches than ranks, or data of the ranks' own cannot be dealt out.
@@ -171,7 +171,7 @@ def deal(reader: Replayed, micro_batches: int) -> Dealing | None:
 
 
 def refuse_lengths(lengths: list[int]) -> None:
-    """Refuse data that cannot be dealt out.
+    """Refuse data that cannot be shared out.
 
     Raises:
         ValueError: always; the data has no batch, or not as many, in another order or of other data on some rank.

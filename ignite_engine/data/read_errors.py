@@ -1,4 +1,4 @@
-"""Batches that cannot be read: in the place of each stands its error, and what can be read is trained on."""
+"""Leaves out batches that cannot be read, and trains on the others."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class ReadErrors:
             )
 
     def count(self, group: Group) -> None:
-        """The group is consumed."""
+        """Count the errors of a consumed group."""
         self._state.read_errors += group.unread
 
     def leave_out(self, errors: Sequence[Exception], group: Group) -> None:
-        """Leave out of a group what some rank could not read; a collective.
+        """Leave unreadable batches out of a group; a collective.
 
         Args:
             errors: of this rank.

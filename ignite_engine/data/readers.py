@@ -1,4 +1,4 @@
-"""How the batches of data are read from a position on: by index, by a state of its own, or by reading again what was
+"""Reads batches from a position on: by index, by the loader's own state, or by reading again what was
 consumed."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NOTHING = object()
 
 
 def length_of(data: Any) -> int | None:
-    """Batches in one pass over ``data``, None where it does not say."""
+    """The number of batches in one pass over ``data``; None if unknown."""
     try:
         return len(data)
     except (TypeError, NotImplementedError):
@@ -38,7 +38,7 @@ def length_of(data: Any) -> int | None:
 
 
 class Replayed:
-    """Data without a state: a pass is opened with the random numbers with which it began, and read again.
+    """Data without a state: a pass is opened with the random numbers with which it began, and replayed.
 
     Args:
         marks: in the place of a batch that cannot be read stands its error.
@@ -47,13 +47,13 @@ class Replayed:
     def __init__(self, data: Any, *, marks: bool = False) -> None:
         self.data, self._marks = data, marks
         self.draws = type(data) not in (list, tuple, range)
-        """Random numbers may be drawn, or a state moved on, where a batch is read."""
+        """Whether reading a batch may draw random numbers or change a state."""
         self.reads_again = True
-        """A pass that is opened begins at its first batch; False: it goes on at the position."""
+        """Whether an opened pass begins at its first batch, instead of at the position."""
         self.goes_on = False
-        """The data is an iterator that is at the position itself."""
+        """Whether the data is an iterator that is already at the position."""
         self.iterator: Any = None
-        """The loader's, of the present pass."""
+        """The loader's iterator of the current pass."""
         self._began_with: dict[str, Any] = {}
 
     @property
@@ -83,7 +83,7 @@ class Replayed:
                 order.set_epoch(pass_number)
 
     def _begin(self) -> Iterator[Any]:
-        """The loader's batches, from where it is."""
+        """The loader's batches from its current place on."""
         stream = getattr(self.data, "dataset", None)
         if hasattr(stream, "set_epoch") and getattr(self.data, "persistent_workers", False):
             end_workers(self.data._iterator, self.data)  # they have copies, and new ones are told
@@ -107,16 +107,16 @@ class Replayed:
         return self._begin()
 
     def state(self) -> Mapping[str, Any]:
-        """What belongs to the position beside its numbers."""
+        """The state that belongs to the position, beside its numbers."""
         return self._began_with
 
     def end_pass(self) -> bool:
-        """The pass that was opened is over, or given up; whether the next one is open now."""
+        """End the open pass; returns whether the next one is open already."""
         self._began_with = {}
         return False
 
     def end(self, *, keep_persistent: bool = False) -> None:
-        """End the workers of the present pass."""
+        """End the workers of the current pass."""
         if not (keep_persistent and getattr(self.data, "persistent_workers", False)):
             end_workers(self.iterator, self.data)
         self.iterator = None
@@ -168,12 +168,12 @@ class Indexed(Replayed):
         return False
 
     def saved(self, pass_number: int, batch: int, *, ended: bool) -> dict[str, Any]:
-        """What a checkpoint holds of the order, and how many of its samples were consumed by all ranks."""
+        """The part of a checkpoint about the order, and the number of samples that all ranks have consumed."""
         sampler, size = self.sampler, self.data.batch_size
         of_all = size * (1 if self.dealing is not None else sampler.world_size)
         consumed = self._skipped + batch * of_all
         begun = consumed > 0 and not ended
-        # a pass that is yet to start has what is there by then
+        # a pass that has not started uses the data as it is then
         samples = sampler.length if begun else sampler.data_length(pass_number + int(ended))
         state = {"seed": sampler.seed, "shuffle": sampler.shuffle, "samples": samples, "batch_size": size}
         consumed = samples if ended else min(consumed, samples)

@@ -1,4 +1,4 @@
-"""The order of the samples, a function of (seed, pass, position)."""
+"""The order of samples as a function of (seed, pass, position)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Dealing:
     end: int
 
     def own(self, batches: int) -> int:
-        """How many of the next ``batches`` of a cycle are this rank's."""
+        """How many of the next ``batches`` in a cycle belong to this rank."""
         return len(range(self.first, min(self.end, batches)))
 
 
@@ -50,12 +50,12 @@ class ResumableSampler(Sampler[Key]):
 
     @property
     def inexact(self) -> str | None:
-        """Why the order of a pass is not a function of seed and pass; None: it is one."""
+        """Why the order of a pass is not a function of seed and pass; None if it is."""
         return None
 
     @property
     def drawn_order(self) -> str | None:
-        """A hash of the order of the pass, where more than seed, pass and length decides it; None: nothing does."""
+        """A hash of the order of the pass, if more than seed, pass and length determines it; else None."""
         return None
 
     def __init__(self, data: Sized | int, *, shuffle: bool, seed: int, rank: int, world_size: int) -> None:
@@ -109,7 +109,7 @@ class ResumableSampler(Sampler[Key]):
         return (range(begin + first, min(begin + end, self.length)) for begin in begins)
 
     def first(self, count: int) -> list[int]:
-        """The first ``count`` samples of the pass, over all ranks."""
+        """The first ``count`` samples of the pass over all ranks."""
         return list(self._order()[:count])
 
     def _order(self) -> Sequence[int]:

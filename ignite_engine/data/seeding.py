@@ -1,4 +1,4 @@
-"""The random numbers of a sample, a function of (seed, pass, index)."""
+"""Random numbers of a sample as a function of (seed, pass, index)."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class SeededDataset(Dataset[Any]):
         self.dataset, self.collate_fn, self.seed = dataset, collate_fn, seed
         self.reads_batches = reads_whole_batches(dataset)
         self._draws: bool | None = None
-        """Whether Python's or NumPy's numbers are drawn; None: the first batch will tell."""
+        """Whether Python's or NumPy's generators are drawn from; None until the first batch."""
         self._own: list[Any] | None = None
-        """The generators that the dataset has."""
+        """The dataset's own generators."""
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -55,7 +55,7 @@ class SeededDataset(Dataset[Any]):
         return self.__getitems__([key])
 
     def __getitems__(self, keys: Sequence[Key]) -> Any:
-        """The batch of these samples, all of one pass."""
+        """The batch of these samples, all from one pass."""
         outside = rng.snapshot()
         if self._own is None:
             self._own = own_generators(self.dataset)

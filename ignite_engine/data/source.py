@@ -30,19 +30,19 @@ logger = logging.getLogger(__name__)
 
 
 class Waiting(Protocol):
-    """Who is told that a signal may raise :class:`StopRequested` now."""
+    """Records when a signal may raise :class:`StopRequested`."""
 
     waiting_for_data: bool
 
     def stops_waiting(self) -> bool:
-        """Whether this rank is to stop."""
+        """Whether this rank should stop."""
 
 
 class Run(Protocol):
-    """What a source that fires events itself asks of the run."""
+    """What a source that fires events needs from the run."""
 
     def fire(self, event: Any) -> None:
-        """Run the handlers of an event, and do what they ask for."""
+        """Run the handlers of an event, and fulfil their requests."""
 
     def boundary(self) -> None:
         """A step boundary."""
@@ -59,26 +59,26 @@ class Source(ABC):
     inexact: str | None
     """Why a resumed run would not see the same bits, None if it would."""
     changed: str | None = None
-    """What is other than where the position was saved, as a sentence."""
+    """How the data differs from that of the saved position, as a sentence; None if it does not."""
     pass_number = 0
     batch = 0
-    """How many of the pass are consumed, since it was opened here."""
+    """The number of consumed batches of the pass since it was opened here."""
 
     @abstractmethod
     def begin(self, pass_number: int) -> None:
-        """Begin at the first batch of this pass. A collective."""
+        """Move to the first batch of a pass. A collective."""
 
     @abstractmethod
     def open(self, run: Run | None = None) -> Iterator[Group]:
-        """The groups of the present pass from the position on."""
+        """The groups of the current pass from the position on."""
 
     @abstractmethod
     def consumed(self, group: Group) -> None:
-        """It is trained on, or given up."""
+        """Move past a group that was trained on or given up."""
 
     @abstractmethod
     def next_pass(self) -> bool:
-        """Move to the next pass; False: there is none."""
+        """Move to the next pass; returns False if there is none."""
 
     @abstractmethod
     def put_back(self) -> None:
@@ -90,7 +90,7 @@ class Source(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what must be the same for it to mean the same."""
+        """The position, and the facts that it depends on."""
 
     @abstractmethod
     def load(self, state: dict[str, Any]) -> None:
@@ -203,10 +203,10 @@ class DataSource(Source):
         self._held: Mapping[str, Any] = {}
         """What the reader needs to open the pass at the position, until it is open."""
         self._loaded = False
-        """The loader itself is elsewhere."""
+        """Whether the loader itself is at another place than the position."""
         self._before: tuple[Mapping[str, Any], Any] | None = None
         """What the fetch of the group in hand has changed: what was held, and :func:`rng.snapshot`."""
-        # as it is before it is read, as in a process that resumes
+        # computed before the data is read, as in a process that resumes
         self.fingerprint = fingerprint(data.dataset) if isinstance(data, DataLoader) else None
         """Of the dataset; None: it is not known what it holds."""
         self.dealing = None if global_micro_batches is None else groups.deal(self.reader, global_micro_batches)
@@ -239,7 +239,7 @@ class DataSource(Source):
         differ = self.batches is None or len(set(lengths)) > 1
         alone = agreement.world_size() == 1
         self._exchanges = not alone and (differ or (self.weigh is not None and self.dealing is None))
-        self._waiting = self._given_waiting if alone or self._exchanges else None  # else a peer would not learn of it
+        self._waiting = self._given_waiting if alone or self._exchanges else None  # else peers would not learn of it
         if self.dealing is not None and (self._exchanges or not (self.batches or self._held.get("consumed"))):
             groups.refuse_lengths(lengths)
 
@@ -288,7 +288,7 @@ class DataSource(Source):
         held = self._held if self._loaded else {}
         if held.get("exhausted") and not held.get("between"):  # peers may have more in this pass
             return iter(())
-        with rng.isolated() if held.get("open") else nullcontext():  # what it draws was drawn before the save
+        with rng.isolated() if held.get("open") else nullcontext():  # its random numbers were drawn before the save
             goes_on = self.reader.goes_on
             batches = self.reader.open(self.pass_number, self.batch, held)
             if self.batch and self.reader.reads_again and not goes_on:
@@ -359,7 +359,7 @@ class DataSource(Source):
     # -- in checkpoints ---------------------------------------------------------------------------------------------
 
     def _now(self) -> Mapping[str, Any]:
-        """What the reader needs to come to the position again."""
+        """The state that the reader needs to return to the position."""
         if self._before is not None:
             return self._before[0]
         if self._opened:

@@ -1,4 +1,4 @@
-"""Loader workers: they leave signals to the training process, which ends them, and do not outlive it."""
+"""Sets up loader workers so that they leave signals to the training process and do not outlive it."""
 
 from __future__ import annotations
 

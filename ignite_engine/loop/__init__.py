@@ -1,1 +1,1 @@
-"""How a Trainer runs: the bus, the loop, its progress and what it is asked to do."""
+"""The loop of a Trainer: its bus, its progress, its step boundaries and the requests to stop or save."""

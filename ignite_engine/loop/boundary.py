@@ -1,4 +1,4 @@
-"""What happens between two updates: the ranks agree, values are published, a run is saved, and ends if it must."""
+"""The step boundary between two updates: ranks agree, metrics are published, the run is saved and may end."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _METRICS_READY, _RESUME_POINT = TrainingEvents.METRICS_READY, TrainingEvents.RES
 
 
 class RunEnds(Exception):
-    """``terminate()`` was called, or all ranks agreed to stop: the run ends where it is."""
+    """``terminate()`` was called, or all ranks agreed to stop: the run ends at once."""
 
 
 class EpochEnds(Exception):
-    """``terminate_epoch()`` was called: the epoch ends where it is."""
+    """``terminate_epoch()`` was called: the epoch ends at once."""
 
 
 class RunPauses(Exception):
-    """``interrupt()`` was called: the run stops at this step boundary, and the next one goes on."""
+    """``interrupt()`` was called: the run stops at this step boundary, and the next ``run()`` continues."""
 
 
 class StepBoundary:
-    """The step boundaries of one run; the state says what each of them is."""
+    """The step boundaries of one run."""
 
     def __init__(
         self, engine: Engine, update: BaseUpdate, state: TrainingState, progress: Progress, requests: Requests
@@ -40,7 +40,7 @@ class StepBoundary:
         self._fire: Callable[..., bool] = engine._fire_event  # type: ignore[assignment]  # the Trainer's, which may be wrapped
 
     def after_iteration(self) -> None:
-        """The boundary of an iteration that does not complete its epoch; does nothing where nothing can happen."""
+        """The boundary of an iteration that does not complete its epoch; does nothing if nobody needs it."""
         engine, state, requests = self._engine, self._state, self._requests
         if state.max_iters is not None and state.iteration >= state.max_iters:
             self.at(last=True)
@@ -80,19 +80,19 @@ class StepBoundary:
         )
         if within_epoch and engine.should_terminate_single_epoch and not state.last:
             return
-        if engine._event_handlers.get(_RESUME_POINT):  # else `last_event_name` stays Ignite's
+        if engine._event_handlers.get(_RESUME_POINT):  # keeps Ignite's `last_event_name` right
             self._fire(_RESUME_POINT)
         self._requests.agreed -= {SAVE, COLLECT}  # a stop and an end stay for the rest of the run
         state.save_requested = state.background_done = False
 
     def before_the_end(self) -> None:
-        """``terminate()`` where the boundary before was not known to be the last."""
+        """Handle ``terminate()`` after a boundary that was not known to be the last."""
         if not self._state.last and not self._progress.updating:
             self._progress.put_back()
             self.at(last=True)
 
     def do_what_came_late(self) -> None:
-        """What is asked for after the exchange of a boundary at which ``interrupt()`` stops the run."""
+        """Do what was requested after the exchange of the boundary at which ``interrupt()`` stops the run."""
         if self.agree():
             self.at(last=True)
 
@@ -104,13 +104,13 @@ class StepBoundary:
         metrics.fresh = {}
 
     def collect_stop(self) -> None:
-        """After COMPLETED: a stop that was requested after the last boundary, in an evaluation for instance."""
+        """After COMPLETED: handle a stop that was requested after the last boundary, such as in an evaluation."""
         self._state.stopping = STOP in self.agree()
 
     def agree(self) -> set[str]:
-        """What all ranks do here of what any has asked for; why the run ends is noted in the state."""
+        """Agree with all ranks on what was requested; records in the state why the run ends."""
         state, requests, engine = self._state, self._requests, self._engine
-        if engine.should_terminate and state.status == "running":  # perhaps on this rank alone
+        if engine.should_terminate and state.status == "running":  # perhaps on this rank only
             requests.request_end(engine.should_terminate, state.reason)
         if requests.single_process and not requests.asked | requests.agreed:
             return set()
@@ -124,13 +124,13 @@ class StepBoundary:
         return agreed
 
     def _share_metrics(self) -> None:
-        """Give a metric that some ranks have written to the others, or what follows it would wait for them for ever."""
+        """Give a metric that only some ranks have written to the others, as handlers that follow it would else hang."""
         metrics = self._state.metrics
         for written in agreement.gather_objects(dict(metrics.fresh)):
             metrics.update({name: value for name, value in written.items() if name not in metrics.fresh})
 
     def check(self) -> None:
-        """Do what a handler has asked for by ``terminate()`` or ``terminate_epoch()``.
+        """Raise what a handler has requested by ``terminate()`` or ``terminate_epoch()``.
 
         Raises:
             RunEnds, EpochEnds: they were called.

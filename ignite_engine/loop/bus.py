@@ -1,4 +1,4 @@
-"""How an event reaches its handlers.
+"""Fires events: finds the handlers of an event and calls them.
 
 Ignite keeps the handlers of each event in a list, and that list is the bus: it is in the order in which they run, first
 by :class:`~ignite_engine.events.Phase`, then by attachment. :func:`fire` walks it and asks each handler's filter.
@@ -48,14 +48,14 @@ _IN_ORDER = (
     Events.TERMINATE,
     Events.COMPLETED,
 )
-"""Those of one iteration, epoch and run as they occur; the rest only where something happens."""
+"""The events of an iteration, an epoch and a run in the order in which they occur; some occur only at times."""
 _EVERY = f"{CallableEventWithFilter.every_event_filter.__qualname__}.<locals>."
 
 
 class Filtered:
     """A handler behind one of Ignite's filters (``every=``, ``once=``, ``event_filter=``, ...).
 
-    It can be called, too: whoever wraps an entry of the list, as Ignite's profilers do, keeps the filter.
+    It is callable: code that wraps an entry of the list, as Ignite's profilers do, keeps the filter.
     """
 
     def __init__(self, engine: Engine, event: Any, event_filter: Filter, handler: Callable[..., Any]) -> None:
@@ -105,7 +105,7 @@ def events_with_handlers(engine: Engine) -> list[Any]:
 
 
 def count_of(engine: Engine, event: Any) -> int:
-    """What ``every=``, ``once=`` and the other filters of ``event`` count."""
+    """The counter on which ``every=``, ``once=`` and other filters of ``event`` act."""
     counter = engine.state.event_to_attr.get(event)
     if counter is None:
         return engine.state.get_event_attrib_value(event)  # raises, and says how to register a counter
@@ -114,7 +114,7 @@ def count_of(engine: Engine, event: Any) -> int:
 
 
 def fire(engine: Engine, event: Any, *args: Any, **kwargs: Any) -> bool:
-    """Run the handlers of ``event`` that are due; whether it has any.
+    """Run the handlers of ``event`` that are due; returns whether it has any.
 
     An exception of a handler leaves with a note that names the handler and the event.
     """
@@ -144,22 +144,22 @@ def fire(engine: Engine, event: Any, *args: Any, **kwargs: Any) -> bool:
 
 
 def name_in(error: Exception, handler: Callable[..., Any], event: Any) -> None:
-    """Note in ``error`` which handler has raised it."""
+    """Add a note to ``error`` with the handler that raised it."""
     error.add_note(f"Raised by handler {name_of(handler)} on {event_name(event)}.")
 
 
 def sort_in_last(engine: Engine, event: Any) -> None:
-    """Move the handler of ``event`` that was added last in front of those of a later phase."""
+    """Move the handler of ``event`` that was added last before those of later phases."""
     *handlers, added = engine._event_handlers[event]
     index, phase = len(handlers), phase_of(added[0])
     while index and phase_of(handlers[index - 1][0]) > phase:
         index -= 1
-    if index < len(handlers):  # a new list: the event may be firing now, over the old one
+    if index < len(handlers):  # a new list, as the event may be iterating over the old one
         engine._event_handlers[event] = [*handlers[:index], added, *handlers[index:]]
 
 
 def phase_of(handler: Any) -> int:
-    """What the handler declares, or the object it is a method of, or the handler that it wraps."""
+    """The phase that a handler declares, or its object, or the handler that it wraps."""
     while handler is not None:
         owner = getattr(handler, "__self__", handler)
         phase = getattr(handler, "phase", getattr(owner, "phase", None))
@@ -170,7 +170,7 @@ def phase_of(handler: Any) -> int:
 
 
 def name_of(handler: Callable[..., Any]) -> str:
-    """What a person calls this handler."""
+    """The name of a handler, as a person would write it."""
     if type(handler) is Filtered:
         handler = handler.handler
     owner = getattr(handler, "__self__", None)
@@ -190,7 +190,7 @@ def filter_options(handler: Callable[..., Any]) -> dict[str, Any] | None:
         return {}
     if not getattr(handler.filter, "__qualname__", "").startswith("CallableEventWithFilter."):
         return None
-    options = inspect.getclosurevars(handler.filter).nonlocals  # only to be printed: their names are Ignite's own
+    options = inspect.getclosurevars(handler.filter).nonlocals  # only for printing: names private to Ignite
     return {name.rstrip("_"): value for name, value in options.items() if value not in (0, float("inf"))}
 
 

@@ -1,6 +1,6 @@
-"""What a run will do, before it does it: the text of ``trainer.describe()``.
+"""The text of ``trainer.describe()``: what a run will do.
 
-Nothing that trains imports this module: ``Trainer.describe()`` and the recipe load it when they are asked.
+No training code imports this module; ``Trainer.describe()`` and the recipe import it when they need it.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _bus(engine: Engine) -> list[str]:
 
 @runtime_checkable
 class Curve(Protocol):
-    """A schedule that can be asked for the LR of each parameter group at any step, as those of ``schedules.py``."""
+    """A schedule that knows the LR of each parameter group at any step, like those of ``schedules.py``."""
 
     total: float | None
 
@@ -151,7 +151,7 @@ def lr_text(schedule: Curve, total: int, *, width: int = 60, height: int = 12, u
 
 
 def model_table(model: nn.Module, optimized: Iterable[Tensor]) -> list[str]:
-    """One line for each of the model's outermost parts that has parameters, and one for the whole.
+    """A table with a line for each outermost module that has parameters, and one for the whole model.
 
     Trained are those of ``optimized``, the optimizers' parameters, that require a gradient. A parameter that several
     parts share counts in the first. Of a sharded model the numbers are those of all shards.

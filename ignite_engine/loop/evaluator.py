@@ -1,4 +1,4 @@
-"""An engine that evaluates without side effects: modes, weights and random numbers are as before."""
+"""An engine that evaluates without side effects on modes, weights and random numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PredictFn = Callable[[Any, Any], Any]
 
 
 class _Evaluator(Engine):
-    """An engine that can run again after a run that raised; Ignite's returns None then, without running."""
+    """An engine that can run again after a run that raised; Ignite's would return None without running."""
 
     model: nn.Module
     predict: PredictFn
@@ -39,8 +39,8 @@ class _Evaluator(Engine):
         super().__init__(step)
         self.step, self.metrics_reduce = step, ExitStack()
         self.device: torch.device | None = None
-        """The model's during a run: finding its first parameter at each batch costs more than a small metric."""
-        self.no_grad = torch.no_grad()  # making one costs as much as entering it
+        """The model's device during a run; finding it at each batch would cost more than a small metric."""
+        self.no_grad = torch.no_grad()  # making the context costs as much as entering it
 
     def run(self, data: Any = None, *args: Any, **kwargs: Any) -> Any:
         self.device = device_of(self.model)
@@ -54,7 +54,7 @@ class _Evaluator(Engine):
             self.metrics_reduce.close()
 
     def _fire_event(self, event_name: Any, *event_args: Any, **event_kwargs: Any) -> None:
-        """Without the line that Ignite formats for its log at each event of each batch."""
+        """As Ignite's, without the debug line that Ignite formats for each event."""
         bus.fire(self, event_name, *event_args, **event_kwargs)
 
 

@@ -1,4 +1,4 @@
-"""What comes next in the data: a group, another pass or window, or the end of the epoch."""
+"""Gets the next group of a run from its data: from the same pass, another pass or window, or none."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Feed:
             self._engine._dataloader_iter = self._progress.open_pass(self)
 
     def next(self) -> Group | None:
-        """The next group of the epoch, which becomes ``state.batch``; None: it has no more."""
+        """Fetch the next group of the epoch into ``state.batch``; None if there is no more."""
         state, progress = self._state, self._progress
         state.group = state.batch = None
         if state.dataloader is not None and self._fire(Events.GET_BATCH_STARTED):
@@ -56,13 +56,13 @@ class Feed:
         return group
 
     def give_up_pass(self) -> None:
-        """The epoch was ended before its time: the next one begins with a new pass."""
+        """End the pass early, as the epoch was ended; the next epoch begins a new pass."""
         self._progress.forget_group()  # one that was fetched is given up, too
         self._progress.end_pass()
         self._engine._dataloader_iter = None
 
     def _fetch(self) -> Group | None:
-        """The next group of the pass; where a signal breaks the wait for it, the run ends."""
+        """The next group of the pass; a signal during the wait ends the run."""
         progress = self._progress
         iterator: Iterator[Group] = self._engine._dataloader_iter  # type: ignore[assignment]  # it is open
         try:
@@ -76,7 +76,7 @@ class Feed:
             raise RunEnds from None
 
     def _first_of_next_pass(self) -> Group | None:
-        """The first group of the next pass over the data, None at the end of the epoch."""
+        """The first group of the next pass over the data; None at the end of the epoch."""
         state, progress = self._state, self._progress
         ends_epoch = progress.epoch_is is EpochIs.MEASURED and progress.epoch_iteration > 0
         if ends_epoch:

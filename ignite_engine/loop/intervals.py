@@ -1,8 +1,8 @@
 """Intervals for any handler: ``every(epochs=0.25)``, ``every(seconds=30)``, ``every(samples=10_000)`` are events.
 
-An interval is the filter of an event of Ignite, so every handler takes it. Which of the two it is:
+An interval is the filter of an Ignite event, so it works with every handler. There are two kinds:
 
-- a function of where the run is (iterations, epochs, windows, samples, tokens): a resumed run has the same places;
+- a function of the position (iterations, epochs, windows, samples, tokens): a resumed run has the same places;
 - of rank 0's clock (seconds, minutes): all ranks agree at a step boundary, and it counts from the start of the process.
 """
 
@@ -83,7 +83,7 @@ def every(
 
 
 class Interval:
-    """The filter of an event that comes every so often; it keeps no state, so one event serves several trainers."""
+    """The filter of an event that comes at intervals; it has no state, so one event serves several trainers."""
 
     def __init__(self, unit: str, number: float) -> None:
         self.unit, self.number = unit, number
@@ -100,7 +100,7 @@ class Interval:
 
 
 class PartOfEpoch(Interval):
-    """Where the number of parts since the run began goes up."""
+    """Comes when the number of parts since the run began increases."""
 
     def __init__(self, unit: str, number: float) -> None:
         super().__init__(unit, number)
@@ -120,7 +120,7 @@ class PartOfEpoch(Interval):
 
 
 class Counted(Interval):
-    """Where the number of samples or tokens reaches the next multiple."""
+    """Comes when the number of samples or tokens reaches the next multiple."""
 
     def __init__(self, unit: str, number: int, count: Count | None) -> None:
         super().__init__(unit, number)
@@ -132,7 +132,7 @@ class Counted(Interval):
 
 
 class Clock(Interval):
-    """Where rank 0's clock is so much later."""
+    """Comes when so much time has passed on rank 0's clock."""
 
     @property
     def in_seconds(self) -> float:
@@ -147,12 +147,12 @@ class Intervals:
 
     def __init__(self) -> None:
         self.before: dict[str, float] = {}
-        """Samples and tokens before this iteration, as far as they are counted."""
+        """The counted samples and tokens before this iteration."""
         self.come: set[Clock] = set()
-        """Clocks that come at this iteration."""
+        """The clocks that are due at this iteration."""
         self._counts: dict[str, Count] = {}
         self._due: dict[Clock, float] = {}
-        """When each clock comes, by rank 0's."""
+        """When each clock is due, by rank 0's time."""
         self._attached = False
 
     def add(self, trainer: Any, interval: Interval) -> None:
@@ -170,7 +170,7 @@ class Intervals:
             trainer.add_event_handler(Events.ITERATION_COMPLETED, self._measure)
 
     def begin(self, trainer: Any, *, fresh: bool) -> None:
-        """A run begins: clocks start, and what is not counted is not known."""
+        """Start the clocks and counters of a run."""
         state, self.come = trainer.state, set()
         for unit in TOTALS:
             total = getattr(state, unit)

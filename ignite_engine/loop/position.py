@@ -1,4 +1,4 @@
-"""Where a run is, how far it goes, and what comes next: values, and functions of values."""
+"""The position and the plan of a run as values, and functions of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class EpochIs(Enum):
-    """What an epoch of a run is."""
+    """What defines an epoch of a run."""
 
     A_LENGTH = "a number of iterations"
     """``epoch_length`` was given; passes over the data begin and end within epochs."""
@@ -21,7 +21,7 @@ class EpochIs(Enum):
 
 @dataclass(frozen=True)
 class Grouping:
-    """What an iteration is made of: so many batches of each rank, or of all ranks; neither: one batch."""
+    """The batches in an iteration: a number on each rank, or over all ranks; neither: one batch."""
 
     accumulation_steps: int | None = None
     global_micro_batches: int | None = None
@@ -32,29 +32,29 @@ class Grouping:
 
 @dataclass(frozen=True)
 class Plan:
-    """How far a run goes, and in which epochs; None: no limit, or not known."""
+    """The limits of a run and its epochs; None: no limit, or unknown."""
 
     max_epochs: int | None = None
     max_iters: int | None = None
     epoch_length: int | None = None
-    """Iterations of an epoch; of a measured one that of the pass before."""
+    """Iterations of an epoch; if epochs are measured, those of the previous pass."""
     epoch_is: EpochIs = EpochIs.A_LENGTH
 
 
 @dataclass(frozen=True)
 class Position:
-    """A step boundary of a run: all that is needed, beside the state of objects, to continue there.
+    """A step boundary of a run; with the states of the objects it is all that is needed to continue there.
 
     Epochs are counted, never derived from ``iteration``: passes over data of unknown length differ, and an epoch may
     have been cut short.
     """
 
     iteration: int = 0
-    """Updates so far."""
+    """The number of updates."""
     epochs: int = 0
-    """Epochs completed."""
+    """The number of completed epochs."""
     epoch_iteration: int = 0
-    """Iterations of the epoch under way."""
+    """The number of iterations in the current epoch."""
     epoch_ends: bool | str = False
     """``terminate_epoch()`` was called, and a stop came before the epoch's end; the string is Ignite's option of it."""
     data: Mapping[str, Any] | None = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Position:
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch under way, or of the one that is completed."""
+        """The number of the current epoch, or of the completed one."""
         return self.epochs + int(self.epoch_iteration > 0)
 
 

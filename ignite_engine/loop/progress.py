@@ -1,4 +1,4 @@
-"""How far a run has come: its position, its plan, and the source of its data."""
+"""The progress of a run: its position, its plan, and the source of its data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Progress:
-    """Where the run is; ``loop/saved_progress.py`` makes the parts of a checkpoint of it.
+    """The progress of a run; ``loop/saved_progress.py`` makes the parts of a checkpoint from it.
 
     Args:
         grouping: as the Trainer was built.
@@ -55,28 +55,28 @@ class Progress:
         self.epoch_ends: bool | str = False
         """As :attr:`Position.epoch_ends`."""
         self.group: Group | None = None
-        """What is fetched and not consumed."""
+        """The group that is fetched and not consumed."""
         self.updating = False
-        """An update of it has begun."""
+        """Whether an update with the group has begun."""
         self.before_epoch: Any = None
         """The random numbers before EPOCH_STARTED."""
         self.steps_before = 0
         """Optimizer steps before it."""
         self.left: Position | None = None
-        """Where the run before in this process ended; None: none did, or it failed."""
+        """The position at which the previous run in this process ended; None: there was none, or it failed."""
         self.failed = False
-        """The run before failed, perhaps within an update: the next one starts over."""
+        """Whether the previous run failed, perhaps within an update; the next one then starts over."""
 
     # -- the position -------------------------------------------------------------------------------------------------
 
     @property
     def position(self) -> Position:
-        """Where the run is now, as one value; asks the loader for its state."""
+        """The current position; asks the loader for its state."""
         return replace(self.counted, data={} if self.source is None else self.source.state_dict())
 
     @property
     def counted(self) -> Position:
-        """Where the run is now, without the place in its data."""
+        """The current position without the place in the data."""
         return Position(
             iteration=self.state.iteration,
             epochs=self.epochs_completed,
@@ -91,7 +91,7 @@ class Progress:
         return Plan(state.max_epochs, state.max_iters, state.epoch_length, self.epoch_is)
 
     def begin(self, source: Source | None, data: Any, plan: Plan, position: Position) -> None:
-        """A run begins at ``position``: assigns all of it, and cannot fail."""
+        """Begin a run at ``position``; assigns only, so it cannot fail."""
         state = self.state
         self.source, self.user_data, self.failed = source, data, False
         self.epoch_is = plan.epoch_is
@@ -137,7 +137,7 @@ class Progress:
         return source.iterations
 
     def open_pass(self, run: Run) -> Iterator[Any]:
-        """The groups of the present pass from the position on; None for each iteration where there is no data."""
+        """The groups of the current pass from the position on; without data, None for each iteration."""
         data = self.state.dataloader
         if data is not None and data is not self.user_data:  # a handler's, such as a new iterator where one ends
             self._replace_data(data)
@@ -182,7 +182,7 @@ class Progress:
         self.close()
 
     def fail(self) -> None:
-        """The run has failed."""
+        """Record that the run has failed."""
         self.left, self.failed = None, True
         self.close()
 
@@ -217,11 +217,11 @@ class Progress:
             self.source.consumed(group)
 
     def end_pass(self) -> bool:
-        """The present pass is over; whether there is another one."""
+        """End the current pass; returns whether there is another one."""
         return self.source is None or self.source.next_pass()
 
     def end_epoch(self) -> None:
-        """The epoch is over."""
+        """End the epoch."""
         self.epochs_completed = self.state.epoch
         self.epoch_iteration = 0
 

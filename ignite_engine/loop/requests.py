@@ -1,4 +1,4 @@
-"""What single ranks ask of the run while it is under way; all ranks do it at the same step boundary.
+"""Requests of single ranks to a run; all ranks fulfil them at the same step boundary.
 
 On several ranks one row of numbers goes around at each step boundary, and what any rank has asked for takes effect
 there. It is waited for: over sockets of the main thread (``ranks/exchange.py``) that costs no more than to read it an
@@ -24,11 +24,11 @@ class Requests:
 
     def __init__(self) -> None:
         self.single_process = True
-        """There is no other rank to agree with."""
+        """Whether this is the only rank."""
         self.asked: set[str] = set()
-        """By this rank, and not agreed on yet."""
+        """Requests of this rank that are not agreed on yet."""
         self.agreed: set[str] = set()
-        """By all ranks, and not done yet; a stop and an end stay for the rest of the run."""
+        """Requests agreed on and not fulfilled yet; a stop and an end stay for the rest of the run."""
         self.stop: tuple[str, int | None] | None = None
         """Reason and signal of the requested stop; once it is agreed on those of the first rank that asked."""
         self.end: bool | str = True
@@ -36,14 +36,14 @@ class Requests:
         self.reason: str | None = None
         """Of ``finish()``, likewise."""
         self.names_differ = False
-        """Some ranks have written metrics that the others have not."""
+        """Whether some ranks have written metrics that others have not."""
         self.waiting_for_data = False
         """The main thread is inside the loader's ``next``: the one place where a signal may raise StopRequested."""
         self.checks: list[Callable[[], None]] = []
         """Called now and then while the run waits for a window, in which no event is fired; they may request a stop."""
 
     def begin(self) -> None:
-        """A run begins: drop what an earlier one was asked for."""
+        """Drop the requests of an earlier run."""
         self.single_process = agreement.world_size() == 1
         self.asked, self.agreed, self.stop, self.end, self.reason = set(), set(), None, True, None
 

@@ -1,4 +1,4 @@
-"""Where a run is, as a checkpoint holds it: the parts ``trainer``, ``data`` and ``rng``."""
+"""The progress of a run in a checkpoint: the parts ``trainer``, ``data`` and ``rng``."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _set_counters(progress: Progress, saved: dict[str, Any]) -> None:
 
 
 class _Part:
-    """A part of a checkpoint made of two functions."""
+    """A part of a checkpoint, made of two functions."""
 
     def __init__(self, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         self.state_dict, self.load_state_dict = get, put

@@ -1,4 +1,4 @@
-"""How a run starts: every rule about it, and nothing else.
+"""The rules by which a run starts.
 
 :func:`begin` decides which of the four starts this is, checks the arguments against it, and puts counters and data
 where the run begins. Trainer, state and the data of the run before are as they were if it raises; a stream of windows
@@ -133,7 +133,7 @@ def begin(
 def _decide(
     arguments: RunArguments, state: TrainingState, progress: Progress, resume: ResumeState
 ) -> tuple[Start, Position, int | None, int | None]:
-    """How the run starts and where, as far as its data does not say otherwise; ``max_epochs`` and ``max_iters``."""
+    """The kind of start, the position before its data is considered, ``max_epochs`` and ``max_iters``."""
     given, left = (arguments.max_epochs, arguments.max_iters), progress.left
     default = (1, None) if given == (None, None) else given
     if resume.is_pending:
@@ -155,7 +155,7 @@ def _decide(
 
 
 def _is_as_left(state: TrainingState, progress: Progress) -> bool:
-    """Whether the counters are those with which the run before ended, and nobody has set them since."""
+    """Whether the counters are still those with which the previous run ended."""
     left = progress.left
     return left is not None and (left.iteration, left.epoch) == (state.iteration, state.epoch)
 
@@ -172,7 +172,7 @@ def _say_what_is_read_whole(data: Any) -> None:
 
 
 def _reset(state: TrainingState, progress: Progress) -> None:
-    """A fresh run: all counters are zero, and nothing is left of one that failed."""
+    """Set all counters of a fresh run to zero, and drop what a failed run has left."""
     if progress.failed:
         state.metrics.clear()
         state.metrics.fresh = {}
@@ -182,7 +182,7 @@ def _reset(state: TrainingState, progress: Progress) -> None:
 
 
 def _check_against_state(arguments: RunArguments, state: TrainingState, *, stopped: bool = False) -> None:
-    """Ignite's rules for a second ``run()``; one after a stop may be given a nearer end."""
+    """Apply Ignite's rules for a second ``run()``; after a stop, limits may be lowered."""
     limits = (("max_iters", "max_epochs", "iteration"), ("max_epochs", "max_iters", "epoch"))
     for name, other, counter in limits:
         value, reached = getattr(arguments, name), getattr(state, counter)

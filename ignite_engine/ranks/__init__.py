@@ -1,4 +1,4 @@
-"""Several processes: what they decide together, how they are launched, and what DDP shares."""
+"""Several processes: joint decisions, their launch, their supervision, and DDP."""
 
 from ignite_engine.ranks.mesh import data_rank, data_size, use_mesh
 

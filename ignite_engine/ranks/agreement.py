@@ -1,4 +1,4 @@
-"""What all ranks decide together, over a small CPU group apart from the one that reduces gradients.
+"""Joint decisions of all ranks, over a CPU group apart from the one that reduces gradients.
 
 On one process every function here returns at once and nothing is created. Each is a collective: all ranks call it,
 in the same order.
@@ -27,12 +27,12 @@ STORES: Any = dist  # they are documented, but not exported for type checkers
 
 
 def world_size() -> int:
-    """Ranks in the default process group, 1 without one."""
+    """The number of ranks in the default process group; 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """This process's rank in the default process group, 0 without one."""
+    """This process's rank in the default process group; 0 without one."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
@@ -52,7 +52,7 @@ _lent: set[tuple[str, int]] = set()
 
 
 def _own_groups() -> dict[str, Any]:
-    """The groups of ours beside the present default group, by what they are for."""
+    """This package's groups beside the current default group, by purpose."""
     assert dist.group.WORLD is not None
     return _groups.setdefault(dist.group.WORLD, {})
 
@@ -145,13 +145,13 @@ def _exchange(kind: int | None, own: T) -> list[T]:
 
 
 def break_off() -> None:
-    """A rank has failed: the exchange that waits for it ends, and the next one is made anew, if all ranks go on."""
+    """End the exchange that waits for a failed rank; the next one starts anew if all ranks continue."""
     if (exchange := _own_groups().pop("exchange", None)) is not None:
         exchange.close()
 
 
 def gather_floats(values: Sequence[float]) -> list[list[float]]:
-    """Every rank's ``values`` (the same count everywhere), by rank; float64 throughout."""
+    """The ``values`` of every rank, as many on each, by rank; in float64."""
     if world_size() == 1:
         return [list(values)]
     return _exchange(len(values), [float(value) for value in values])
@@ -164,12 +164,12 @@ def mean_of(column: Sequence[float]) -> float:
 
 
 def broadcast_object(value: T) -> T:
-    """Rank 0's picklable ``value``."""
+    """The picklable ``value`` of rank 0."""
     return gather_objects(value if rank() == 0 else None)[0]  # type: ignore[return-value]  # rank 0's
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's picklable ``value``, by rank.
+    """The picklable ``value`` of every rank, by rank.
 
     Args:
         group: of all ranks, over CPU, in a thread of its own; None: in the main thread.
@@ -242,7 +242,7 @@ def agreed(
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The error, or its text where pickle cannot carry it to the other ranks."""
+    """The error, or its text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

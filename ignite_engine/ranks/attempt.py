@@ -1,4 +1,4 @@
-"""What a supervisor has told the ranks that it started; without one nothing."""
+"""Facts that a supervisor gives to the ranks that it starts."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ class Attempt:
 
 
 current = Attempt()
-"""The one that this process takes part in."""
+"""The attempt of this process."""

@@ -39,7 +39,7 @@ def share_buffers(model: object) -> None:
 
 
 def shared_buffers(wrapped: DistributedDataParallel) -> list[torch.Tensor]:
-    """Those that all ranks get from rank 0 before each forward in training, so that they may differ after it."""
+    """The buffers that DDP broadcasts from rank 0 before each forward in training; after it they may differ."""
     ignored = wrapped.parameters_to_ignore
     named = wrapped.module.named_buffers() if wrapped.broadcast_buffers else ()
     return [buffer for name, buffer in named if name not in ignored]
@@ -88,7 +88,7 @@ def settle_buckets(model: object) -> None:
 
 
 def unsettled_buckets(model: object) -> str | None:
-    """Why a resumed run's first step is summed in another order than in the uninterrupted run; None: it is not."""
+    """Why the first step of a resumed run is summed in another order than without the interruption; else None."""
     if not any(wrapped.static_graph and not _keeps_its_buckets(wrapped) for wrapped in data_parallel(model)):
         return None
     return "DDP with static_graph rebuilds its buckets after the first step: that of a resumed run is summed otherwise"

@@ -1,4 +1,4 @@
-"""What each rank says to all others, over plain sockets: no thread wakes up for it.
+"""Exchanges small messages between all ranks over plain sockets, without a thread.
 
 A collective of gloo hands its work to threads, which costs a step of 3 ms on busy cores another 1 ms; a row over these
 sockets costs 0.1 ms where it is waited for (``python -m benchmarks.agreement``).
@@ -17,12 +17,12 @@ from typing import Any
 import torch.distributed as dist
 
 _TOKEN, _RANK = 16, 8
-"""How many bytes of each a rank says at first."""
+"""The sizes of the token and the rank that open a connection, in bytes."""
 _HELLO_S = 10.0
 
 
 def listening() -> socket.socket:
-    """A server at a port that is free, on all addresses of this machine."""
+    """A server socket on a free port of this machine."""
     both = socket.has_dualstack_ipv6()
     return socket.create_server(("", 0), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
 
@@ -41,7 +41,7 @@ class Exchange:
     def __init__(self, rank: int, ranks: int, store: Any, timeout_s: float) -> None:
         self._rank, self._timeout_s = rank, timeout_s
         self._peers: dict[int, _Peer] = {}
-        """By rank: all others on rank 0, rank 0 on the others."""
+        """By rank: on rank 0 all other ranks, on the others rank 0."""
         with listening() as server:
             # MASTER_ADDR is how the others have found rank 0, but may be left over where a file brought them together
             hosts = [*filter(None, [os.environ.get("MASTER_ADDR")]), socket.gethostname()]
@@ -60,7 +60,7 @@ class Exchange:
             with contextlib.suppress(OSError):
                 peer = _Peer(socket.create_connection((host, port), self._timeout_s))
                 peer.connection.sendall(token + self._rank.to_bytes(_RANK))
-                if peer.file.read(_TOKEN) == token:  # else it is somebody else's port
+                if peer.file.read(_TOKEN) == token:  # else the port belongs to another program
                     self._peers[0] = peer
                     return
         raise dist.DistNetworkError(
@@ -70,7 +70,7 @@ class Exchange:
 
     def _accept(self, server: socket.socket, token: bytes) -> None:
         peer = _Peer(server.accept()[0])
-        with contextlib.suppress(OSError):  # of somebody who is not of this run
+        with contextlib.suppress(OSError):  # a connection from outside of this run
             peer.connection.settimeout(_HELLO_S)
             if peer.file.read(_TOKEN) == token:
                 rank = int.from_bytes(peer.file.read(_RANK))
@@ -79,7 +79,7 @@ class Exchange:
                 self._peers[rank] = peer
 
     def __call__(self, own: bytes) -> list[bytes]:
-        """What every rank says, by rank; all call it, in the same order."""
+        """Send a message to all ranks; returns those of all ranks, by rank. A collective."""
         if self._rank:
             self._send(0, own)
             rows: list[bytes] = self._take(0)

@@ -1,4 +1,4 @@
-"""What a rank does from its first line to its end: it meets the others, at the store, within torchrun's attempt."""
+"""The life of a rank, from joining the others at the store to its exit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ignite_engine.errors import LaunchError, PeerFailed, one_line
 from ignite_engine.ranks import agreement, signals
 
 Work = Callable[[int], object]
-"""What a rank does, called with its number on this machine; pickle carries it."""
+"""The work of a rank, called with its number on this machine; must be picklable."""
 _meetings = itertools.count()  # each in the same place on all ranks of torchrun
 
 

@@ -1,4 +1,4 @@
-"""Processes that a parent starts as ranks; it waits after a signal until they have saved, and exits with their code."""
+"""Starts processes as ranks; after a signal the parent waits until they have saved, and exits with their code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ignite_engine.ranks.watch import HEARTBEAT_TIMEOUT_S, watching
 logger = logging.getLogger(__name__)
 
 SUPERVISORS = {"restarts": "ignite_engine.ext.recovery.supervisor:Supervisor"}
-"""What starts ranks again, by the argument of ``Parallel`` that asks for it."""
+"""Supervisors that restart ranks, by the argument of ``Parallel`` that selects them."""
 START_METHOD = "fork" if "__IPYTHON__" in builtins.__dict__ else "spawn"
 """As Ignite's: in a notebook a function cannot be imported by a process that is spawned."""
 _FORCED_RANKS_MAY_END_S = 5.0
@@ -154,7 +154,7 @@ def _watched(timeout_s: float, func: Any, args: Any, kwargs: Any, local_rank: in
 
 
 class Ranks:
-    """The ranks of this machine, from their start until all have ended.
+    """The ranks on this machine, from their start to their end.
 
     Args:
         backend: None: they have no process group, as there is one rank.
@@ -249,7 +249,7 @@ class Ranks:
             self._kill()
 
     def _end_peers(self, failed_s: float) -> None:
-        """Called again and again since a rank has failed."""
+        """End the other ranks; called repeatedly after a rank has failed."""
         if failed_s >= _PEERS_OF_A_FAILURE_MAY_END_S + _TERMINATED_RANKS_MAY_END_S:
             self._kill()
         elif failed_s >= _PEERS_OF_A_FAILURE_MAY_END_S and not self._ended_here:
@@ -257,7 +257,7 @@ class Ranks:
             self._send(signal.SIGCONT)  # one that is stopped receives nothing else
 
     def _send(self, number: int) -> list[int]:
-        """Signal the ranks that run, and say which."""
+        """Send a signal to the running ranks; returns which."""
         running = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
         for rank in running:
             with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""The data-parallel ranks: which processes train on data of their own, by default all of them."""
+"""The data-parallel ranks: the processes that train on data of their own; by default all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, list[list[int]]] = weakref
 
 
 def _sharing() -> list[list[int]]:
-    """For each data rank the ranks that share its data."""
+    """By data rank, the ranks that share its data."""
     world = agreement.world_size()
     declared = _meshes.get(dist.group.WORLD) if world > 1 and dist.group.WORLD is not None else None
     return declared or [[rank] for rank in range(world)]
@@ -82,13 +82,13 @@ def use_mesh(mesh: M) -> M:
 
 
 def data_rank() -> int:
-    """This process's place among the data-parallel ranks; the rank where no mesh is declared."""
+    """This process's number among the data-parallel ranks; the rank if no mesh is declared."""
     rank = agreement.rank()
     return next(row for row, ranks in enumerate(_sharing()) if rank in ranks)
 
 
 def data_size() -> int:
-    """How many ranks have data of their own; the world size where no mesh is declared."""
+    """The number of data-parallel ranks; the world size if no mesh is declared."""
     return len(_sharing())
 
 

@@ -1,4 +1,4 @@
-"""What a signal does to a process while nothing else handles it, and what a rank does at its first line.
+"""The effect of signals on a process outside of a run, and at the start of a rank.
 
 A rank that this machine's parent starts leads a session: what a terminal sends reaches the parent alone, which passes
 it on, and counts what the user sends. A rank may get a signal twice all the same, where one is sent to every process
@@ -23,9 +23,9 @@ from ignite_engine.errors import Interrupted
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SIGNALS = (*STOPS, signal.SIGUSR1)
 FORCE_AFTER_S = 0.5
-"""A second stop signal of the user ends the run at once if it comes so long after the first."""
+"""A second stop signal ends the run at once if it comes at least so many seconds after the first."""
 FORCE = signal.SIGUSR2
-"""What a parent sends its ranks then; where nothing handles it, it kills."""
+"""The signal by which a parent ends its ranks at once; kills where it is not handled."""
 
 parent_counts = False
 """Whether this process is a rank whose parent passes on what it receives, and counts it."""
@@ -88,7 +88,7 @@ def stops_go_to(handler: Any) -> Iterator[None]:
         yield
     finally:
         for number, found in before.items():
-            if signal.getsignal(number) in (handler, _ignore):  # not what was installed since
+            if signal.getsignal(number) in (handler, _ignore):  # not handlers that were installed since
                 signal.signal(number, found)
 
 
@@ -98,7 +98,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Within it this thread, and processes started from it, block signals."""
+    """Block signals in this thread, and in processes started from it, within the body."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -127,12 +127,12 @@ def begin_rank(*, passed_on: bool) -> None:
 
 
 def ignore_all() -> None:
-    """The process ends: what comes now is late."""
+    """Ignore all signals, as the process is ending."""
     for handler in (_ignore, signal.SIG_IGN):  # Python complains of one that came before, and finds SIG_IGN
         for number in SIGNALS:
             signal.signal(number, handler)
 
 
 def end_with_parent() -> None:
-    """From here on the end of the process that started this one is a SIGTERM; on Linux."""
+    """Send this process a SIGTERM when its parent ends; on Linux only."""
     _prctl_pr_set_pdeathsig(signal.SIGTERM)

@@ -23,10 +23,10 @@ class TreeSum(Generic[T]):
         self.nodes: list[tuple[Node, T]] = []
         """Subtrees whose sibling is missing, from the left."""
         self.end = first
-        """The leaf that follows."""
+        """The next leaf."""
 
     def push(self, node: Node, value: T) -> None:
-        """Add the subtree that follows the last one."""
+        """Add the next subtree."""
         self.end = node[0] + (1 << node[1])
         # the right child of its parent follows the left one of the same size
         while self.nodes and self.nodes[-1][0][1] == node[1] and node[0] >> node[1] & 1:
@@ -43,7 +43,7 @@ class TreeSum(Generic[T]):
 
 
 def nodes_of(leaves: range) -> list[Node]:
-    """The nodes that these leaves, which follow each other, sum up to."""
+    """The nodes to which these consecutive leaves sum up."""
     tree: TreeSum[None] = TreeSum(lambda left, right: None)
     for leaf in leaves:
         tree.push((leaf, 0), None)

@@ -1,4 +1,4 @@
-"""The ranks watch each other: the error of one ends all of them and is named by all, and so is one that is silent.
+"""The ranks watch each other: an error or the silence of one rank ends all of them, and all name it.
 
 All have a row in the store at which they met. Each writes its own twice a second and reads that of the next rank, or
 those of all where a collective of its own has broken. Who finds that a rank has failed writes it into the
@@ -30,10 +30,10 @@ from ignite_engine.ranks import agreement
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_TIMEOUT_S = 60.0
-"""A thread cannot say that it lives while native code of the main thread holds Python's lock."""
+"""The default time without a heartbeat after which a rank has failed; native code may hold Python's lock long."""
 BEAT_S = 0.5
 SILENT_S = 2.0
-"""A rank of which nothing is heard for so long, while a collective of its peers has broken, is gone."""
+"""A rank that is silent for so many seconds while a collective of its peers is broken is lost."""
 _LONGEST_NOTE = 1000
 _MAY_RAISE_S = 2.0
 _MAY_LEAVE_S = 30.0
@@ -47,7 +47,7 @@ _NO_STORE = "rank 0, or the launcher, is gone or stopped: the store of the ranks
 
 @dataclass(frozen=True)
 class Failure:
-    """Why all ranks end.
+    """The failure for which all ranks end.
 
     Attributes:
         line: one line that names the ranks that failed, and how.
@@ -63,7 +63,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Row:
-    """What a rank says of itself.
+    """The state of a rank, as it writes it into the store.
 
     Attributes:
         beat: what it does, or how its function has ended.
@@ -81,7 +81,7 @@ class Row:
 def verdict(
     rows: Mapping[int, Row], silent_s: Mapping[int, float], broken_s: float | None, limit_s: float
 ) -> Failure | None:
-    """Who has failed of the ranks that wrote ``rows``; None: nobody.
+    """Which of the ranks that wrote ``rows`` has failed; None: none.
 
     Args:
         silent_s: for how long nothing new was heard of each.
@@ -155,7 +155,7 @@ class Watch:
         self._case = _Case(0)
         self._timeout_s = heartbeat_timeout_s
         self._heard: dict[int, tuple[Row, float]] = {}
-        """By rank its newest row, and since when it is that."""
+        """By rank, its newest row and when it was first seen."""
         self._store = agreement.own_store("watch")
         self._position: Callable[[], str] | None = None
         self._watched = threading.current_thread()
@@ -165,7 +165,7 @@ class Watch:
 
     @property
     def failure(self) -> Failure | None:
-        """That which all ranks end for."""
+        """The failure for which all ranks end, if any."""
         return self._case.failure
 
     # -- the main thread ------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class Watch:
         self._news.set()
         self._follower.join(_MAY_RAISE_S)  # its store may not answer
         if self.failure is not None and self.rank == 0:
-            time.sleep(2 * BEAT_S)  # the store may end with this process, and the others are to read this
+            time.sleep(2 * BEAT_S)  # the store may end with this process, and the others must read this first
         if cause is not None and cause is not error:
             raise cause from error
 
@@ -249,7 +249,7 @@ class Watch:
                 self._news.clear()
 
     def _say(self, leaves: bool = False) -> None:
-        """What this rank does."""
+        """Write this rank's row."""
         beat = self._position() if self._position is not None else "outside of run()"
         if leaves:
             beat = self._left or "returned from its function"
@@ -257,7 +257,7 @@ class Watch:
         self._store.set(f"row_{self.rank}", json.dumps(asdict(row)))
 
     def _judge(self, case: _Case) -> None:
-        """Whether a rank has failed, as this one finds, or another one has written."""
+        """Look for a failed rank, or for a failure that another rank has written."""
         ranks, broken_s = [(self.rank + 1) % len(self._ranks)], None
         if case.lost is not None:
             ranks, broken_s = list(self._ranks), self._now_s - case.lost_at
@@ -303,7 +303,7 @@ class Watch:
         case.told.set()
 
     def _end_blocked(self, case: _Case, failure: Failure) -> None:
-        """End this process, if its main thread waits for a rank that has failed."""
+        """End this process if its main thread is blocked by a failed rank."""
         learned_at = time.monotonic()
         self._over.wait(2 * BEAT_S)  # then the others know it, too: what breaks by a kill, or here, is no news
         if not case.raised.is_set():
@@ -354,7 +354,7 @@ def broken_collective(error: BaseException) -> str | None:
 # -- what a run asks, on one process too ------------------------------------------------------------------------------
 
 current: Watch | None = None
-"""The one that is entered."""
+"""The active watch of this process."""
 learned: Callable[[Failure], None] | None = None
 """Called when this rank hears of a failure; for a supervisor that is not one of the ranks."""
 _callbacks: list[Callable[[str], None]] = []

@@ -1,4 +1,4 @@
-"""One iteration's work: one optimizer step, or several in turn."""
+"""Updates: one optimizer step per iteration, or several in turn."""
 
 from ignite_engine.update.accumulation import Accumulation
 from ignite_engine.update.base import BaseUpdate

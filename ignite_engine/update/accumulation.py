@@ -1,4 +1,4 @@
-"""How the gradients of a group are made: the ordinary way, and what a strategy from outside does otherwise."""
+"""Computes the gradients of a group of micro-batches; strategies from outside override parts of it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Accumulation:
     update: Update
 
     def trained(self, model: nn.Module) -> nn.Module:
-        """The part of the model that Update was given which it trains."""
+        """The module that is trained, of the model given to Update."""
         return model
 
     def bind(self, update: Update) -> None:
@@ -73,7 +73,7 @@ class Accumulation:
         self._autocast = None if callable(update.precision) else autocast(update.precision, update.device.type)
 
     def stateful(self) -> Iterable[tuple[str, Any, bool]]:
-        """What a checkpoint holds of this: name, object with a state, and whether every rank has the same."""
+        """The objects to save: name, object with a state, and whether every rank has the same."""
         return ()
 
     def check(self) -> None:
@@ -84,7 +84,7 @@ class Accumulation:
         """
 
     def run_started(self) -> None:
-        """A run starts; a collective."""
+        """Called when a run starts; a collective."""
 
     def scales(self, engine: Any, group: Group) -> list[float] | None:
         """The factor of the mean loss of each micro-batch of a group; None: nothing in it weighs anything.

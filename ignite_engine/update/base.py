@@ -1,4 +1,4 @@
-"""What a Trainer and its handlers ask of an update."""
+"""The interface of an update to a Trainer and its handlers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class BaseUpdate:
         raise NotImplementedError
 
     def stateful(self) -> Iterable[tuple[str, Any, bool]]:
-        """What a checkpoint holds of this: name, object with a state, and whether every rank has the same."""
+        """The objects to save: name, object with a state, and whether every rank has the same."""
         return ()
 
     def variables(self) -> Mapping[str, Any]:
@@ -56,14 +56,14 @@ class BaseUpdate:
         return ["gradients of iterations without an optimizer step are not saved"] if self.between_steps else []
 
     def run_started(self) -> None:
-        """A run starts; the same on every rank."""
+        """Called when a run starts, on every rank."""
 
     def run_ended(self, engine: Engine) -> None:
-        """A run has ended without an error; the same on every rank."""
+        """Called when a run has ended without an error, on every rank."""
 
 
 class FunctionUpdate(BaseUpdate):
-    """A plain function, of which nothing else is known."""
+    """A plain function as an update."""
 
     def __init__(self, function: Callable[[Engine, Any], Any]) -> None:
         self.function = function

@@ -1,4 +1,4 @@
-"""From the host to the model's device, one micro-batch ahead of the one being computed."""
+"""Moves micro-batches to the model's device, one ahead of the one being computed."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class Updates(BaseUpdate):
         return any(update.stepping for update in self.updates.values())
 
     def stateful(self) -> Iterator[tuple[str, Any, bool]]:
-        """What a checkpoint holds of this: name, object with a state, and whether every rank has the same."""
+        """The objects to save: name, object with a state, and whether every rank has the same."""
         for turn, update in self.updates.items():
             for name, obj, shared in update.stateful():
                 if name != "model":

@@ -1,4 +1,4 @@
-"""What a loss function returns: scalars averaged over a group, and the error where it returns something else."""
+"""Checks what a loss function returns, and averages it over a group."""
 
 from __future__ import annotations
 

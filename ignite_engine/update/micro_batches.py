@@ -1,4 +1,4 @@
-"""Gradient accumulation: which backward reduces over ranks, and what each micro-batch weighs."""
+"""The micro-batches of an iteration: their weights, and which backward reduces gradients over the ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Group(list[Any]):
     total_weight = 0.0
     """The sum of the weights over all data-parallel ranks, where there are any."""
     places = 0
-    """How far it moves the position in the data, with what could not be read."""
+    """By how many batches it moves the position in the data, unreadable ones included."""
     unread = 0
     """Batches that could not be read, over all ranks."""
     begins: Any = None
@@ -34,7 +34,7 @@ class Group(list[Any]):
 
     @property
     def real(self) -> list[Any]:
-        """Those that are not repeated."""
+        """The micro-batches that are not repetitions."""
         return self[: len(self) - self.padding]
 
 

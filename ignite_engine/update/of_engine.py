@@ -1,4 +1,4 @@
-"""What a Trainer knows of the process function of an engine that somebody else has made."""
+"""Adapts the process function of an existing Ignite engine to a Trainer."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class EngineUpdate(FunctionUpdate):
         return output
 
     def found(self) -> dict[str, Any]:
-        """What a checkpoint is to hold of it, by name."""
+        """The objects to save, by name."""
         models = {"model": self.model} if self.model is not None else self.models
         single = len(self.optimizers) == 1
         return {**models, **{"optimizer" if single else name: each for name, each in self.optimizers.items()}}

@@ -1,4 +1,4 @@
-"""One iteration's work: accumulate gradients over the micro-batches, clip, one step of every optimizer."""
+"""The standard update: accumulate gradients over the micro-batches, clip, step every optimizer once."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ class Update(BaseUpdate):
         return self.accumulation(engine, micro_batches, scales)
 
     def stateful(self) -> Iterator[tuple[str, Any, bool]]:
-        """What a checkpoint holds of this: name, object with a state, and whether every rank has the same."""
+        """The objects to save: name, object with a state, and whether every rank has the same."""
         yield "model", ModelState(self.model), True
         outside = ParametersState(self.model, self.optimizers, self.loss_fn)
         for name, optimizer in self.optimizers.items():
@@ -242,7 +242,7 @@ class Update(BaseUpdate):
         return [f"the model keeps {shortened(changed)} beside its state_dict (register_buffer() saves a tensor)"]
 
     def run_started(self) -> None:
-        """A run starts; a collective."""
+        """Called when a run starts; a collective."""
         self.stepping = self._has_gradients = False
         self._outside = None
         for optimizer in with_modes(self.optimizers.values()):

@@ -1,4 +1,4 @@
-"""Streams of windows, which come one after the other: files, a list, an iterable, or a custom stream."""
+"""Streams of windows: files, a list, an iterable, or a custom stream."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ logger = logging.getLogger(__name__)
 
 @runtime_checkable
 class WindowStream(Protocol):
-    """Where windows come from, one after the other."""
+    """A stream of windows."""
 
     def next_window(self) -> Any:
-        """What names or holds the next window, None where it has not come yet.
+        """The name or content of the next window; None if it has not arrived yet.
 
         Raises:
             StopIteration: no more will come.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """After which window it is."""
+        """The position in the stream."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after that window."""
+        """Continue at a saved position."""
 
 
 class Files:
@@ -121,7 +121,7 @@ class CountedWindows:
 
     @property
     def is_at_end(self) -> bool:
-        """It is a sequence, and all of it was taken."""
+        """Whether it is a sequence of which all windows were taken."""
         return self.is_sequence and self._taken >= len(self._given)
 
     def begin(self) -> None:
@@ -155,7 +155,7 @@ def is_sequence(stream: Any) -> bool:
 
 
 def text_of(name: Any) -> str | None:
-    """How a checkpoint names a window; empty where its text may differ in another process."""
+    """The name of a window in a checkpoint; empty if its text may differ in another process."""
     if isinstance(name, os.PathLike):  # wherever the directory is
         path = Path(name)
         return f"{path.name} ({path.stat().st_size} bytes)" if path.is_file() else path.name

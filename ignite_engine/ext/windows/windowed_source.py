@@ -1,4 +1,4 @@
-"""Takes windows from a stream on all ranks together, and iterates over them: each is a pass over data of its own."""
+"""Takes windows from a stream on all ranks together, and iterates over them as passes over data of their own."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class WindowReader:
     def __init__(self, windows: Windows, stops: Callable[[], bool]) -> None:
         self.windows, self._stops, self._stream = windows, stops, windows.stream_at_its_beginning()
         self._before = self._stream.state_dict()
-        """Before the window that was taken last."""
+        """The state of the stream before the window that was taken last."""
         self.name: Any = None
         """Of the window that was taken last, or the window itself, until it is done."""
 
     @property
     def inexact(self) -> str | None:
-        """Why a resumed run would not see the same windows."""
+        """Why a resumed run would not get the same windows; None if it would."""
         replays = isinstance(self._stream, CountedWindows) and not self._stream.is_sequence
         return "the stream of windows keeps no state: it is read again" if replays else None
 
@@ -84,7 +84,7 @@ class WindowReader:
         return False
 
     def done(self) -> None:
-        """The window that was taken last is trained on."""
+        """Mark the last window as done."""
         self.name = None
 
     def rewind(self) -> bool:
@@ -143,9 +143,9 @@ class WindowedSource(Source):
         self.windows, self.stream = windows, WindowReader(windows, stops)
         self._state, self._make = state, make
         self.window: DataSource | None = None
-        """The open one."""
+        """The source of the open window."""
         self._before_window: Any = None
-        """The random numbers before it was opened."""
+        """The random states before the window was opened."""
         self._begun, self._of_epoch, self._updates = False, 0, 0
         """Whether the open window is counted, windows of this epoch that are, updates in the open one."""
         self._inexact: str | None = None

@@ -71,7 +71,7 @@ class Windows(OwnSource):
         self._stream: Any = stream if isinstance(stream, WindowStream) else CountedWindows(stream)
         self._initial = self._stream.state_dict()
         self._source: WindowedSource | None = None
-        """Of the run that trains on them."""
+        """The source of the current run."""
 
     def make_source(self, state: Any, waiting: Waiting, make: Callable[[Any], DataSource]) -> Source:
         self._source = WindowedSource(self, state, waiting.stops_waiting, make)
@@ -86,7 +86,7 @@ class Windows(OwnSource):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What is the same on every rank."""
+        """Settings that must be equal on every rank."""
         return {f"Windows({name})": getattr(self, name) for name in ("per_epoch", "max_updates", "shared")}
 
     def opened_by(self, make: Callable[[Any], Any]) -> Windows:
