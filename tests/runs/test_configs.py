@@ -198,9 +198,9 @@ CALLS = [
         [
             ("sharded invariant", on_two(update=INVARIANT, **FSDP), "rank_invariant fsdp"),
             ("invariant norm", on_two(update=INVARIANT, task_options={"norm": True}), "rank_invariant BatchNorm1d"),
+            ("too few", on_two(update=TOO_FEW), "global_micro_batches 1 2 ranks"),
         ],
     ),
-    ("too few", on_two(update=TOO_FEW), "global_micro_batches 1 2 ranks"),
     ("groups by name", train(task_options={"by_name": True}), "parameter_groups matrices"),
     ("names", train(task_options={"by_name": True}, optimizers=OPTIMIZERS), "optimizers matrices"),
     ("no mapping", train(optimizers=OPTIMIZERS), "optimizers mapping"),
