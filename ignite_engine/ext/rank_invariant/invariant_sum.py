@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -20,41 +20,29 @@ Spare = defaultdict[Any, list[Tensor]]
 """Memory for the sums of later micro-batches and updates, by shape, strides and dtype."""
 
 
-_BUCKET_BYTES = 1 << 22
-"""The sums are exchanged in buckets of at least this size."""
-
-
 class InvariantSum:
-    """The sums of several tensors over all micro-batches, each in the order of the tree.
+    """The sums of several tensors, each over what the micro-batches give.
 
-    A value is added as soon as it is known, while it is in the cache; at most one tensor is kept for each level of the
-    tree. Ranks exchange a bucket of sums as soon as its last values are there, while the others are computed.
+    Each is added as soon as it is known, while it is in the cache; what is kept is at most one tensor of each for every
+    level of the tree.
 
     Args:
-        leaves: the micro-batches of each rank, by rank; together they are those of the iteration, from 0 on.
-        last: the last micro-batch on this rank that adds values, if any.
-        like: a tensor of the shape, strides, dtype and device of each sum; values come in about the reverse order.
-        spare: is used and filled. On the CPU new memory costs more than the additions do, as the system clears each
-            page when it is touched first; accelerators keep freed memory by themselves.
+        leaves: the micro-batches of each rank, by rank; together they are those of the iteration from 0 on.
+        count: how many tensors.
+        spare: is used and filled. On the CPU memory that is new costs more than the additions do, as the system clears
+            each of its pages when it is touched first; accelerators keep what was freed by themselves.
     """
 
-    def __init__(self, leaves: Sequence[range], last: Sequence[int], like: Sequence[Tensor], spare: Spare) -> None:
-        self._own, self._last = leaves[agreement.rank()], last
-        self._nodes = [nodes_of(of_rank) for of_rank in leaves]
-        self._like, self._spare = like, spare
-        self._trees = [TreeSum[Tensor | None](self._added, self._own.start) for _ in like]
+    def __init__(self, leaves: Sequence[range], count: int, spare: Spare) -> None:
+        self._leaves, self._own, self._spare = leaves, leaves[agreement.rank()], spare
+        self._trees = [TreeSum[Tensor | None](self._added, self._own.start) for _ in range(count)]
         self._given: Tensor | None = None
-        self._buckets = _buckets(like) if len(leaves) > 1 else []
-        self._bucket_of = {at: number for number, bucket in enumerate(self._buckets) for at in bucket}
-        self._missing = [len(bucket) for bucket in self._buckets]
-        self._sent: list[tuple[dist.Work, Tensor, tuple[Tensor, Tensor]]] = []
-        """Of each bucket whose exchange has begun: what is sent, and the memory that is in use."""
 
     def add(self, at: int, leaf: int, value: Tensor) -> None:
-        """Add ``value``, which may be written to, of the micro-batch ``leaf`` to the sum number ``at``.
+        """The micro-batch ``leaf`` gives ``value``, which is written to, to the sum number ``at``.
 
         Raises:
-            ValueError: the micro-batch has added a value already.
+            ValueError: it gave one already.
         """
         tree = self._trees[at]
         if tree.end > leaf:
@@ -68,11 +56,6 @@ class InvariantSum:
             value = free.pop().copy_(value)
         self._given = value
         tree.push((leaf, 0), value)
-        if leaf in self._last and self._buckets:
-            self._missing[self._bucket_of[at]] -= 1
-            # in the same order on all ranks
-            while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
-                self._send()
 
     def _skip_to(self, leaf: int, tree: TreeSum[Tensor | None]) -> None:
         """The micro-batches before this one give nothing."""
@@ -91,91 +74,68 @@ class InvariantSum:
         if value.is_cpu:
             self._spare[_kind_of(value)].append(value)
 
-    def total(self) -> list[Tensor | None]:
-        """The sums over all ranks, None where no micro-batch has added a value; a collective."""
+    def total(self, like: Sequence[Tensor]) -> list[Tensor | None]:
+        """The sums over all ranks, None where no micro-batch gives anything; a collective.
+
+        Args:
+            like: a tensor of the shape, strides, dtype and device of each.
+        """
         self._given = None
         for tree in self._trees:
             self._skip_to(self._own.stop, tree)
-        if not self._buckets:
+        if len(self._leaves) == 1:
             return [tree.total() for tree in self._trees]
-        present = torch.tensor([any(value is not None for _, value in tree.nodes) for tree in self._trees])
-        while len(self._sent) < len(self._buckets):
-            self._send()
-        # on the host, as it must not wait for a device
+        own = [[value for _, value in tree.nodes] for tree in self._trees]
+        present = torch.tensor([any(value is not None for value in values) for values in own], dtype=torch.uint8)
+        # on the host, as it must not wait for a device, and while the values are exchanged
         presence = dist.all_reduce(present, dist.ReduceOp.MAX, agreement.cpu_group("gradients"), async_op=True)
-        gathering = [self._gather(work, received) for work, _, (_, received) in self._sent]
-        result: list[Tensor | None] = [None] * len(self._like)
-        for bucket, (_, _, in_use), (work, summed) in zip(self._buckets, self._sent, gathering, strict=True):
-            work.wait()
-            for at, part in self._parts(bucket, summed):
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for at, tensor in enumerate(like):
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(at)
+        result: list[Tensor | None] = [None] * len(like)
+        for (dtype, device), alike in kinds.items():
+            sizes, ranks = [like[at].numel() for at in alike], len(self._leaves)
+            shape = len(own[0]), -(-sum(sizes) // ranks) * ranks
+            rows = self._memory(torch.empty(shape, dtype=dtype, device=exchanged_on(device)))
+            for node, row in enumerate(rows):
+                row[sum(sizes) :] = ABSENT
+                for at, part in zip(alike, row[: sum(sizes)].split(sizes), strict=True):
+                    if (value := own[at][node]) is None:
+                        part.fill_(ABSENT)
+                    else:
+                        part.copy_(value.reshape(-1))
+                        self._keep(value)
+            summed = self._over_ranks(rows)
+            for at, part in zip(alike, summed[: sum(sizes)].split(sizes), strict=True):
                 # in memory of its own, aligned as on one process: the order of a norm's additions may depend on it
-                like = self._like[at]
-                result[at] = torch.empty_like(like).copy_(part.view(like.shape))
-            for free in (*in_use, summed):
-                self._keep(free)
+                result[at] = torch.empty_like(like[at]).copy_(part.view(like[at].shape))
+            for each in (rows, summed):
+                self._keep(each)
         presence.wait()
         return [value if is_there else None for value, is_there in zip(result, present.tolist(), strict=True)]
 
-    def _parts(self, bucket: Sequence[int], row: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """The part of a row that each sum of a bucket has."""
-        sizes = [self._like[at].numel() for at in bucket]
-        return zip(bucket, row[: sum(sizes)].split(sizes), strict=True)
-
-    def _send(self) -> None:
-        """Begin to exchange the next bucket: each rank gets the nodes of all ranks for its chunk of the bucket."""
-        bucket, ranks = self._buckets[len(self._sent)], len(self._nodes)
-        first, size = self._like[bucket[0]], sum(self._like[at].numel() for at in bucket)
-        nodes = [len(of_rank) for of_rank in self._nodes]
-        own, chunk = nodes[agreement.rank()], -(-size // ranks)
-        rows = self._memory((own, ranks * chunk), first)
-        for at in bucket:
-            self._skip_to(self._own.stop, self._trees[at])
-        for number, row in enumerate(rows):
-            row[size:] = ABSENT
-            for at, part in self._parts(bucket, row):
-                if (value := self._trees[at].nodes[number][1]) is None:
-                    part.fill_(ABSENT)
-                else:
-                    part.copy_(value.reshape(-1))
-                    self._keep(value)
-        sent = rows.view(own, ranks, chunk).transpose(0, 1).reshape(ranks * own, chunk)
-        received = self._memory((sum(nodes), chunk), first)
-        group = gradient_group(rows.device)
-        work = dist.all_to_all_single(received, sent, nodes, [own] * ranks, group=group, async_op=True)
-        self._sent.append((work, sent, (rows, received)))
-
-    def _gather(self, work: dist.Work, received: Tensor) -> tuple[dist.Work, Tensor]:
-        """Sum this rank's chunk of a bucket that was exchanged, and begin to gather the chunks of all ranks."""
-        work.wait()
-        tree: TreeSum[Tensor] = TreeSum(Tensor.add_)
-        for node, value in zip(chain(*self._nodes), received, strict=True):
-            tree.push(node, value)
-        total = tree.total()
-        summed = self._memory((len(self._nodes) * len(total),), total)
-        # torch 2.13 has renamed it
-        gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return gather(summed, total, group=gradient_group(total.device), async_op=True), summed
-
-    def _memory(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Memory of any content for an exchange."""
-        new = torch.empty(shape, dtype=like.dtype, device=exchanged_on(like.device))
+    def _memory(self, new: Tensor) -> Tensor:
+        """``new``, which nothing was written to, or memory of its kind that is free."""
         free = self._spare[_kind_of(new)]
         return free.pop() if free else new
 
-
-def _buckets(like: Sequence[Tensor]) -> list[list[int]]:
-    """The sums that are exchanged together: of one dtype and device, in the reverse order."""
-    buckets: list[list[int]] = []
-    room: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
-    for at in reversed(range(len(like))):
-        kind = like[at].dtype, like[at].device
-        bucket, size = room.pop(kind, ([], 0))
-        if not bucket:
-            buckets.append(bucket)
-        bucket.append(at)
-        if (size := size + like[at].nbytes) < _BUCKET_BYTES:
-            room[kind] = bucket, size
-    return buckets
+    def _over_ranks(self, rows: Tensor) -> Tensor:
+        """The sum of the nodes of all ranks, of which ``rows`` are this one's: each rank sums up a chunk of them."""
+        ranks, nodes = len(self._leaves), [nodes_of(leaves) for leaves in self._leaves]
+        group = gradient_group(rows.device)
+        chunk = rows.shape[1] // ranks
+        sent = rows.view(len(rows), ranks, chunk).transpose(0, 1).reshape(ranks * len(rows), chunk)
+        received = self._memory(sent.new_empty(sum(map(len, nodes)), chunk))
+        dist.all_to_all_single(received, sent, [len(of_rank) for of_rank in nodes], [len(rows)] * ranks, group=group)
+        tree: TreeSum[Tensor] = TreeSum(Tensor.add_)
+        for node, value in zip(chain(*nodes), received, strict=True):
+            tree.push(node, value)
+        summed = self._memory(sent.new_empty(ranks * chunk))
+        # torch 2.13 has renamed it
+        gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(summed, tree.total(), group=group)
+        self._keep(received)
+        return summed
 
 
 def _kind_of(value: Tensor) -> Any:

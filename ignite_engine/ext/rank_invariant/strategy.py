@@ -90,13 +90,12 @@ class RankInvariant(Accumulation):
 
     def __call__(self, engine: Engine, micro_batches: Sequence[Any], scales: Sequence[float]) -> dict[str, Tensor]:
         self._parameters = [parameter for parameter in self.update.parameters.all() if parameter.requires_grad]
-        self._weighing, self._done = list(compress(self._leaves[agreement.rank()], scales)), 0
-        self._sum = InvariantSum(self._leaves, self._weighing[-1:], self._parameters, self._spare)
-        self._reported: dict[int, Tensor] = {}
+        self._sum, self._done = InvariantSum(self._leaves, 1 + len(self._parameters), self._spare), 0
+        self._weighing = list(compress(self._leaves[agreement.rank()], scales))
         self._versions = [buffer._version for buffer in self._buffers.values()]
         hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._take, at))
-            for at, parameter in enumerate(self._parameters)
+            for at, parameter in enumerate(self._parameters, 1)
         ]
         try:
             return super().__call__(engine, [*compress(micro_batches, scales)], [*filter(None, scales)])
@@ -113,7 +112,7 @@ class RankInvariant(Accumulation):
         self._done += 1
         reported = [loss, *(extras[-1][name] for name in names_of(extras, self._done))]
         wide = widest_float(self.update.device)
-        self._reported[leaf] = torch.stack([value.to(wide) for value in reported]) * scale
+        self._sum.add(0, leaf, torch.stack([value.to(wide) for value in reported]) * scale)
         return loss
 
     def _take(self, at: int, parameter: Tensor) -> None:
@@ -139,12 +138,9 @@ class RankInvariant(Accumulation):
             self.update.scaler.scale(torch.zeros((), device=self.update.device))
         names = self._agreed_names(["loss", *names_of(extras, len(losses))] if losses else None)
         row = torch.empty(len(names), dtype=widest_float(self.update.device), device=self.update.device)
-        reported = InvariantSum(self._leaves, [], [row], self._spare)
-        for leaf, value in self._reported.items():
-            reported.add(0, leaf, value)
-        for parameter, gradient in zip(self._parameters, self._sum.total(), strict=True):
+        values, *gradients = self._sum.total([row, *self._parameters])
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
-        (values,) = reported.total()
         self._seed_generators(self._iteration, _BETWEEN_UPDATES)
         assert values is not None
         return dict(zip(names, values.unbind(), strict=True))
