@@ -382,7 +382,9 @@ class SourceWatch:
         """
         try:
             found = self.source.look()
-            if found is None or (than is not None and found.identity == than.identity) or self._is_refused(found):
+            if found is None or (than is not None and found.identity == than.identity):
+                return None
+            if self._refused and _state(found) in self._refused:
                 return None
             problem = _problem(found)
         except (CheckpointError, OSError) as error:  # its run may have pruned it meanwhile
@@ -397,9 +399,6 @@ class SourceWatch:
         self._refused.add(_state(found))
         if found.path.exists():
             logger.warning("A newer source is refused, and training goes on with what it has: %s", reason)
-
-    def _is_refused(self, found: Found) -> bool:
-        return bool(self._refused) and _state(found) in self._refused
 
 
 def _state(found: Found) -> Any:

@@ -52,18 +52,14 @@ def read_parts(path: Path, record: FileRecord, kept: Kept, *, mapped: bool = Fal
     Raises:
         CheckpointError: one line; the file is missing, damaged, or no pack (nothing was executed).
     """
-    status, parts = kept.pop((path, record), (None, None))
+    problem, key = None, (path, record)
     if mapped:
         problem = problem_of(path, record)
-    elif parts is None or status != signature(path):
-        read: Kept = {}
-        problem = _read(path, record, read)
-        parts = None if problem else read[path, record][1]
-    else:
-        problem = None
+    elif key not in kept or kept[key][0] != signature(path):
+        problem = _read(path, record, kept)
     if problem:
         raise CheckpointError(f"{path.parent} is damaged: {problem}.")
-    return map_pack(path) if mapped or parts is None else parts
+    return map_pack(path) if mapped else kept.pop(key)[1]
 
 
 def problem_of(path: Path, record: FileRecord) -> str | None:
